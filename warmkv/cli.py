@@ -1,0 +1,57 @@
+"""The `warmkv` command: one function a subcommand, no logic of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from warmkv.config import Config, ConfigError, load
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
+config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
+app.add_typer(config_app, name="config")
+
+console = Console()
+errors = Console(stderr=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="A setting, as in `--set engine.max_slots=8`. May be repeated.")
+]
+
+
+def read_config(path: Path | None, flags: list[str]) -> Config:
+    """The configuration in force; a fault ends the program with code 2 and a line that says what to do."""
+    try:
+        return load(path, flags=flags)
+    except ConfigError as error:
+        errors.print(f"[red]configuration:[/red] {error}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+@config_app.command("show")
+def config_show(config: ConfigOption = None, set_: SetOption = []) -> None:  # noqa: B006 (Typer copies it)
+    """Print every setting in force as YAML: file, then `WARMKV_SECTION__KEY` variables, then `--set` flags.
+
+    Example: `warmkv config show --set compression.policy=snapkv@0.2`
+    """
+    import yaml
+
+    print(yaml.safe_dump(read_config(config, set_).model_dump(mode="json"), sort_keys=False), end="")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration, for editors and validators."""
+    import json
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point of the `warmkv` script."""
+    sys.exit(app())

@@ -1,0 +1,315 @@
+"""Every setting of warmkv, with its default, as one frozen tree. Nothing else in the package defines a default.
+
+The tree is read from a YAML document, then from environment variables (`WARMKV_ENGINE__MAX_SLOTS=8`), then from
+`--set engine.max_slots=8` flags; the later source wins. Unknown keys are refused with the nearest known one named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+ENV_PREFIX = "WARMKV_"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says where and what to do."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+# --- compression ------------------------------------------------------------------------------------------------
+
+PolicyName = Literal["full", "streaming_llm", "snapkv"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+
+
+class PolicySpec(Section):
+    """A compression policy as one line of configuration.
+
+    `budget` counts every token kept per KV head and layer: an int is tokens, a float in (0, 1] is a share of the
+    prompt. The short form `"snapkv@0.2"` or `"snapkv@1024"` is accepted wherever a policy is.
+    """
+
+    name: PolicyName = "full"
+    budget: int | float = 1.0
+    sinks: int = Field(4, ge=0, description="first tokens that are never given up (streaming_llm)")
+    window: int = Field(32, ge=1, description="last prompt tokens that vote and are always kept (snapkv)")
+    kernel: int = Field(5, ge=1, description="width of the pooling along positions, odd (snapkv)")
+    pooling: Literal["avg", "max"] = "avg"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, at, budget = value.partition("@")
+        if not at:
+            return {"name": name}
+        try:
+            return {"name": name, "budget": int(budget) if budget.isdigit() else float(budget)}
+        except ValueError:
+            raise ValueError(f"{value!r}: write NAME@TOKENS or NAME@SHARE, as in snapkv@1024 or snapkv@0.2") from None
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicySpec:
+        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+            raise ValueError(f"a share must be in (0, 1], got {self.budget}; for tokens write an integer")
+        if isinstance(self.budget, int) and self.budget < 1:
+            raise ValueError(f"a budget in tokens must be at least 1, got {self.budget}")
+        if self.name == "streaming_llm" and isinstance(self.budget, int) and self.budget <= self.sinks:
+            raise ValueError(f"budget {self.budget} leaves no recent token beside {self.sinks} sinks")
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be odd, got {self.kernel}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The short form, `name@budget`; `full` alone has no budget."""
+        return self.name if self.name == "full" else f"{self.name}@{self.budget}"
+
+
+class CompressionConfig(Section):
+    policy: PolicySpec = PolicySpec()
+    allow_request_policy: bool = Field(True, description="whether a request may name its own policy")
+
+
+# --- the parts of the service -----------------------------------------------------------------------------------
+
+
+class ModelConfig(Section):
+    path: str = Field("tiny", description="folder or hub name of a causal LM; 'tiny' is the model in the package")
+    served_name: str | None = Field(None, description="name in the APIs; the last part of the path if absent")
+    revision: str | None = None
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+
+    @property
+    def name(self) -> str:
+        """The name under which the APIs serve the model."""
+        return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+class EngineConfig(Section):
+    max_context: int | None = Field(None, ge=16, description="prompt + new tokens; the model's own limit if absent")
+    max_slots: int = Field(16, ge=1, description="sequences decoded together")
+    kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
+    max_queue: int = Field(64, ge=0, description="requests that may wait in a replica; more are refused")
+    threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+
+
+class PrefixCacheConfig(Section):
+    enabled: bool = True
+    automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
+    block_size: int = Field(64, ge=1, description="tokens in a block")
+    memory_bytes: ByteSize = Field(ByteSize(512 << 20), description="limit of stored blocks in one replica")
+    ttls: dict[str, float] = Field({"5m": 300.0, "1h": 3600.0}, description="names a client may use, in seconds")
+    default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
+    min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")
+    max_breakpoints: int = Field(4, ge=0)
+    lookback: int = Field(
+        20, ge=0, description="content blocks before a breakpoint that are checked for an earlier write"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> PrefixCacheConfig:
+        if self.default_ttl not in self.ttls:
+            raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
+        if any(seconds <= 0 for seconds in self.ttls.values()):
+            raise ValueError("every TTL must be positive")
+        return self
+
+
+class PricingConfig(Section):
+    """Dollars per million tokens and the multipliers of the base input price. Hosted prices differ: set your own."""
+
+    input: float = Field(3.0, ge=0)
+    output: float = Field(15.0, ge=0)
+    read: float = Field(0.1, ge=0, description="times input, for tokens read from the cache")
+    write: dict[str, float] = Field({"5m": 1.25, "1h": 2.0}, description="times input, for tokens written, by TTL")
+
+
+class RoutingConfig(Section):
+    policy: Literal["prefix_cost", "power_of_two"] = "prefix_cost"
+    load_weight: float = Field(4.0, ge=0, description="blocks of prefill that one request in flight counts as")
+    overload: int = Field(
+        8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
+    )
+
+
+class DirectoryConfig(Section):
+    publish_seconds: float = Field(0.02, gt=0, description="longest time a replica batches its events")
+    poll_seconds: float = Field(0.05, gt=0, description="how often a router asks for deltas")
+    max_blocks: int = Field(1_000_000, ge=1, description="blocks of all replicas the directory remembers")
+    log_events: int = Field(100_000, ge=1, description="event batches kept for routers that catch up")
+
+
+class TenantConfig(Section):
+    name: str
+    key_sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv keys hash` prints it"
+    )
+
+
+class GatewayConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
+    tenants: tuple[TenantConfig, ...] = Field((), description="if empty, any key is accepted and is its own tenant")
+    salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
+    max_body_bytes: ByteSize = ByteSize(32 << 20)
+    max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
+    default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    access_log: Path | None = Field(None, description="file for one JSON line per request")
+
+
+class ClusterConfig(Section):
+    replicas: int = Field(1, ge=1)
+    gateways: int = Field(1, ge=1)
+    cpus_per_replica: float = Field(1.0, ge=0)
+    gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
+    max_ongoing_requests: int = Field(64, ge=1, description="requests Serve sends to one replica at a time")
+
+
+class SimulatorConfig(Section):
+    """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step."""
+
+    step_a: float = Field(0.004, ge=0)
+    step_b: float = Field(0.00012, ge=0)
+    step_c: float = Field(2e-8, ge=0)
+    layers: int = Field(6, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=1)
+    dtype_bytes: int = Field(4, ge=1)
+
+
+class DashboardsConfig(Section):
+    grafana_url: str = "http://127.0.0.1:3000"
+    token_env: str = Field("GRAFANA_TOKEN", description="environment variable with a service-account token")
+    folder: str = "warmkv"
+    datasource_uid: str = "prometheus"
+
+
+class Config(Section):
+    """The whole tree; `warmkv config schema` prints it as JSON schema."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    compression: CompressionConfig = CompressionConfig()
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+    pricing: PricingConfig = PricingConfig()
+    routing: RoutingConfig = RoutingConfig()
+    directory: DirectoryConfig = DirectoryConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    simulator: SimulatorConfig = SimulatorConfig()
+    dashboards: DashboardsConfig = DashboardsConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
+            raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
+        return self
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: Path | None = None,
+    *,
+    flags: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Read the configuration: file, then environment, then `a.b=value` flags.
+
+    Raises ConfigError with the place of every fault and, for an unknown key, the nearest known one.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            document = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from None
+        if document is not None and not isinstance(document, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections, got {type(document).__name__}")
+        tree = document or {}
+    for dotted, text in _environment(os.environ if environ is None else environ):
+        _put(tree, dotted, text)
+    for flag in flags:
+        dotted, equals, text = flag.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {flag}: write it as section.key=value, as in engine.max_slots=8")
+        _put(tree, dotted, text)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """Validate a tree of plain values. Raises ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(describe(error, Config))) from None
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line a fault: the dotted place, what is wrong and, for an unknown key, the nearest known one."""
+    lines = []
+    for fault in error.errors():
+        place = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            known = _known_keys(model, fault["loc"][:-1])
+            near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            lines.append(f"{place}: unknown key; {hint}")
+        else:
+            lines.append(f"{place or 'configuration'}: {fault['msg'].removeprefix('Value error, ')}")
+    return lines
+
+
+def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        if isinstance(part, str) and part in model.model_fields:
+            candidates = (model.model_fields[part].annotation, *get_args(model.model_fields[part].annotation))
+            nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+            if nested:
+                model = nested[0]
+    return sorted(model.model_fields)
+
+
+def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Settings are the variables that name a section, `WARMKV_SECTION__KEY`; others with the prefix are not ours."""
+    found = []
+    for name, text in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            found.append((name.removeprefix(ENV_PREFIX).lower().replace("__", "."), text))
+    return found
+
+
+def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
+    *parents, leaf = dotted.strip().split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None

@@ -1,0 +1,64 @@
+"""What a policy keeps, in tokens and bytes, before anything is computed. Pure: the simulator and admission share it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from warmkv.config import PolicySpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Size of a model's KV cache: a token takes keys and values in every layer and KV head."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
+    """Tokens a KV head keeps of a prompt, or None if the policy keeps everything.
+
+    A share is taken of the prompt and rounded up, and never below the smallest budget that the method can work with.
+    """
+    if spec.name == "full":
+        return None
+    if isinstance(spec.budget, int):
+        return spec.budget
+    smallest = spec.sinks + 1 if spec.name == "streaming_llm" else 1
+    return max(smallest, math.ceil(spec.budget * prompt_tokens))
+
+
+def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
+    """Tokens per KV head and layer that survive the hand-off from prefill to decode."""
+    budget = resolve_budget(spec, prompt_tokens)
+    return prompt_tokens if budget is None else min(budget, prompt_tokens)
+
+
+def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
+    """Entries per KV head and layer that a request ever needs while decoding `new_tokens`.
+
+    The last new token is never written to the cache: nothing attends to it.
+    """
+    appended = max(0, new_tokens - 1)
+    if spec.name == "streaming_llm":
+        budget = resolve_budget(spec, prompt_tokens)
+        assert budget is not None
+        return min(budget, prompt_tokens + appended)
+    return kept_tokens(spec, prompt_tokens) + appended
+
+
+def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
+    """Tokens at the end of a prompt that must be computed even if their KV is cached.
+
+    At least one, for the first logits; a rule that looks at the last queries needs those queries, when it evicts.
+    """
+    if spec.name == "snapkv" and kept_tokens(spec, prompt_tokens) < prompt_tokens:
+        return min(spec.window, prompt_tokens)
+    return 1

@@ -1,0 +1,171 @@
+"""How long prefix blocks live and which goes first. The replica's block store and the simulator run this same code.
+
+The ledger knows keys, sizes and times, not tensors. Time is an argument of every call: seconds on any clock that
+never goes back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Entry:
+    """A stored block or partial tail."""
+
+    key: bytes
+    size: int  # bytes
+    ttl: float  # seconds of life after each read
+    expires_at: float
+    pins: int = 0  # requests that are reading it; never evicted or expired while above 0
+    mark_ttl: float = 0.0  # above 0 where a breakpoint was written: its own lifetime, refreshed by reads
+    mark_expires_at: float = -math.inf
+    queued: bool = True  # whether the ledger's heap of deadlines names it (exactly once)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What storing a chain did: keys now resident that were not, and keys that gave way."""
+
+    stored: list[bytes] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
+
+
+class BlockLedger:
+    """Which blocks are resident: TTL with sliding refresh, least recently used first, within a byte limit.
+
+    Chains are touched from their end to their start, so the least recently used entry is always the end of a chain,
+    and a parent lives at least as long as its children: presence stays prefix-closed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.bytes = 0
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._deadlines: list[tuple[float, bytes]] = []  # may name entries that have been refreshed or removed since
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def keys(self) -> list[bytes]:
+        return list(self._entries)
+
+    def match(self, chain: Sequence[bytes], now: float) -> int:
+        """Leading keys of `chain` that are resident and alive."""
+        for count, key in enumerate(chain):
+            entry = self._entries.get(key)
+            if entry is None or (entry.expires_at <= now and not entry.pins):
+                return count
+        return len(chain)
+
+    def has_mark(self, key: bytes, now: float) -> bool:
+        """Whether a breakpoint was written at exactly this prefix and may still be read."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.mark_expires_at > now
+
+    def touch(self, chain: Sequence[bytes], now: float) -> None:
+        """A read: every entry of the chain becomes recent and lives its TTL again, marks included."""
+        for key in reversed(chain):
+            entry = self._entries[key]
+            self._entries.move_to_end(key)
+            self._extend(entry, now)
+            if entry.mark_expires_at > now:
+                entry.mark_expires_at = now + entry.mark_ttl
+
+    def mark(self, key: bytes, ttl: float, now: float) -> None:
+        """Note that a breakpoint was written at this prefix; it is readable for `ttl` seconds after each use."""
+        entry = self._entries[key]
+        entry.mark_ttl = max(ttl, entry.mark_ttl if entry.mark_expires_at > now else 0.0)
+        entry.mark_expires_at = now + entry.mark_ttl
+
+    def store(self, chain: Sequence[bytes], sizes: Sequence[int], ttl: float, now: float) -> Admission:
+        """Make a chain resident, evicting what is least recently used; its head is kept if not all of it fits.
+
+        Entries already there are touched and live at least `ttl` longer. Nothing of the chain itself and nothing
+        pinned is evicted. A parent must come before its children.
+        """
+        evicted = self.expire(now)
+        present = self.match(chain, now)
+        for key in chain[:present]:
+            self._entries[key].ttl = max(self._entries[key].ttl, ttl)
+        self.touch(chain[:present], now)
+
+        protected = set(chain)
+        stored: list[bytes] = []
+        for key, size in zip(chain[present:], sizes[present:], strict=True):
+            if not self._make_room(size, protected, evicted):
+                break
+            self._entries[key] = Entry(key, size, ttl, now + ttl)
+            heapq.heappush(self._deadlines, (now + ttl, key))
+            self.bytes += size
+            stored.append(key)
+        for key in reversed(stored):
+            self._entries.move_to_end(key)
+        for key in reversed(chain[:present]):
+            self._entries.move_to_end(key)
+        return Admission(stored, evicted)
+
+    def pin(self, chain: Sequence[bytes]) -> None:
+        for key in chain:
+            self._entries[key].pins += 1
+
+    def unpin(self, chain: Sequence[bytes]) -> None:
+        for key in chain:
+            entry = self._entries[key]
+            entry.pins -= 1
+            if not entry.queued:  # its deadline passed while it was in use
+                entry.queued = True
+                heapq.heappush(self._deadlines, (entry.expires_at, key))
+
+    def expire(self, now: float) -> list[bytes]:
+        """Remove what has outlived its TTL; the removed keys."""
+        expired: list[bytes] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            if entry.pins:
+                entry.queued = False
+            elif entry.expires_at <= now:
+                self._drop(key)
+                expired.append(key)
+            else:
+                heapq.heappush(self._deadlines, (entry.expires_at, key))
+        return expired
+
+    def clear(self) -> list[bytes]:
+        """Remove everything that is not pinned; the removed keys."""
+        removed = [key for key, entry in self._entries.items() if not entry.pins]
+        for key in removed:
+            self._drop(key)
+        return removed
+
+    def _extend(self, entry: Entry, now: float) -> None:
+        entry.expires_at = max(entry.expires_at, now + entry.ttl)
+
+    def _make_room(self, size: int, protected: set[bytes], evicted: list[bytes]) -> bool:
+        if self.bytes + size <= self.capacity:
+            return True
+        victims, freed = [], 0
+        for key, entry in self._entries.items():
+            if entry.pins or key in protected:
+                continue
+            victims.append(key)
+            freed += entry.size
+            if self.bytes - freed + size <= self.capacity:
+                for victim in victims:
+                    self._drop(victim)
+                evicted.extend(victims)
+                return True
+        return False
+
+    def _drop(self, key: bytes) -> None:
+        self.bytes -= self._entries.pop(key).size

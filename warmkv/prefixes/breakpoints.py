@@ -1,0 +1,80 @@
+"""Breakpoints of a prompt: where prefixes may be read and written, and how the tokens are billed.
+
+Positions are token counts from the start of the prompt. The rules are the prompt-caching contract of the Messages
+API: writes happen only at breakpoints; a read checks a breakpoint and up to `lookback` content blocks before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from warmkv.prefixes.usage import Usage
+
+
+class BreakpointError(ValueError):
+    """Marks that the contract refuses; the message is what the client is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a marked content block: `position` tokens from the start, kept for the TTL of that name."""
+
+    position: int
+    ttl: str
+
+
+def check_marks(ttls: Sequence[str | None], known: Mapping[str, float], maximum: int) -> None:
+    """Refuse too many marks, unknown TTLs, and a longer TTL after a shorter one.
+
+    `ttls` has an item per content block in prompt order, None where the block is not marked.
+    """
+    marks = [ttl for ttl in ttls if ttl is not None]
+    if len(marks) > maximum:
+        raise BreakpointError(f"A maximum of {maximum} blocks with cache_control may be provided. Found {len(marks)}.")
+    for ttl in marks:
+        if ttl not in known:
+            raise BreakpointError(f"cache_control.ttl: {ttl!r} is not one of {', '.join(map(repr, known))}.")
+    for earlier, later in itertools.pairwise(marks):
+        if known[later] > known[earlier]:
+            raise BreakpointError(
+                f"cache_control.ttl: a block with ttl {later!r} must not come after a block with ttl {earlier!r}."
+            )
+
+
+def breakpoints(ends: Sequence[int], ttls: Sequence[str | None], min_tokens: int) -> tuple[Breakpoint, ...]:
+    """The marks that count, in order: those with at least `min_tokens` tokens before them.
+
+    `ends[i]` is the position behind content block i, `ttls[i]` its mark or None.
+    """
+    return tuple(
+        Breakpoint(end, ttl)
+        for end, ttl in zip(ends, ttls, strict=True)
+        if ttl is not None and end >= max(1, min_tokens)
+    )
+
+
+def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int) -> tuple[int, ...]:
+    """Positions at which an earlier write may be read, highest first: each mark and `lookback` block ends before it."""
+    ordered = sorted(set(ends))
+    found: set[int] = set()
+    for mark in marks:
+        at = ordered.index(mark.position)
+        found.update(end for end in ordered[max(0, at - lookback) : at + 1] if end > 0)
+    return tuple(sorted(found, reverse=True))
+
+
+def bill(prompt_tokens: int, marks: Sequence[Breakpoint], hit: int, lifetimes: Mapping[str, float]) -> Usage:
+    """Split a prompt for billing: read up to `hit`, then write up to the last mark of each TTL, longest first.
+
+    With TTLs 5m and 1h: A = hit, B = the last 1h mark after A (else A), C = the last mark (else A); A is read, B-A is
+    written for 1h, C-B for 5m, the rest is ordinary input.
+    """
+    position = hit
+    written: dict[str, int] = {}
+    for ttl in sorted(lifetimes, key=lambda name: lifetimes[name], reverse=True):
+        last = max((mark.position for mark in marks if mark.ttl == ttl), default=0)
+        written[ttl] = max(0, last - position)
+        position = max(position, last)
+    return Usage(input=prompt_tokens - position, read=hit, written=written)

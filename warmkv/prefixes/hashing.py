@@ -1,0 +1,54 @@
+"""What a prefix is called: chained, tenant-salted hashes of token blocks.
+
+The hash of a block covers everything before it, so equal hashes mean equal prefixes, and whoever holds a block's KV
+for a request holds (or held) all blocks before it. The root of the chain covers the tenant's salt and everything
+else that changes KV (model, revision, dtype), so unlike prefixes never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import numpy as np
+
+DIGEST_BYTES = 16  # 128 bits: a collision among 10^12 blocks has a chance of about 10^-15
+
+
+def tenant_salt(secret: bytes, tenant: str) -> bytes:
+    """The salt of a tenant, derived on the server so that no client can choose or guess it."""
+    return hmac.digest(secret, tenant.encode(), "sha256")
+
+
+def chain_root(salt: bytes, *identity: str) -> bytes:
+    """Start of a chain: the tenant's salt and the identity of the KV (model, revision, dtype, block size)."""
+    digest = hashlib.blake2b(salt, digest_size=DIGEST_BYTES)
+    for part in identity:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.digest()
+
+
+def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of the prefix that `parent` names followed by `tokens`."""
+    data = np.asarray(tokens, dtype="<u4").tobytes()
+    return hashlib.blake2b(parent + data, digest_size=DIGEST_BYTES).digest()
+
+
+def block_hashes(tokens: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
+    """Chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
+    data = memoryview(np.asarray(tokens, dtype="<u4").tobytes())
+    step = 4 * block_size
+    hashes, parent = [], root
+    for start in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(parent + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def prefix_key(tokens: Sequence[int], position: int, block_size: int, hashes: Sequence[bytes], root: bytes) -> bytes:
+    """Name of the exact prefix `tokens[:position]`: a block's hash, or the hash of the partial tail behind it."""
+    full = position // block_size
+    parent = hashes[full - 1] if full else root
+    return parent if position == full * block_size else extend(parent, tokens[full * block_size : position])

@@ -1,0 +1,104 @@
+"""One line of the access log: what a request was and what became of it.
+
+The gateway writes it, the simulator replays it. Block hashes are salted by tenant, so a log shows which prefixes were
+equal but not what they said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from warmkv.prefixes.usage import Usage
+
+VERSION = 1
+
+
+class RecordError(ValueError):
+    """A line that is not an access-log record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A breakpoint: the exact prefix of `position` tokens is written under `key` for the TTL of that name."""
+
+    position: int
+    ttl: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A position at which an earlier write may be read, and the name of that exact prefix."""
+
+    position: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """Times are seconds; `arrival` is Unix time. `ttft` and `e2e` run from the arrival at the gateway."""
+
+    id: str
+    arrival: float
+    tenant: str  # a hash, never the name or the key
+    model: str
+    api: str  # messages, chat, completions
+    policy: str  # short form, as in snapkv@0.2
+    block_size: int
+    input_tokens: int
+    output_tokens: int
+    hashes: tuple[bytes, ...]  # of the prompt's full blocks
+    marks: tuple[Mark, ...] = ()
+    reads: tuple[Candidate, ...] = ()  # highest position first
+    usage: Usage = field(default_factory=Usage)
+    replica: str = ""
+    cached_tokens: int = 0  # prompt tokens whose KV was reused, whatever was billed
+    resident_bytes: int = 0  # of the decode slot
+    queue: float = 0.0
+    ttft: float = 0.0
+    e2e: float = 0.0
+    status: str = "ok"  # ok, error, cancelled
+    stop_reason: str = ""
+
+    def to_json(self) -> str:
+        """The record as one line without a line break."""
+        line: dict[str, Any] = {"v": VERSION, **asdict(self)}
+        line["hashes"] = [key.hex() for key in self.hashes]
+        line["marks"] = [[mark.position, mark.ttl, mark.key.hex()] for mark in self.marks]
+        line["reads"] = [[read.position, read.key.hex()] for read in self.reads]
+        return json.dumps(line, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RequestRecord:
+        """Read one line. Raises RecordError with the reason."""
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"not JSON: {error.msg}") from None
+        if not isinstance(line, dict) or line.get("v") != VERSION:
+            raise RecordError(f"not an access-log record of version {VERSION}")
+        try:
+            return cls._from_mapping(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"bad record: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _from_mapping(cls, line: Mapping[str, Any]) -> RequestRecord:
+        known = {item.name for item in fields(cls)}
+        values = {name: value for name, value in line.items() if name in known}
+        values["hashes"] = tuple(bytes.fromhex(key) for key in line["hashes"])
+        values["marks"] = tuple(Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", []))
+        values["reads"] = tuple(Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", []))
+        values["usage"] = Usage(**line.get("usage", {}))
+        record = cls(**values)
+        if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
+            raise ValueError("token counts must not be negative and block_size must be positive")
+        if record.input_tokens // record.block_size != len(record.hashes):
+            raise ValueError(
+                f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
+                f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
+            )
+        return record
