@@ -107,7 +107,7 @@ class EngineConfig(Section):
     max_slots: int = Field(16, ge=1, description="sequences decoded together")
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
-    max_queue: int = Field(64, ge=0, description="requests that may wait in a replica; more are refused")
+    max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
 
@@ -244,6 +244,8 @@ def load(
             document = yaml.safe_load(path.read_text())
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8 text") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not YAML: {error}") from None
         if document is not None and not isinstance(document, dict):
@@ -304,11 +306,13 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
     *parents, leaf = dotted.strip().split(".")
     node = tree
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if not isinstance(child, dict):
-            child = node[parent] = {}
-        node = child
+    for depth, parent in enumerate(parents, start=1):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            place = ".".join(parents[:depth])
+            raise ConfigError(f"{dotted}: {place} is already {node!r}; set it as a whole or write it as a mapping")
     try:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -32,7 +32,8 @@ def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
     if isinstance(spec.budget, int):
         return spec.budget
     smallest = spec.sinks + 1 if spec.name == "streaming_llm" else 1
-    return max(smallest, math.ceil(spec.budget * prompt_tokens))
+    share = round(spec.budget * prompt_tokens, 6)  # 0.07 * 100 is 7.000000000000001 and must give 7, not 8
+    return max(smallest, math.ceil(share))
 
 
 def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:

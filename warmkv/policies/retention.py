@@ -24,7 +24,7 @@ class Entry:
     pins: int = 0  # requests that are reading it; never evicted or expired while above 0
     mark_ttl: float = 0.0  # above 0 where a breakpoint was written: its own lifetime, refreshed by reads
     mark_expires_at: float = -math.inf
-    queued: bool = True  # whether the ledger's heap of deadlines names it (exactly once)
+    deadline: float = math.inf  # where it stands in the ledger's heap of deadlines; inf if it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,12 @@ class BlockLedger:
         self.capacity = capacity
         self.bytes = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
-        self._deadlines: list[tuple[float, bytes]] = []  # may name entries that have been refreshed or removed since
+        self._deadlines: list[tuple[float, bytes]] = []  # counts only where the entry's own deadline agrees
+
+    @property
+    def next_deadline(self) -> float:
+        """No entry expires before this time; infinite if none ever does."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,8 +107,8 @@ class BlockLedger:
         for key, size in zip(chain[present:], sizes[present:], strict=True):
             if not self._make_room(size, protected, evicted):
                 break
-            self._entries[key] = Entry(key, size, ttl, now + ttl)
-            heapq.heappush(self._deadlines, (now + ttl, key))
+            self._entries[key] = entry = Entry(key, size, ttl, now + ttl)
+            self._queue(entry)
             self.bytes += size
             stored.append(key)
         for key in reversed(stored):
@@ -120,25 +125,24 @@ class BlockLedger:
         for key in chain:
             entry = self._entries[key]
             entry.pins -= 1
-            if not entry.queued:  # its deadline passed while it was in use
-                entry.queued = True
-                heapq.heappush(self._deadlines, (entry.expires_at, key))
+            if not entry.pins and entry.deadline == math.inf:  # its deadline passed while it was in use
+                self._queue(entry)
 
     def expire(self, now: float) -> list[bytes]:
         """Remove what has outlived its TTL; the removed keys."""
         expired: list[bytes] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
+            deadline, key = heapq.heappop(self._deadlines)
             entry = self._entries.get(key)
-            if entry is None:
-                continue
+            if entry is None or entry.deadline != deadline:
+                continue  # left behind by an entry that was evicted
             if entry.pins:
-                entry.queued = False
+                entry.deadline = math.inf
             elif entry.expires_at <= now:
                 self._drop(key)
                 expired.append(key)
             else:
-                heapq.heappush(self._deadlines, (entry.expires_at, key))
+                self._queue(entry)
         return expired
 
     def clear(self) -> list[bytes]:
@@ -150,6 +154,15 @@ class BlockLedger:
 
     def _extend(self, entry: Entry, now: float) -> None:
         entry.expires_at = max(entry.expires_at, now + entry.ttl)
+
+    def _queue(self, entry: Entry) -> None:
+        entry.deadline = entry.expires_at
+        if entry.deadline == math.inf:
+            return
+        heapq.heappush(self._deadlines, (entry.deadline, entry.key))
+        if len(self._deadlines) > 2 * len(self._entries) + 64:  # evicted entries leave their deadlines behind
+            self._deadlines = [(e.deadline, e.key) for e in self._entries.values() if e.deadline < math.inf]
+            heapq.heapify(self._deadlines)
 
     def _make_room(self, size: int, protected: set[bytes], evicted: list[bytes]) -> bool:
         if self.bytes + size <= self.capacity:

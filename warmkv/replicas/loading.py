@@ -1,0 +1,93 @@
+"""Loading a model and its tokenizer, by folder or hub name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warmkv.config import ModelConfig
+from warmkv.policies.budgets import KVShape
+from warmkv.replicas.attention import ATTENTION
+
+TINY = Path(__file__).parent.parent / "models" / "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal LM that attends through warmkv, and what the engine must know of it."""
+
+    module: Any  # a transformers PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    kv_shape: KVShape
+    max_context: int
+    eos_ids: frozenset[int]
+    q_heads: int
+    inv_freq: torch.Tensor  # float64 [head_dim / 2] on the device; radians per position of the rotary embedding
+    fixed_rotation: bool  # whether inv_freq stays the same at every length, as rotating sinks on needs
+
+
+def model_path(config: ModelConfig) -> str:
+    """Folder or hub name to load; `tiny` is the model in the package."""
+    return str(TINY) if config.path == "tiny" else config.path
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer. Imports transformers, but runs nothing on a device."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served."""
+    from transformers import AutoModelForCausalLM
+
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
+    return prepare(module.to(device))
+
+
+def prepare(module: Any) -> LoadedModel:
+    """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one without rotary attention."""
+    text = module.config.get_text_config()
+    if not hasattr(module.get_decoder(), "rotary_emb"):
+        raise ValueError(f"{type(module).__name__} has no rotary attention; warmkv serves rotary causal LMs only")
+    module.eval().requires_grad_(False)
+    module.set_attn_implementation(ATTENTION)
+    rotary = module.get_decoder().rotary_emb
+    dtype = module.get_input_embeddings().weight.dtype
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    limits = [text.max_position_embeddings]
+    if getattr(text, "sliding_window", None):
+        limits.append(text.sliding_window)  # within its window a sliding layer attends to everything
+    eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
+    return LoadedModel(
+        module=module,
+        device=module.device,
+        dtype=dtype,
+        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype.itemsize),
+        max_context=min(limits),
+        eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        q_heads=text.num_attention_heads,
+        inv_freq=rotary.inv_freq.to(module.device, torch.float64),
+        fixed_rotation=getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope"),
+    )

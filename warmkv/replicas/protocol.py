@@ -1,0 +1,89 @@
+"""What travels between the gateway and a replica. Importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from warmkv.config import PolicySpec
+from warmkv.prefixes.record import Candidate, Mark
+
+FinishReason = Literal["end", "length", "stop", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave everything in."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A tokenized prompt with everything that was computed about it once, at the gateway."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]  # of the prompt's full blocks
+    sampling: SamplingParams
+    policy: PolicySpec
+    marks: tuple[Mark, ...] = ()
+    reads: tuple[Candidate, ...] = ()  # highest position first
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is computed and the first token is drawn; comes before any text."""
+
+    replica: str
+    hit: int  # position of the highest breakpoint that was read; 0 if none
+    cached_tokens: int  # prompt tokens whose KV was reused
+    kept_tokens: int  # entries per KV head after the hand-off
+    resident_bytes: int  # of the decode slot
+    queue_seconds: float  # from arrival at the replica to the start of prefill
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More text, and how many tokens have been drawn so far, this text's included."""
+
+    text: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end. `output_tokens` counts every drawn token, an end-of-text token included."""
+
+    reason: FinishReason
+    output_tokens: int
+    stop_sequence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The replica could not go on with the request; nothing follows."""
+
+    message: str
+
+
+Event = Started | Delta | Finished | Failed
+
+
+class EngineError(Exception):
+    """Base of what a replica refuses; the gateway maps the classes to HTTP errors."""
+
+
+class RequestTooLargeError(EngineError):
+    """The request can never fit this replica."""
+
+
+class QueueFullError(EngineError):
+    """Too many requests wait already; try again later."""

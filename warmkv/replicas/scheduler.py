@@ -1,0 +1,124 @@
+"""Who is computed when: first come, first served, admitted when slot and workspace fit, one prompt at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from warmkv.config import EngineConfig
+from warmkv.policies import budgets
+from warmkv.policies.budgets import KVShape
+from warmkv.policies.compression.base import Policy
+from warmkv.replicas.attention import PrefillState
+from warmkv.replicas.block_store import Match
+from warmkv.replicas.protocol import (
+    Failed,
+    Finished,
+    GenerateRequest,
+    QueueFullError,
+    RequestTooLargeError,
+    Started,
+)
+from warmkv.replicas.slots import Slot, SlotPool, size_class, slot_bytes
+
+EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
+Emit = Callable[[EngineEvent], None]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way through the engine."""
+
+    request: GenerateRequest
+    policy: Policy
+    emit: Emit
+    arrived: float
+    random: np.random.Generator
+    slot: Slot | None = None
+    match: Match | None = None
+    prefill: PrefillState | None = None
+    admitted: float = 0.0
+    drawn: int = 0  # tokens drawn so far
+    last_token: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def capacity(self) -> int:
+        """Entries of its slot; 0 if it draws at most the token that follows from the prompt itself."""
+        new = self.request.sampling.max_tokens
+        return budgets.slot_capacity(self.request.policy, self.prompt_tokens, new) if new > 1 else 0
+
+    @property
+    def sinks(self) -> int:
+        return self.policy.sinks
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The queue, the prompt being computed and the sequences that decode, within the byte limit of the engine."""
+
+    config: EngineConfig
+    shape: KVShape
+    max_context: int
+    pool: SlotPool
+    waiting: deque[Sequence] = field(default_factory=deque)
+    prefilling: Sequence | None = None
+    decoding: dict[Slot, Sequence] = field(default_factory=dict)
+
+    def check(self, sequence: Sequence, arriving: int) -> None:
+        """Raise RequestTooLargeError if the request can never be admitted, QueueFullError if too many wait.
+
+        `arriving` requests are on their way to the queue.
+        """
+        tokens = sequence.prompt_tokens
+        if tokens + sequence.request.sampling.max_tokens > self.max_context:
+            raise RequestTooLargeError(
+                f"{tokens} prompt tokens and max_tokens {sequence.request.sampling.max_tokens} exceed the context of "
+                f"{self.max_context} tokens"
+            )
+        needed = self.workspace_bytes(sequence)
+        if sequence.capacity:
+            needed += slot_bytes(self.shape, size_class(sequence.capacity), sequence.sinks)
+        if needed > self.config.kv_bytes:
+            raise RequestTooLargeError(
+                f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"
+            )
+        if (waiting := len(self.waiting) + arriving) >= self.config.max_queue:
+            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
+
+    def workspace_bytes(self, sequence: Sequence) -> int:
+        return sequence.prompt_tokens * self.shape.token_bytes
+
+    def admit(self) -> Sequence | None:
+        """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""
+        if self.prefilling or not self.waiting or len(self.decoding) >= self.config.max_slots:
+            return None
+        sequence = self.waiting[0]
+        if sequence.capacity:
+            room = self.config.kv_bytes - self.pool.allocated_bytes - self.workspace_bytes(sequence)
+            sequence.slot = self.pool.claim(sequence.capacity, sequence.sinks, room)
+            if sequence.slot is None:
+                return None
+        self.prefilling = self.waiting.popleft()
+        return sequence
+
+    def find(self, request_id: str) -> Sequence | None:
+        everyone = [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
+        return next((sequence for sequence in everyone if sequence.request.id == request_id), None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its slot."""
+        if sequence is self.prefilling:
+            self.prefilling = None
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.slot is not None:
+            self.decoding.pop(sequence.slot, None)
+            sequence.slot.release()
+            sequence.slot = None
