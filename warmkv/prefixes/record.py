@@ -6,7 +6,9 @@ equal but not what they said.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from warmkv.prefixes.usage import Usage
 
 VERSION = 1
+_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 class RecordError(ValueError):
@@ -93,6 +96,10 @@ class RequestRecord:
         values["marks"] = tuple(Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", []))
         values["reads"] = tuple(Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", []))
         values["usage"] = Usage(**line.get("usage", {}))
+        for item in fields(cls):
+            kinds = _KINDS.get(str(item.type))
+            if kinds and item.name in values:
+                _check_kind(item.name, values[item.name], kinds)
         record = cls(**values)
         if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
             raise ValueError("token counts must not be negative and block_size must be positive")
@@ -101,4 +108,16 @@ class RequestRecord:
                 f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
                 f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
             )
+        places = [at.position for at in (*record.marks, *record.reads)]
+        if places and not 0 < min(places) <= max(places) <= record.input_tokens:
+            raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
+        if any(upper.position <= lower.position for upper, lower in itertools.pairwise(record.reads)):
+            raise ValueError("reads must come highest position first")
         return record
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite")

@@ -1,7 +1,7 @@
 """The prefixes a replica keeps warm: uncompressed KV blocks in memory, under their chained hashes.
 
 Full blocks are shared by all prompts that begin alike; the partial tail before a breakpoint is stored as well, so that
-reuse at a breakpoint is exact to the token. The ledger of `policies/retention.py` decides who stays; the bytes are here.
+reuse at a breakpoint is exact to the token. The ledger of `policies/retention.py` decides who stays.
 """
 
 from __future__ import annotations

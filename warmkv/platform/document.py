@@ -1,0 +1,26 @@
+"""The Serve document: what `warmkv serve` starts locally and what a RayService carries as `serveConfigV2`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from warmkv.config import Config
+
+APPLICATION = "warmkv"
+IMPORT_PATH = "warmkv.platform.application:build"
+
+
+def serve_document(config: Config) -> dict[str, Any]:
+    """The document for a configuration; settings at their defaults are left out."""
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": config.gateway.host, "port": config.gateway.port},
+        "applications": [
+            {
+                "name": APPLICATION,
+                "route_prefix": "/",
+                "import_path": IMPORT_PATH,
+                "args": config.model_dump(mode="json", exclude_defaults=True),
+            }
+        ],
+    }

@@ -1,0 +1,82 @@
+"""Every metric warmkv exports, as values: the service records them, the dashboards and alerts name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. Ray exports it as `ray_` + name, a counter with `_total` behind it."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> str:
+        """The series name in Prometheus; for a histogram, without `_bucket`, `_sum` and `_count`."""
+        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+# Recorded by the gateway, per request.
+REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", "policy"))
+TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy"))
+DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part",))
+CACHED_TOKENS = Metric("warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy",))
+TTFT = Metric("warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy"), _SECONDS)
+E2E = Metric("warmkv_e2e_seconds", "histogram", "Time to the last token", "seconds", ("policy",), _SECONDS)
+TPOT = Metric(
+    "warmkv_tpot_seconds",
+    "histogram",
+    "Time per output token after the first",
+    "seconds",
+    ("policy",),
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+# Recorded by every replica, about once a second.
+DECODING = Metric("warmkv_decoding_requests", "gauge", "Requests that are decoding", "requests")
+WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a replica", "requests")
+KV_BYTES = Metric("warmkv_kv_bytes", "gauge", "KV memory by use: slots, workspace, store", "bytes", ("use",))
+STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails resident", "blocks")
+# Recorded by the router.
+ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
+
+ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+class Recorder:
+    """Records metrics through Ray Serve, which adds application, deployment and replica labels.
+
+    Make it inside a Serve replica: outside of one, Serve's metrics have no application to name.
+    """
+
+    def __init__(self, *metrics: Metric) -> None:
+        from ray.serve import metrics as serve_metrics
+
+        kinds = {"counter": serve_metrics.Counter, "gauge": serve_metrics.Gauge, "histogram": serve_metrics.Histogram}
+        self._series: dict[Metric, Any] = {}
+        for metric in metrics:
+            extra = {"boundaries": list(metric.buckets)} if metric.kind == "histogram" else {}
+            self._series[metric] = kinds[metric.kind](
+                metric.name, description=metric.help, tag_keys=metric.labels, **extra
+            )
+
+    def add(self, counter: Metric, value: float, **labels: str) -> None:
+        """Count `value` more; nothing is recorded for 0."""
+        if value > 0:
+            self._series[counter].inc(value, tags=labels)
+
+    def set(self, gauge: Metric, value: float, **labels: str) -> None:
+        self._series[gauge].set(value, tags=labels)
+
+    def observe(self, histogram: Metric, value: float, labels: Mapping[str, str]) -> None:
+        # Ray refuses 0 in a histogram whose first boundary is above it on some versions; a duration is never 0.
+        self._series[histogram].observe(max(value, 1e-9), tags=dict(labels))
