@@ -152,7 +152,9 @@ class RoutingConfig(Section):
 
 class DirectoryConfig(Section):
     publish_seconds: float = Field(0.02, gt=0, description="longest time a replica batches its events")
-    poll_seconds: float = Field(0.05, gt=0, description="how often a router asks for deltas")
+    heartbeat_seconds: float = Field(1.0, gt=0, description="longest time between two reports of a replica")
+    silence_seconds: float = Field(15.0, gt=0, description="a replica that has not reported for so long is forgotten")
+    follow_seconds: float = Field(10.0, gt=0, description="how long a router waits for changes before it asks again")
     max_blocks: int = Field(1_000_000, ge=1, description="blocks of all replicas the directory remembers")
     log_events: int = Field(100_000, ge=1, description="event batches kept for routers that catch up")
 
@@ -167,6 +169,7 @@ class TenantConfig(Section):
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
+    route_prefix: str = Field("/", pattern=r"^/", description="path under which the APIs are served")
     tenants: tuple[TenantConfig, ...] = Field((), description="if empty, any key is accepted and is its own tenant")
     salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
     max_body_bytes: ByteSize = ByteSize(32 << 20)
@@ -177,6 +180,7 @@ class GatewayConfig(Section):
 
 
 class ClusterConfig(Section):
+    application: str = Field("warmkv", pattern=r"^[a-z0-9-]+$", description="name of the Serve application")
     replicas: int = Field(1, ge=1)
     gateways: int = Field(1, ge=1)
     cpus_per_replica: float = Field(1.0, ge=0)

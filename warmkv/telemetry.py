@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,7 +48,10 @@ STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails
 # Recorded by the router.
 ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
 
-ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT)
+REPLICA = (DECODING, WAITING, KV_BYTES, STORED_BLOCKS)
+ROUTER = (ROUTED,)
+ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *ROUTER)
 
 
 class Recorder:
@@ -77,6 +79,5 @@ class Recorder:
     def set(self, gauge: Metric, value: float, **labels: str) -> None:
         self._series[gauge].set(value, tags=labels)
 
-    def observe(self, histogram: Metric, value: float, labels: Mapping[str, str]) -> None:
-        # Ray refuses 0 in a histogram whose first boundary is above it on some versions; a duration is never 0.
-        self._series[histogram].observe(max(value, 1e-9), tags=dict(labels))
+    def observe(self, histogram: Metric, value: float, **labels: str) -> None:
+        self._series[histogram].observe(value, tags=labels)

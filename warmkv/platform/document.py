@@ -6,7 +6,6 @@ from typing import Any
 
 from warmkv.config import Config
 
-APPLICATION = "warmkv"
 IMPORT_PATH = "warmkv.platform.application:build"
 
 
@@ -17,8 +16,8 @@ def serve_document(config: Config) -> dict[str, Any]:
         "http_options": {"host": config.gateway.host, "port": config.gateway.port},
         "applications": [
             {
-                "name": APPLICATION,
-                "route_prefix": "/",
+                "name": config.cluster.application,
+                "route_prefix": config.gateway.route_prefix,
                 "import_path": IMPORT_PATH,
                 "args": config.model_dump(mode="json", exclude_defaults=True),
             }

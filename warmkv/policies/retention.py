@@ -77,10 +77,11 @@ class BlockLedger:
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
         """A read: every entry of the chain becomes recent and lives its TTL again, marks included."""
+        entries = self._entries
         for key in reversed(chain):
-            entry = self._entries[key]
-            self._entries.move_to_end(key)
-            self._extend(entry, now)
+            entry = entries[key]
+            entries.move_to_end(key)
+            entry.expires_at = max(entry.expires_at, now + entry.ttl)
             if entry.mark_expires_at > now:
                 entry.mark_expires_at = now + entry.mark_ttl
 
@@ -100,7 +101,6 @@ class BlockLedger:
         present = self.match(chain, now)
         for key in chain[:present]:
             self._entries[key].ttl = max(self._entries[key].ttl, ttl)
-        self.touch(chain[:present], now)
 
         protected = set(chain)
         stored: list[bytes] = []
@@ -111,10 +111,7 @@ class BlockLedger:
             self._queue(entry)
             self.bytes += size
             stored.append(key)
-        for key in reversed(stored):
-            self._entries.move_to_end(key)
-        for key in reversed(chain[:present]):
-            self._entries.move_to_end(key)
+        self.touch(chain[: present + len(stored)], now)
         return Admission(stored, evicted)
 
     def pin(self, chain: Sequence[bytes]) -> None:
@@ -151,9 +148,6 @@ class BlockLedger:
         for key in removed:
             self._drop(key)
         return removed
-
-    def _extend(self, entry: Entry, now: float) -> None:
-        entry.expires_at = max(entry.expires_at, now + entry.ttl)
 
     def _queue(self, entry: Entry) -> None:
         entry.deadline = entry.expires_at

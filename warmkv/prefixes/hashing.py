@@ -10,8 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
 
 DIGEST_BYTES = 16  # 128 bits: a collision among 10^12 blocks has a chance of about 10^-15
 
@@ -30,13 +34,13 @@ def chain_root(salt: bytes, *identity: str) -> bytes:
     return digest.digest()
 
 
-def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
+def extend(parent: bytes, tokens: Tokens) -> bytes:
     """Hash of the prefix that `parent` names followed by `tokens`."""
     data = np.asarray(tokens, dtype="<u4").tobytes()
     return hashlib.blake2b(parent + data, digest_size=DIGEST_BYTES).digest()
 
 
-def block_hashes(tokens: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
+def block_hashes(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     """Chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
     data = memoryview(np.asarray(tokens, dtype="<u4").tobytes())
     step = 4 * block_size
@@ -47,7 +51,7 @@ def block_hashes(tokens: Sequence[int], block_size: int, root: bytes) -> list[by
     return hashes
 
 
-def prefix_key(tokens: Sequence[int], position: int, block_size: int, hashes: Sequence[bytes], root: bytes) -> bytes:
+def prefix_key(tokens: Tokens, position: int, block_size: int, hashes: Sequence[bytes], root: bytes) -> bytes:
     """Name of the exact prefix `tokens[:position]`: a block's hash, or the hash of the partial tail behind it."""
     full = position // block_size
     parent = hashes[full - 1] if full else root

@@ -108,7 +108,7 @@ class RequestRecord:
                 f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
                 f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
             )
-        places = [at.position for at in (*record.marks, *record.reads)]
+        places = [mark.position for mark in record.marks] + [read.position for read in record.reads]
         if places and not 0 < min(places) <= max(places) <= record.input_tokens:
             raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
         if any(upper.position <= lower.position for upper, lower in itertools.pairwise(record.reads)):

@@ -17,12 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.config import EngineConfig, PolicySpec, PrefixCacheConfig
 from warmkv.policies import budgets, compression
 from warmkv.replicas.attention import PrefillState
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.loading import LoadedModel
-from warmkv.replicas.protocol import Failed, Finished, FinishReason, GenerateRequest, RequestTooLargeError, Started
+from warmkv.replicas.protocol import (
+    Failed,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    RequestTooLargeError,
+    SamplingParams,
+    Started,
+)
 from warmkv.replicas.sampling import sample
 from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.slots import DecodeState, SlotPool
@@ -108,6 +116,14 @@ class Engine:
         )
 
     # --- in the engine's thread
+
+    def warm_up(self) -> None:
+        """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up."""
+        tokens = tuple(range(min(16, self.max_context // 2)))
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        self.submit(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()), lambda event: None)
+        while self.step():
+            pass
 
     def run(self) -> None:
         """Step until `stop`. A step that fails ends the requests it was computing, not the engine."""

@@ -35,6 +35,7 @@ class GenerateRequest:
     policy: PolicySpec
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()  # highest position first
+    replica: str | None = None  # id of the replica that the client prefers
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,16 @@ class Failed:
 
 
 Event = Started | Delta | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """A numbered report of a replica's full blocks: what came and went, or with `snapshot` all that are there."""
+
+    sequence: int
+    stored: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
+    snapshot: bool = False
 
 
 class EngineError(Exception):

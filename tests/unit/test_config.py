@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from warmkv.config import Config, ConfigError, PolicySpec, load, parse
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "warmkv.yaml"
+
+
+def test_defaults_need_no_file():
+    assert load(environ={}) == Config()
+
+
+def test_file_then_environment_then_flags(file):
+    file.write_text("engine: {max_slots: 2, prefill_chunk: 8, max_queue: 3}\n")
+    environ = {"WARMKV_ENGINE__MAX_SLOTS": "4", "WARMKV_ENGINE__PREFILL_CHUNK": "16", "WARMKV_SALT": "not a setting"}
+    engine = load(file, flags=["engine.max_slots=32"], environ=environ).engine
+    assert (engine.max_slots, engine.prefill_chunk, engine.max_queue) == (32, 16, 3)
+
+
+def test_the_last_flag_wins():
+    assert load(flags=["cluster.replicas=2", "cluster.replicas=3"], environ={}).cluster.replicas == 3
+
+
+def test_values_are_yaml():
+    config = load(
+        flags=[
+            "engine.kv_bytes=2GiB",
+            "prefix_cache.enabled=false",
+            "compression.policy=snapkv@0.2",
+            "model.path=a/b/",
+        ],
+        environ={"WARMKV_PREFIX_CACHE__TTLS": "{5m: 60}"},
+    )
+    assert config.engine.kv_bytes == 2 << 30
+    assert config.prefix_cache.enabled is False
+    assert config.prefix_cache.ttls == {"5m": 60.0}
+    assert config.compression.policy == PolicySpec(name="snapkv", budget=0.2)
+    assert config.model.name == "b"
+
+
+def test_an_empty_file_and_empty_sections_are_defaults(file):
+    file.write_text("")
+    assert load(file, environ={}) == Config()
+    file.write_text("engine:\n")
+    assert load(file, flags=["engine.max_slots=3"], environ={}).engine.max_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("engine.max_slot=3", r"engine\.max_slot: unknown key; did you mean 'max_slots'\?"),
+        ("engin.max_slots=3", r"engin: unknown key; did you mean 'engine'\?"),
+        ("compression.policy.windw=3", r"compression\.policy\.windw: unknown key; did you mean 'window'\?"),
+        ("cluster.xyzzy=3", r"cluster\.xyzzy: unknown key; known: .*cpus_per_replica"),
+        ("gateway.tenants=[{nam: a}]", r"gateway\.tenants\.0\.nam: unknown key; did you mean 'name'\?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load(flags=[flag], environ={})
+
+
+def test_an_unknown_variable_of_ours_is_refused():
+    with pytest.raises(ConfigError, match=r"engine\.max_slot: unknown key"):
+        load(environ={"WARMKV_ENGINE__MAX_SLOT": "3"})
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("engine.max_slots", "write it as section.key=value"),
+        ("engine.max_slots={", "is not a YAML value"),
+        ("engine.max_slots=0", r"engine\.max_slots: .*greater than or equal to 1"),
+        ("engine.max_slots=many", r"engine\.max_slots: .*valid integer"),
+        ("engine=3", "engine: "),
+        ("engine.max_slots.more=3", r"engine\.max_slots: .*valid integer"),
+        ("compression.policy=snapkv@lots", "write NAME@TOKENS or NAME@SHARE"),
+        ("compression.policy=magic", r"compression\.policy\.name: "),
+        ("compression.policy=snapkv@1.5", r"a share must be in \(0, 1\]"),
+        ("compression.policy=snapkv@0", "at least 1"),
+        ("compression.policy=streaming_llm@4", "leaves no recent token beside 4 sinks"),
+        ("compression.policy.kernel=4", "kernel must be odd"),
+        ("prefix_cache.default_ttl=2h", "default_ttl '2h' is not one of ttls: 5m, 1h"),
+        ("prefix_cache.ttls={5m: 0}", "every TTL must be positive"),
+        ("prefix_cache.ttls={5m: 1, 2h: 3}", "no multiplier for the TTL '2h'"),
+        ("pricing.write={5m: 1.25}", "no multiplier for the TTL '1h'"),
+        ("gateway.tenants=[{name: a, key_sha256: b}]", r"gateway\.tenants\.0\.key_sha256: "),
+    ],
+)
+def test_what_cannot_be_used_is_refused(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load(flags=[flag], environ={})
+
+
+def test_every_fault_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load(flags=["engine.max_slots=0", "cluster.replica=2"], environ={})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_knob_does_not_erase_a_policy_in_short_form(file):
+    file.write_text("compression: {policy: snapkv@0.2}\n")
+    with pytest.raises(ConfigError, match=r"compression\.policy is already 'snapkv@0\.2'"):
+        load(file, flags=["compression.policy.window=16"], environ={})
+    file.write_text("compression: {policy: {name: snapkv, budget: 0.2}}\n")
+    policy = load(file, flags=["compression.policy.window=16"], environ={}).compression.policy
+    assert (policy.name, policy.budget, policy.window) == ("snapkv", 0.2, 16)
+
+
+def test_files_that_cannot_be_read(file):
+    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
+        load(file, environ={})
+    for content, message in [("a: [", "is not YAML"), ("- 1", "expected a mapping"), (b"\xff\xfe\x00", "not")]:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ConfigError, match=message):
+            load(file, environ={})
+
+
+def test_the_tree_is_frozen_and_written_as_it_is_read():
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.engine.max_slots = 3
+    assert parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("short", ["full", "snapkv@0.2", "snapkv@1024", "streaming_llm@0.05", "snapkv@1e-05"])
+def test_a_policy_label_reads_back(short):
+    spec = PolicySpec.model_validate(short)
+    assert PolicySpec.model_validate(spec.label) == spec

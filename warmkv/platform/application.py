@@ -1,0 +1,51 @@
+"""The Serve application: a gateway in front of replicas, and the directory actor between them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from warmkv.config import parse
+from warmkv.platform.gateway.deployment import Gateway
+from warmkv.platform.prefix_directory import start_directory
+from warmkv.platform.router import PrefixRouter
+from warmkv.replicas.deployment import Replica
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Serve's entry point; `args` is the configuration, settings at their defaults left out.
+
+    Raises ConfigError where the configuration cannot be used.
+    """
+    config = parse(args)
+    secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
+    directory = start_directory(config.cluster.application, config.directory)
+    cluster = config.cluster
+    router: dict[str, Any] = {}
+    if config.routing.policy == "prefix_cost":
+        router["request_router_config"] = RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"settings": args},
+        )
+    replicas = serve.deployment(
+        Replica,
+        name="replica",
+        num_replicas=cluster.replicas,
+        max_ongoing_requests=cluster.max_ongoing_requests,
+        ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
+        graceful_shutdown_timeout_s=5,
+        **router,
+    ).bind(args, directory)
+    gateway = serve.deployment(
+        serve.ingress()(Gateway),
+        name="gateway",
+        num_replicas=cluster.gateways,
+        max_ongoing_requests=cluster.max_ongoing_requests * cluster.replicas,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5,
+    )
+    return gateway.bind(args, secret, replicas, directory)

@@ -1,0 +1,85 @@
+"""An answer on its way to a client, whatever API it is in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from warmkv.platform.gateway.errors import ApiError, from_exception
+from warmkv.policies.pricing import Price
+from warmkv.prefixes.usage import Usage
+from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
+
+Status = Literal["ok", "error", "cancelled"]
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """Started by a replica; `text` streams the rest. Times are seconds on the gateway's clock.
+
+    `on_end` is called exactly once, when the answer has ended, failed, or its client has left.
+    """
+
+    id: str
+    model: str
+    api: str
+    tenant: str
+    arrival: float  # Unix time
+    request: GenerateRequest
+    started: Started
+    usage: Usage  # `output` grows as tokens come
+    price: Callable[[Usage], Price]
+    clock: Callable[[], float]
+    begun: float  # clock at the arrival
+    on_end: Callable[[Answer, Status], None]
+    events: AsyncIterator[Event]
+    first_token: float = 0.0  # seconds from the arrival
+    last_token: float = 0.0
+    end: Finished = field(default_factory=lambda: Finished("cancelled", 0))
+
+    async def text(self) -> AsyncIterator[Delta]:
+        """The text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
+        status: Status = "cancelled"
+        try:
+            async for event in self.events:
+                if isinstance(event, Delta):
+                    self._count(event.output_tokens)
+                    yield event
+                elif isinstance(event, Finished):
+                    self._count(event.output_tokens)
+                    self.end, status = event, "ok"
+                elif isinstance(event, Failed):
+                    raise ApiError("api_error", f"The replica failed: {event.message}")
+            if status != "ok":
+                raise ApiError("api_error", "The replica ended the answer early.")
+        except Exception as error:
+            status = "error"
+            raise from_exception(error) from error
+        finally:
+            self.on_end(self, status)
+
+    def details(self) -> dict[str, Any]:
+        """What warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
+        price = self.price(self.usage)
+        return {
+            "policy": self.request.policy.label,
+            "replica": self.started.replica,
+            "cached_tokens": self.started.cached_tokens,
+            "kept_tokens": self.started.kept_tokens,
+            "resident_bytes": self.started.resident_bytes,
+            "price": {
+                "input": price.input,
+                "read": price.read,
+                "write": price.write,
+                "output": price.output,
+                "total": price.total,
+            },
+            "queue_seconds": self.started.queue_seconds,
+            "prefill_seconds": self.started.prefill_seconds,
+            "ttft_seconds": self.first_token,
+        }
+
+    def _count(self, output_tokens: int) -> None:
+        self.last_token = self.clock() - self.begun
+        self.usage = replace(self.usage, output=output_tokens)

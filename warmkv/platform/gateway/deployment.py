@@ -1,0 +1,52 @@
+"""The gateway as a Ray Serve deployment: the endpoints, and a routed handle to the replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from warmkv import telemetry
+from warmkv.config import parse
+from warmkv.platform.access_log import AccessLog
+from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.service import Service
+from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.protocol import Event, GenerateRequest
+
+
+class Gateway:
+    """Parses, authenticates, tokenizes and hashes once; sends on and streams back.
+
+    `secret` salts the tenants' prefixes; `directory` is the actor that knows the replicas.
+    """
+
+    def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Any) -> None:
+        config = parse(settings)
+        self._secret, self._directory = secret, directory
+        self._handle = replicas.options(stream=True, method_name="generate")
+        self._tokenizer = load_tokenizer(config.model)
+        self._log = AccessLog(config.gateway.access_log) if config.gateway.access_log else None
+        self._service = Service(
+            config,
+            self._generate,
+            telemetry.Recorder(*telemetry.GATEWAY),
+            write_log=self._log.write if self._log else lambda record: None,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return create_app(self._service, self._tokenizer, self._secret, self._replicas, time.time())
+
+    async def _generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        async for event in self._handle.remote(request):
+            yield event
+
+    async def _replicas(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._directory.status.remote()
+        return status
+
+    def __del__(self) -> None:
+        if self._log:
+            self._log.close()

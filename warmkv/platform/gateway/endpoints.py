@@ -1,0 +1,180 @@
+"""The HTTP endpoints, as an ASGI application over a service; nothing here knows of Ray."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from warmkv.platform.gateway import messages, openai
+from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, from_validation, openai_body
+from warmkv.platform.gateway.prompt import Prompt, render, render_text
+from warmkv.platform.gateway.schema import Body
+from warmkv.platform.gateway.service import Service
+from warmkv.platform.tenants import Tenant, authenticate
+
+B = TypeVar("B", bound=Body)
+ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaStatus, started_at: float) -> FastAPI:
+    """All routes. `status` tells what is known of the replicas; `secret` salts the tenants' prefixes."""
+    app = FastAPI(title="warmkv", docs_url=None, redoc_url=None)
+    config = service.config
+
+    def tenant_of(request: Request) -> Tenant:
+        return authenticate(request.headers, config.gateway.tenants, secret)
+
+    def seed_of(chosen: int | None) -> int:
+        return secrets.randbits(63) if chosen is None else chosen
+
+    app.add_middleware(RequestId)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error_response(request, error)
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return error_response(request, from_exception(error))
+
+    @app.exception_handler(404)
+    async def not_found(request: Request, _: Exception) -> Response:
+        return error_response(request, ApiError("not_found_error", f"{request.method} {request.url.path}"))
+
+    @app.exception_handler(405)
+    async def wrong_method(request: Request, _: Exception) -> Response:
+        return error_response(request, ApiError("invalid_request_error", f"{request.method} is not allowed here"))
+
+    @app.post("/v1/messages")
+    async def create_message(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
+        service.check_model(body.model)
+        if body.max_tokens == 0 and body.stream:
+            raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
+        prompt = message_prompt(body)
+        service.check_marks(prompt.ttls)
+        sampling = body.sampling(seed_of(body.warmkv.seed))
+        answer = await service.start("messages", tenant, prompt, sampling, body.warmkv, explicit=True)
+        if body.stream:
+            return event_stream(messages.stream(answer))
+        return JSONResponse(await messages.respond(answer))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        tenant_of(request)
+        body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
+        service.check_model(body.model)
+        return JSONResponse({"input_tokens": len(message_prompt(body).tokens)})
+
+    def message_prompt(body: messages.CountRequest) -> Prompt:
+        return render(tokenizer, messages.turns(body, config.prefix_cache.default_ttl))
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
+        return await complete("chat", tenant, body, lambda: render(tokenizer, openai.turns(body)))
+
+    @app.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
+        return await complete("completions", tenant, body, lambda: render_text(tokenizer, body.prompt))
+
+    async def complete(
+        api: str, tenant: Tenant, body: openai.CompletionBody, make_prompt: Callable[[], Prompt]
+    ) -> Response:
+        service.check_model(body.model)
+        sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
+        answer = await service.start(api, tenant, make_prompt(), sampling, body.warmkv, explicit=False)
+        chat = api == "chat"
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return event_stream(openai.stream(answer, chat, usage))
+        return JSONResponse(await openai.respond(answer, chat))
+
+    def described() -> dict[str, Any]:
+        name = config.model.name
+        created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
+        return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv", **created}
+
+    @app.get("/v1/models")
+    async def list_models(request: Request) -> Response:
+        tenant_of(request)
+        name = config.model.name
+        paging = {"has_more": False, "first_id": name, "last_id": name}
+        return JSONResponse({"object": "list", "data": [described()], **paging})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(request: Request, name: str) -> Response:
+        tenant_of(request)
+        service.check_model(name)
+        return JSONResponse(described())
+
+    @app.get("/v1/warmkv/replicas")
+    async def replicas(request: Request) -> Response:
+        tenant_of(request)
+        return JSONResponse(await status())
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        return JSONResponse({"status": "ok", "model": config.model.name})
+
+    return app
+
+
+class RequestId:
+    """ASGI middleware: every answer carries a `request-id` header, and errors name it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def error_response(request: Request, error: ApiError) -> Response:
+    """The error in the format of the API that was called."""
+    headers = {"retry-after": "1"} if error.status in (429, 529) else {}
+    path = request.url.path
+    if path.endswith("/completions"):
+        return JSONResponse(openai_body(error), error.status, headers)
+    return JSONResponse(anthropic_body(error, request.state.id), error.status, headers)
+
+
+async def read_body(request: Request, model: type[B], limit: int) -> B:
+    """Parse a JSON body. Raises ApiError: 413 over the limit, 400 where it is not what the API takes."""
+    size = 0
+    chunks = []
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise ApiError("request_too_large", f"The request body exceeds {limit} bytes (gateway.max_body_bytes).")
+        chunks.append(chunk)
+    try:
+        return model.model_validate_json(b"".join(chunks))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def event_stream(events: AsyncIterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})

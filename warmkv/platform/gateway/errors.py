@@ -1,0 +1,81 @@
+"""What can go wrong with a request, and how each API says it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from warmkv.replicas.protocol import QueueFullError, RequestTooLargeError
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "timeout_error",
+    "overloaded_error",
+]
+STATUS: dict[ErrorType, int] = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error; `type` is the Messages API's name for its kind."""
+
+    def __init__(self, type_: ErrorType, message: str) -> None:
+        super().__init__(message)
+        self.type, self.message, self.status = type_, message, STATUS[type_]
+
+
+def invalid(message: str) -> ApiError:
+    return ApiError("invalid_request_error", message)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first fault of a request body, with its place."""
+    fault = error.errors()[0]
+    place = ".".join(str(part) for part in fault["loc"] if not str(part).startswith("function-"))
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return invalid(f"{place}: {message}" if place else message)
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """The API's view of whatever was raised while a request was answered."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, RequestTooLargeError):
+        return invalid(_reason(error))
+    if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
+        return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.")
+    if isinstance(error, TimeoutError):
+        return ApiError("timeout_error", "The request took longer than gateway.request_timeout_seconds.")
+    return ApiError("api_error", f"Internal error: {type(error).__name__}")
+
+
+def _reason(error: BaseException) -> str:
+    """The message of an error that may have been wrapped on its way through Ray."""
+    cause = getattr(error, "cause", None)
+    return str(cause if isinstance(cause, BaseException) else error)
+
+
+def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": error.type, "message": error.message}, "request_id": request_id}
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": None, "code": None}}

@@ -1,0 +1,190 @@
+"""From a tokenized prompt to a started answer: what a request costs, where it may read, and what is written down."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from warmkv import telemetry
+from warmkv.config import Config
+from warmkv.platform.gateway.answer import Answer, Status
+from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
+from warmkv.platform.gateway.prompt import Prompt
+from warmkv.platform.gateway.schema import WarmkvOptions
+from warmkv.platform.tenants import Tenant
+from warmkv.policies import pricing
+from warmkv.prefixes import breakpoints, hashing
+from warmkv.prefixes.record import Candidate, Mark, RequestRecord
+from warmkv.prefixes.usage import Usage
+from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started
+
+Generate = Callable[[GenerateRequest], AsyncIterator[Event]]
+
+
+class Recorder(Protocol):
+    """Where metrics go (`telemetry.Recorder` in the service)."""
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
+
+
+class Service:
+    """Everything the endpoints share. `generate` sends a request to a replica and streams its events."""
+
+    def __init__(
+        self,
+        config: Config,
+        generate: Generate,
+        recorder: Recorder,
+        *,
+        write_log: Callable[[RequestRecord], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.config, self._generate, self._recorder = config, generate, recorder
+        self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
+
+    def check_model(self, name: str) -> None:
+        if name != self.config.model.name:
+            raise ApiError("not_found_error", f"model: {name} (this server has {self.config.model.name})")
+
+    def check_marks(self, ttls: tuple[str | None, ...]) -> None:
+        """Refuse cache_control marks that the contract refuses."""
+        cache = self.config.prefix_cache
+        try:
+            breakpoints.check_marks(ttls, cache.ttls, cache.max_breakpoints)
+        except breakpoints.BreakpointError as error:
+            raise invalid(str(error)) from None
+
+    async def start(
+        self,
+        api: str,
+        tenant: Tenant,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: WarmkvOptions,
+        *,
+        explicit: bool,
+    ) -> Answer:
+        """Send a request and wait for its first token. Raises ApiError while an HTTP status can still be given.
+
+        `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read.
+        """
+        begun, arrival = self._clock(), self._wall_clock()
+        request = self._request(tenant, prompt, sampling, options)
+        events = self._generate(request)
+        try:
+            async with asyncio.timeout(self.config.gateway.request_timeout_seconds):
+                started = await anext(events)
+            if isinstance(started, Failed):
+                raise ApiError("api_error", f"The replica failed: {started.message}")
+            if not isinstance(started, Started):
+                raise ApiError("api_error", "The replica sent text before it started.")
+        except Exception as error:
+            self._recorder.add(telemetry.REQUESTS, 1, api=api, status="error", policy=request.policy.name)
+            raise from_exception(error) from error
+        return Answer(
+            id=request.id,
+            model=self.config.model.name,
+            api=api,
+            tenant=tenant.label,
+            arrival=arrival,
+            request=request,
+            started=started,
+            usage=self._usage(request, started, explicit),
+            price=lambda usage: pricing.price(usage, self.config.pricing),
+            clock=self._clock,
+            begun=begun,
+            on_end=self._ended,
+            events=events,
+            first_token=self._clock() - begun,
+        )
+
+    def _request(
+        self, tenant: Tenant, prompt: Prompt, sampling: SamplingParams, options: WarmkvOptions
+    ) -> GenerateRequest:
+        config, cache = self.config, self.config.prefix_cache
+        if sampling.max_tokens > config.gateway.max_output_tokens:
+            raise invalid(
+                f"max_tokens: {sampling.max_tokens} > {config.gateway.max_output_tokens}, this server's limit"
+            )
+        if not prompt.tokens:
+            raise invalid("the prompt is empty")
+        if options.policy is not None and not config.compression.allow_request_policy:
+            raise invalid("warmkv.policy: this server does not let requests choose (compression.allow_request_policy)")
+        root = hashing.chain_root(
+            tenant.salt, config.model.path, config.model.revision or "", config.model.dtype, str(cache.block_size)
+        )
+        size, tokens = cache.block_size, prompt.tokens
+        hashes = hashing.block_hashes(tokens, size, root)
+        marks = breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else ()
+        keys = {
+            at: hashing.prefix_key(tokens, at, size, hashes, root)
+            for at in breakpoints.read_candidates(prompt.ends, marks, cache.lookback)
+        }
+        return GenerateRequest(
+            id=secrets.token_hex(12),
+            token_ids=tokens,
+            hashes=tuple(hashes),
+            sampling=sampling,
+            policy=options.policy or config.compression.policy,
+            marks=tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks),
+            reads=tuple(Candidate(at, key) for at, key in keys.items()),
+            replica=options.replica,
+        )
+
+    def _usage(self, request: GenerateRequest, started: Started, explicit: bool) -> Usage:
+        tokens = len(request.token_ids)
+        if not explicit:
+            return Usage(input=tokens - started.cached_tokens, read=started.cached_tokens)
+        marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks]
+        return breakpoints.bill(tokens, marks, started.hit, self.config.prefix_cache.ttls)
+
+    def _ended(self, answer: Answer, status: Status) -> None:
+        usage, started, policy = answer.usage, answer.started, answer.request.policy
+        add, observe = self._recorder.add, self._recorder.observe
+        add(telemetry.REQUESTS, 1, api=answer.api, status=status, policy=policy.name)
+        for kind, tokens in (("input", usage.input), ("read", usage.read), ("output", usage.output)):
+            add(telemetry.TOKENS, tokens, kind=kind, policy=policy.name)
+        for ttl, tokens in usage.written.items():
+            add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", policy=policy.name)
+        add(telemetry.CACHED_TOKENS, started.cached_tokens, policy=policy.name)
+        price = answer.price(usage)
+        for part in ("input", "read", "write", "output"):
+            add(telemetry.DOLLARS, getattr(price, part), part=part)
+        warmth = "warm" if started.cached_tokens else "cold"
+        observe(telemetry.TTFT, answer.first_token, cache=warmth, policy=policy.name)
+        if status == "ok":
+            observe(telemetry.E2E, answer.last_token, policy=policy.name)
+            if usage.output > 1:
+                per_token = (answer.last_token - answer.first_token) / (usage.output - 1)
+                observe(telemetry.TPOT, per_token, policy=policy.name)
+        self._write_log(self._record(answer, status))
+
+    def _record(self, answer: Answer, status: Status) -> RequestRecord:
+        request, started = answer.request, answer.started
+        return RequestRecord(
+            id=answer.id,
+            arrival=answer.arrival,
+            tenant=answer.tenant,
+            model=answer.model,
+            api=answer.api,
+            policy=request.policy.label,
+            block_size=self.config.prefix_cache.block_size,
+            input_tokens=len(request.token_ids),
+            output_tokens=answer.usage.output,
+            hashes=request.hashes,
+            marks=request.marks,
+            reads=request.reads,
+            usage=answer.usage,
+            replica=started.replica,
+            cached_tokens=started.cached_tokens,
+            resident_bytes=started.resident_bytes,
+            queue=started.queue_seconds,
+            ttft=answer.first_token,
+            e2e=answer.last_token,
+            status=status,
+            stop_reason=answer.end.reason,
+        )

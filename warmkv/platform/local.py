@@ -1,0 +1,105 @@
+"""Running the service on this machine: the Serve document, started on a local Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from warmkv.config import Config
+from warmkv.platform.document import serve_document
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A service that answers."""
+
+    url: str
+    document: dict[str, Any]
+
+
+def free_port(host: str) -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError if something listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+
+
+def with_port(config: Config) -> Config:
+    """The configuration with port 0 replaced by a free one. Raises OSError where the port is taken."""
+    gateway = config.gateway
+    if gateway.port == 0:
+        return config.model_copy(update={"gateway": gateway.model_copy(update={"port": free_port(gateway.host)})})
+    check_port(gateway.host, gateway.port)
+    return config
+
+
+def start_ray(config: Config) -> None:
+    """A local Ray with room for the replicas, whatever the number of cores; it ends with this process."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers see GPUs as the machine shows them
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:  # Ray reads these when it is imported
+        # Nobody else on the machine may join or command this cluster.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    import ray
+
+    cluster = config.cluster
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray.init(
+        address="local",
+        namespace="serve",
+        num_cpus=max(os.cpu_count() or 1, int(cluster.replicas * cluster.cpus_per_replica) + 1),
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+    )
+
+
+def start_document(document: dict[str, Any]) -> None:
+    """Start every application of a Serve document on the Ray this process is connected to, and wait until it answers.
+
+    Raises RuntimeError if an application cannot be deployed.
+    """
+    from ray import serve
+
+    serve.start(proxy_location=document["proxy_location"], http_options=document["http_options"])
+    for application in document["applications"]:
+        module, _, name = application["import_path"].partition(":")
+        build = getattr(import_module(module), name)
+        serve.run(
+            build(application.get("args", {})), name=application["name"], route_prefix=application["route_prefix"]
+        )
+
+
+@contextmanager
+def running(config: Config) -> Iterator[Running]:
+    """The service on a local Ray of its own, stopped at the end."""
+    config = with_port(config)
+    document = serve_document(config)
+    start_ray(config)
+    import ray
+    from ray import serve
+
+    try:
+        start_document(document)
+        host = "127.0.0.1" if config.gateway.host == "0.0.0.0" else config.gateway.host
+        prefix = config.gateway.route_prefix.rstrip("/")
+        yield Running(f"http://{host}:{config.gateway.port}{prefix}", document)
+    finally:
+        serve.delete(config.cluster.application)
+        ray.shutdown()

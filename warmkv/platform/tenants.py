@@ -1,0 +1,45 @@
+"""Who is asking: API key to tenant, and the tenant's salt that keeps its prefixes apart from all others."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from warmkv.config import TenantConfig
+from warmkv.platform.gateway.errors import ApiError
+from warmkv.prefixes import hashing
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`salt` never leaves the server; `label` is what logs may show."""
+
+    name: str
+    salt: bytes
+
+    @property
+    def label(self) -> str:
+        return hashlib.sha256(self.salt).hexdigest()[:16]
+
+
+def hash_key(key: str) -> str:
+    """What the configuration stores of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def authenticate(headers: Mapping[str, str], tenants: tuple[TenantConfig, ...], secret: bytes) -> Tenant:
+    """The tenant of a request, by `x-api-key` or a bearer token. Raises ApiError (401).
+
+    Without configured tenants every key is a tenant of its own, and requests without a key share one.
+    """
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+    hashed = hash_key(key)
+    if not tenants:
+        return Tenant("open", hashing.tenant_salt(secret, f"key:{hashed}"))
+    for tenant in tenants:
+        if hmac.compare_digest(tenant.key_sha256, hashed):
+            return Tenant(tenant.name, hashing.tenant_salt(secret, f"tenant:{tenant.name}"))
+    raise ApiError("authentication_error", "invalid x-api-key" if key else "x-api-key header is required")

@@ -1,0 +1,135 @@
+"""A replica as a Ray Serve deployment: one model, one engine thread, answers as an asynchronous stream."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from warmkv import telemetry
+from warmkv.config import Config, parse
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.protocol import BlockEvents, Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.publisher import Publisher
+from warmkv.replicas.scheduler import EngineEvent
+from warmkv.replicas.text import Detokenizer
+
+
+class Replica:
+    """Loads the model, runs the engine in a thread of its own and reports its blocks to the prefix directory.
+
+    `directory` is the actor handle of the directory; its `publish` takes the reports.
+    """
+
+    def __init__(self, settings: dict[str, Any], directory: Any) -> None:
+        from ray import serve
+
+        config = parse(settings)
+        context = serve.get_replica_context()
+        self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
+        torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
+        self._tokenizer = load_tokenizer(config.model)
+        self._engine = Engine(
+            load_model(config.model),
+            config.engine,
+            config.prefix_cache,
+            clock=time.monotonic,
+            name=self._name,
+            publish=lambda stored, evicted: self._publisher.delta(stored, evicted),
+        )
+        self._publisher = Publisher(config.directory, self._send, self._snapshot, self._status)
+        self._recorder = telemetry.Recorder(*telemetry.REPLICA)
+        self._engine.warm_up()
+        threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
+        self._publishing = asyncio.get_running_loop().create_task(self._publisher.run())
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Stream an answer: Started, then text, then Finished (or Failed).
+
+        Raises EngineError where the request cannot be taken. A client that leaves cancels the request.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        self._engine.submit(request, lambda event: _put(loop, events, event))
+        detokenizer = Detokenizer(self._decode, request.sampling.stop)
+        drawn = 0
+        end: Finished | Failed | None = None
+        try:
+            while end is None:
+                batch = [await events.get()]
+                while not events.empty():  # tokens that came in the meantime travel together
+                    batch.append(events.get_nowait())
+                text = ""
+                for event in batch:
+                    if isinstance(event, int):
+                        drawn += 1
+                        text += detokenizer.push(event)
+                        if detokenizer.stopped_by is not None:
+                            break
+                    elif isinstance(event, Finished):
+                        text += detokenizer.finish()
+                        drawn, end = event.output_tokens, event
+                    elif isinstance(event, Failed):
+                        end = event
+                    elif isinstance(event, Started):
+                        yield event
+                if text:
+                    yield Delta(text, drawn)
+                if detokenizer.stopped_by is not None:  # the engine may still be drawing: `finally` stops it
+                    yield Finished("stop", drawn, detokenizer.stopped_by)
+                    return
+                if end is not None:
+                    yield end
+        finally:
+            if end is None:
+                self._engine.cancel(request.id)
+
+    def status(self) -> dict[str, Any]:
+        """What the replica holds and does now."""
+        return self._status()
+
+    def check_health(self) -> None:
+        """Called by Serve: a replica whose engine thread has died must be replaced."""
+        if not any(thread.name == "engine" for thread in threading.enumerate()):
+            raise RuntimeError("the engine thread has died")
+
+    def __del__(self) -> None:
+        self._engine.stop()
+
+    def _decode(self, ids: Any) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    async def _send(self, batches: list[BlockEvents], status: dict[str, Any]) -> bool:
+        followed: bool = await self._directory.publish.remote(self._name, batches, status)
+        return followed
+
+    def _snapshot(self) -> None:
+        self._engine.call(lambda: self._publisher.snapshot(self._engine.store.full_blocks()))
+
+    def _status(self) -> dict[str, Any]:
+        stats = self._engine.stats()
+        record = self._recorder.set
+        record(telemetry.DECODING, stats.decoding)
+        record(telemetry.WAITING, stats.waiting)
+        record(telemetry.KV_BYTES, stats.slot_bytes, use="slots")
+        record(telemetry.KV_BYTES, stats.workspace_bytes, use="workspace")
+        record(telemetry.KV_BYTES, stats.store_bytes, use="store")
+        record(telemetry.STORED_BLOCKS, stats.store_blocks)
+        return asdict(stats)
+
+
+def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[EngineEvent], event: EngineEvent) -> None:
+    loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+def threads_per_replica(config: Config, cores: int) -> int:
+    """Torch threads of one replica: as configured, or the machine's cores shared among the replicas."""
+    return config.engine.threads or max(1, cores // config.cluster.replicas)

@@ -1,0 +1,85 @@
+"""Telling the prefix directory what a replica holds: batched, numbered, and whole again after any fault."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from warmkv.config import DirectoryConfig
+from warmkv.replicas.protocol import BlockEvents
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[list[BlockEvents], dict[str, Any]], Awaitable[bool]]
+
+
+class Publisher:
+    """Collects events in the engine's thread and sends them from the event loop.
+
+    `send(batches, status)` delivers and answers whether the directory could follow; `request_snapshot` must make the
+    engine's thread call `snapshot` with all full blocks. Events and snapshots keep the order in which the store made
+    them, since both are noted by the engine's thread.
+    """
+
+    def __init__(
+        self,
+        config: DirectoryConfig,
+        send: Send,
+        request_snapshot: Callable[[], None],
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._config, self._send, self._request_snapshot, self._status = config, send, request_snapshot, status
+        self._pending: list[BlockEvents] = []
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] = lambda: None
+
+    def delta(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        """Blocks came or went."""
+        with self._lock:
+            self._append(BlockEvents(self._sequence, tuple(stored), tuple(evicted)))
+
+    def snapshot(self, blocks: Sequence[bytes]) -> None:
+        """All blocks that are resident now; what was pending before is part of it."""
+        with self._lock:
+            self._pending.clear()
+            self._append(BlockEvents(self._sequence, tuple(blocks), snapshot=True))
+
+    async def run(self) -> None:
+        """Send until cancelled, at most every `publish_seconds` and at least every `heartbeat_seconds`."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(arrived.set)
+
+        self._wake = wake
+        self._request_snapshot()
+        while True:
+            try:
+                await asyncio.wait_for(arrived.wait(), self._config.heartbeat_seconds)
+            except TimeoutError:
+                pass
+            arrived.clear()
+            await self._flush()
+            await asyncio.sleep(self._config.publish_seconds)
+
+    async def _flush(self) -> None:
+        with self._lock:
+            batches, self._pending = self._pending, []
+        try:
+            followed = await self._send(batches, self._status())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the actor is restarting; a snapshot makes good what was lost
+            log.warning("prefix directory cannot be reached: %s", error)
+            followed = False
+        if not followed:
+            self._request_snapshot()
+
+    def _append(self, events: BlockEvents) -> None:
+        self._pending.append(events)
+        self._sequence += 1
+        self._wake()
