@@ -52,6 +52,45 @@ def config_schema() -> None:
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command()
+def serve(config: ConfigOption = None, set_: SetOption = []) -> None:  # noqa: B006
+    """Serve the model on a local Ray, in the foreground, until Ctrl-C.
+
+    Examples: `warmkv serve`, `warmkv serve --set cluster.replicas=2 --set compression.policy=snapkv@0.2`
+    """
+    from warmkv.platform.serving import serve_until_stopped
+
+    settings = read_config(config, set_)
+    try:
+        serve_until_stopped(settings, console)
+    except (OSError, RuntimeError) as error:
+        errors.print(f"[red]cannot serve:[/red] {error}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def demo(
+    config: ConfigOption = None,
+    set_: SetOption = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Which document and questions.")] = 1,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")] = None,
+) -> None:
+    """Start two replicas, ask about a long document through both SDKs under three policies, and show the table.
+
+    Exits 0 only if the warm requests read the cache and the answers are right.
+    """
+    import json
+
+    from warmkv import demo as demonstration
+
+    settings = read_config(config, ["gateway.port=0", *set_])
+    result = demonstration.run(settings, console, seed)
+    demonstration.show(result, settings, console)
+    if json_ is not None:
+        json_.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    raise typer.Exit(0 if result.passed else 1)
+
+
 def main() -> None:
     """Entry point of the `warmkv` script."""
     sys.exit(app())

@@ -8,12 +8,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from warmkv.config import Config
+from warmkv.config import Config, ModelConfig
 from warmkv.platform.document import serve_document
 
 
@@ -40,6 +41,13 @@ def check_port(host: str, port: int) -> None:
         probe.bind((host, port))
 
 
+def check_model(model: ModelConfig) -> None:
+    """Raise FileNotFoundError if the model is a path without a model; hub names are checked when they are loaded."""
+    path = Path(model.path)
+    if (path.is_absolute() or path.exists() or model.path.startswith(".")) and not (path / "config.json").exists():
+        raise FileNotFoundError(f"no config.json in {model.path} (model.path)")
+
+
 def with_port(config: Config) -> Config:
     """The configuration with port 0 replaced by a free one. Raises OSError where the port is taken."""
     gateway = config.gateway
@@ -53,13 +61,13 @@ def start_ray(config: Config) -> None:
     """A local Ray with room for the replicas, whatever the number of cores; it ends with this process."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers see GPUs as the machine shows them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:  # Ray reads these when it is imported
         # Nobody else on the machine may join or command this cluster.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     import ray
 
     cluster = config.cluster
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(
         address="local",
         namespace="serve",
@@ -88,7 +96,11 @@ def start_document(document: dict[str, Any]) -> None:
 
 @contextmanager
 def running(config: Config) -> Iterator[Running]:
-    """The service on a local Ray of its own, stopped at the end."""
+    """The service on a local Ray of its own, stopped at the end.
+
+    Raises OSError where the port is taken or the model folder is missing, RuntimeError where a replica cannot start.
+    """
+    check_model(config.model)
     config = with_port(config)
     document = serve_document(config)
     start_ray(config)
@@ -101,5 +113,6 @@ def running(config: Config) -> Iterator[Running]:
         prefix = config.gateway.route_prefix.rstrip("/")
         yield Running(f"http://{host}:{config.gateway.port}{prefix}", document)
     finally:
-        serve.delete(config.cluster.application)
+        with suppress(Exception):  # it may never have been deployed
+            serve.delete(config.cluster.application)
         ray.shutdown()

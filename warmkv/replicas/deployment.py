@@ -16,10 +16,9 @@ from warmkv import telemetry
 from warmkv.config import Config, parse
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer
-from warmkv.replicas.protocol import BlockEvents, Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.protocol import BlockEvents, Event, GenerateRequest
 from warmkv.replicas.publisher import Publisher
-from warmkv.replicas.scheduler import EngineEvent
-from warmkv.replicas.text import Detokenizer
+from warmkv.replicas.streaming import stream
 
 
 class Replica:
@@ -55,41 +54,8 @@ class Replica:
 
         Raises EngineError where the request cannot be taken. A client that leaves cancels the request.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[EngineEvent] = asyncio.Queue()
-        self._engine.submit(request, lambda event: _put(loop, events, event))
-        detokenizer = Detokenizer(self._decode, request.sampling.stop)
-        drawn = 0
-        end: Finished | Failed | None = None
-        try:
-            while end is None:
-                batch = [await events.get()]
-                while not events.empty():  # tokens that came in the meantime travel together
-                    batch.append(events.get_nowait())
-                text = ""
-                for event in batch:
-                    if isinstance(event, int):
-                        drawn += 1
-                        text += detokenizer.push(event)
-                        if detokenizer.stopped_by is not None:
-                            break
-                    elif isinstance(event, Finished):
-                        text += detokenizer.finish()
-                        drawn, end = event.output_tokens, event
-                    elif isinstance(event, Failed):
-                        end = event
-                    elif isinstance(event, Started):
-                        yield event
-                if text:
-                    yield Delta(text, drawn)
-                if detokenizer.stopped_by is not None:  # the engine may still be drawing: `finally` stops it
-                    yield Finished("stop", drawn, detokenizer.stopped_by)
-                    return
-                if end is not None:
-                    yield end
-        finally:
-            if end is None:
-                self._engine.cancel(request.id)
+        async for event in stream(self._engine, request, self._decode):
+            yield event
 
     def status(self) -> dict[str, Any]:
         """What the replica holds and does now."""
@@ -124,10 +90,6 @@ class Replica:
         record(telemetry.KV_BYTES, stats.store_bytes, use="store")
         record(telemetry.STORED_BLOCKS, stats.store_blocks)
         return asdict(stats)
-
-
-def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[EngineEvent], event: EngineEvent) -> None:
-    loop.call_soon_threadsafe(events.put_nowait, event)
 
 
 def threads_per_replica(config: Config, cores: int) -> int:

@@ -1,0 +1,304 @@
+"""`warmkv demo`: a long document, several questions, two SDKs, three policies; the table tells whether it works.
+
+Every row is a tenant of its own, so its first question is cold whatever ran before. The facts asked for are hidden at
+known depths, so it is known in advance which of them StreamingLLM's window still holds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from warmkv.config import Config, PolicySpec
+from warmkv.models.tiny import corpus, tasks
+from warmkv.platform.local import running
+from warmkv.policies import budgets, pricing
+from warmkv.prefixes.usage import Usage
+
+POLICIES = ("full", "snapkv@0.2", "streaming_llm@0.4")
+DOCUMENT_TOKENS = 1800
+QUESTIONS = 3
+ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    answer: str
+    depth: float  # where the fact stands in the document, 0 the beginning, 1 the end
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the service as a client saw it."""
+
+    text: str
+    ttft: float  # seconds until the first text, at the client
+    read: int  # prompt tokens read from the cache, as billed
+    usage: Usage
+    details: dict[str, Any]  # the `warmkv` part of the usage
+
+
+@dataclass(slots=True)
+class Row:
+    """All questions through one SDK under one policy."""
+
+    api: str
+    policy: str
+    replies: list[Reply] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    expected: list[bool] = field(default_factory=list)  # whether the policy can still know the fact
+
+    @property
+    def passed(self) -> bool:
+        """Warm requests read the cache, and every answer is right whose fact the policy kept."""
+        warm = all(reply.read > 0 for reply in self.replies[1:]) and self.replies[0].read == 0
+        return warm and all(right for right, known in zip(self.right, self.expected, strict=True) if known)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The second turn of a conversation: where it landed, and what it costs elsewhere."""
+
+    first_replica: str
+    second_replica: str
+    warm: Reply
+    elsewhere: Reply
+
+    @property
+    def passed(self) -> bool:
+        landed = self.first_replica == self.second_replica
+        return landed and self.warm.details["cached_tokens"] > 0 and self.elsewhere.details["cached_tokens"] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    rows: list[Row]
+    conversation: Conversation
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows) and self.conversation.passed
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
+        return {
+            "rows": rows,
+            "conversation": {**asdict(self.conversation), "passed": self.conversation.passed},
+            "passed": self.passed,
+        }
+
+
+def run(config: Config, console: Console, seed: int) -> Result:
+    """Start the service with two replicas, ask everything, stop it. Raises OSError where the port is taken."""
+    cluster = config.cluster.model_copy(update={"replicas": max(2, config.cluster.replicas)})
+    config = config.model_copy(update={"cluster": cluster})
+    with Progress(console=console, transient=True) as progress:
+        steps = progress.add_task("starting Ray and two replicas", total=len(POLICIES) * 2 * QUESTIONS + 4)
+        document, questions = make_document(config, seed)
+        progress.advance(steps)
+        with running(config) as service:
+            progress.advance(steps)
+
+            def told(text: str) -> None:
+                progress.update(steps, advance=1, description=text)
+
+            rows = [
+                ask_all(api, policy, service.url, config, document, questions, told)
+                for api in ("anthropic", "openai")
+                for policy in POLICIES
+            ]
+            conversation = converse(service.url, config, document, questions)
+            progress.advance(steps, 2)
+    return Result(rows, conversation)
+
+
+def make_document(config: Config, seed: int) -> tuple[str, list[Question]]:
+    """A text of held-out source code with codes hidden in it, and questions in the order of their facts."""
+    from warmkv.replicas.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    world = corpus.World("heldout", count=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    rng = random.Random(seed)
+    while True:  # until the facts are spread: one near each end of the document
+        sample = tasks.multi(world, rng, length=DOCUMENT_TOKENS, chat=True, keys=QUESTIONS, turns=QUESTIONS)
+        found = [
+            Question(turn.question, turn.answer, sample.document.index(turn.answer) / len(sample.document))
+            for turn in sample.turns
+        ]
+        found.sort(key=lambda question: question.depth)
+        if found[0].depth < 0.3 and found[-1].depth > 0.8:
+            return sample.document, found
+
+
+def ask_all(
+    api: str,
+    policy: str,
+    url: str,
+    config: Config,
+    document: str,
+    questions: Sequence[Question],
+    told: Callable[[str], None],
+) -> Row:
+    row = Row(api, policy)
+    ask = {"anthropic": ask_anthropic, "openai": ask_openai}[api]
+    for question in questions:
+        told(f"{api}, {policy}")
+        reply = ask(url, config.model.name, f"demo-{api}-{policy}", document, question.text, {"policy": policy})
+        row.replies.append(reply)
+        row.right.append(reply.text.strip() == question.answer)
+        row.expected.append(still_known(policy, reply.usage.prompt, question.depth))
+    return row
+
+
+def still_known(policy: str, prompt_tokens: int, depth: float) -> bool:
+    """Whether a fact at this depth survives; only StreamingLLM gives up tokens whatever they say."""
+    spec = PolicySpec.model_validate(policy)
+    if spec.name != "streaming_llm":
+        return True
+    recent = budgets.kept_tokens(spec, prompt_tokens) - spec.sinks
+    return depth * prompt_tokens > prompt_tokens - recent + 32  # clear of the window's edge
+
+
+def ask_anthropic(url: str, model: str, key: str, document: str, question: str, options: dict[str, Any]) -> Reply:
+    """Through the `anthropic` SDK: the document is a content block with a cache breakpoint."""
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+    content: Any = [
+        {"type": "text", "text": document, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": question},
+    ]
+    begun = time.perf_counter()
+    events = client.messages.create(
+        model=model,
+        max_tokens=ANSWER_TOKENS,
+        messages=[{"role": "user", "content": content}],
+        stream=True,
+        extra_body={"temperature": 0, "warmkv": options},
+    )
+    text, first, usage = "", 0.0, None
+    for event in events:
+        if event.type == "content_block_delta" and event.delta.type == "text_delta":
+            first = first or time.perf_counter() - begun
+            text += event.delta.text
+        elif event.type == "message_delta":
+            usage = event.usage
+    assert usage is not None
+    fields = usage.model_dump()
+    written = {"5m": fields["cache_creation_input_tokens"]}
+    read = fields["cache_read_input_tokens"]
+    billed = Usage(input=fields["input_tokens"], read=read, written=written, output=fields["output_tokens"])
+    return Reply(text, first, read, billed, fields["warmkv"])
+
+
+def ask_openai(url: str, model: str, key: str, document: str, question: str, options: dict[str, Any]) -> Reply:
+    """Through the `openai` SDK: whole blocks are reused without marks."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    begun = time.perf_counter()
+    chunks = client.chat.completions.create(
+        model=model,
+        max_tokens=ANSWER_TOKENS,
+        temperature=0,
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": document}, {"type": "text", "text": question}]}
+        ],
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"warmkv": options},
+    )
+    text, first, usage = "", 0.0, None
+    for chunk in chunks:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first = first or time.perf_counter() - begun
+            text += chunk.choices[0].delta.content
+        usage = chunk.usage or usage
+    assert usage is not None
+    fields = usage.model_dump()
+    read = fields["prompt_tokens_details"]["cached_tokens"]
+    billed = Usage(input=fields["prompt_tokens"] - read, read=read, output=fields["completion_tokens"])
+    return Reply(text, first, read, billed, fields["warmkv"])
+
+
+def converse(url: str, config: Config, document: str, questions: Sequence[Question]) -> Conversation:
+    """Two turns about one document; the second once where the router sends it and once on another replica."""
+    import anthropic
+    import requests
+
+    client = anthropic.Anthropic(base_url=url, api_key="demo-conversation", max_retries=0)
+    history: list[Any] = [{"role": "user", "content": f"{document}\n{questions[0].text}"}]
+
+    def turn(options: dict[str, Any]) -> Reply:
+        begun = time.perf_counter()
+        message = client.messages.create(
+            model=config.model.name,
+            max_tokens=ANSWER_TOKENS,
+            messages=history,
+            cache_control={"type": "ephemeral"},
+            extra_body={"temperature": 0, "warmkv": options},
+        )
+        fields = message.usage.model_dump()
+        text = "".join(block.text for block in message.content if block.type == "text")
+        usage = Usage(fields["input_tokens"], fields["cache_read_input_tokens"], {}, fields["output_tokens"])
+        return Reply(text, time.perf_counter() - begun, usage.read, usage, fields["warmkv"])
+
+    first = turn({})
+    time.sleep(10 * config.directory.publish_seconds)  # a person reads; the directory hears of the blocks
+    history += [{"role": "assistant", "content": first.text}, {"role": "user", "content": questions[1].text}]
+    home = first.details["replica"]
+    known = requests.get(f"{url}/v1/warmkv/replicas", timeout=10).json()["replicas"]
+    other = next(name for name in known if name != home)
+    elsewhere = turn({"replica": other})
+    warm = turn({})
+    return Conversation(home, warm.details["replica"], warm, elsewhere)
+
+
+def show(result: Result, config: Config, console: Console) -> None:
+    """The table, and what follows from it in plain words."""
+    table = Table(caption="TTFT in ms at the client, KV resident in MiB. ✓ right, ✗ wrong, ‒ fact evicted by policy")
+    table.add_column("SDK")
+    table.add_column("policy")
+    for name in ("answers", "cold", "warm", "read", "KV", "price", "saved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.rows:
+        cold, *warm = row.replies
+        paid = sum(pricing.price(reply.usage, config.pricing).total for reply in row.replies)
+        uncached = sum(
+            pricing.price(Usage(input=reply.usage.prompt, output=reply.usage.output), config.pricing).total
+            for reply in row.replies
+        )
+        table.add_row(
+            row.api,
+            row.policy,
+            " ".join(_verdicts(row)),
+            f"{cold.ttft * 1000:.0f}",
+            f"{statistics.median(reply.ttft for reply in warm) * 1000:.0f}",
+            str(sum(reply.read for reply in row.replies)),
+            f"{max(reply.details['resident_bytes'] for reply in row.replies) / 2**20:.2f}",
+            f"${paid:.5f}",
+            f"{1 - paid / uncached:.0%}",
+        )
+    console.print(table)
+    talk = result.conversation
+    here, there = talk.warm.details, talk.elsewhere.details
+    console.print(
+        f"Second turn of a conversation: landed on the replica of the first ({talk.second_replica}), "
+        f"{here['cached_tokens']} tokens reused, prefill {here['prefill_seconds'] * 1000:.0f} ms. "
+        f"On the other replica: {there['cached_tokens']} reused, {there['prefill_seconds'] * 1000:.0f} ms."
+    )
+    console.print("[green]passed[/green]" if result.passed else "[red]failed[/red]")
+
+
+def _verdicts(row: Row) -> Iterator[str]:
+    for right, known in zip(row.right, row.expected, strict=True):
+        yield "[green]✓[/green]" if right else "[red]✗[/red]" if known else "[yellow]‒[/yellow]"

@@ -1,0 +1,44 @@
+"""`warmkv serve`: the service in the foreground."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from warmkv.config import Config
+from warmkv.platform.local import running
+
+
+def serve_until_stopped(config: Config, console: Console) -> None:
+    """Run the service until SIGINT or SIGTERM.
+
+    Raises OSError where the port is taken or the model folder is missing, RuntimeError where a replica cannot start.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with ExitStack() as stack:
+        with console.status(f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}"):
+            service = stack.enter_context(running(config))
+        _explain(service.url, config, console)
+        stop.wait()
+        console.print("stopping")
+
+
+def _explain(url: str, config: Config, console: Console) -> None:
+    name = config.model.name
+    console.print(f"serving [bold]{name}[/bold] at [bold]{url}[/bold] (Ctrl-C stops it)\n", highlight=False)
+    console.print(
+        "    import anthropic\n"
+        f'    client = anthropic.Anthropic(base_url="{url}", api_key="any")\n'
+        f'    client.messages.create(model="{name}", max_tokens=64,\n'
+        '                           messages=[{"role": "user", "content": "Hello"}])\n\n'
+        f"    curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"""         -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,59 @@
+"""From the engine's thread to an asynchronous stream of text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.scheduler import EngineEvent
+from warmkv.replicas.text import Detokenizer
+
+
+async def stream(
+    engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str]
+) -> AsyncIterator[Event]:
+    """Submit a request and yield Started, text as it comes, then Finished (or Failed).
+
+    Raises EngineError where the request cannot be taken. Closing the stream cancels the request.
+    """
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+    engine.submit(request, lambda event: _put(loop, events, event))
+    detokenizer = Detokenizer(decode, request.sampling.stop)
+    drawn = 0
+    end: Finished | Failed | None = None
+    try:
+        while end is None:
+            batch = [await events.get()]
+            while not events.empty():  # tokens that came in the meantime travel together
+                batch.append(events.get_nowait())
+            text = ""
+            for event in batch:
+                if isinstance(event, int):
+                    drawn += 1
+                    text += detokenizer.push(event)
+                    if detokenizer.stopped_by is not None:
+                        break
+                elif isinstance(event, Started):
+                    yield event
+                else:
+                    end = event
+            if isinstance(end, Finished) and detokenizer.stopped_by is None:
+                text += detokenizer.finish()
+                drawn = end.output_tokens
+            if text:
+                yield Delta(text, drawn)
+            if detokenizer.stopped_by is not None:  # the engine may still be drawing: `finally` stops it
+                yield Finished("stop", drawn, detokenizer.stopped_by)
+                return
+        yield end
+    finally:
+        if end is None:
+            engine.cancel(request.id)
+
+
+def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[EngineEvent], event: EngineEvent) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(events.put_nowait, event)
