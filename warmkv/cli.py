@@ -10,10 +10,15 @@ import typer
 from rich.console import Console
 
 from warmkv.config import Config, ConfigError, load
+from warmkv.dashboards.commands import app as dashboards_app
+from warmkv.platform.manifest import app as manifest_app
+from warmkv.simulator import commands as simulator_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
 app.add_typer(config_app, name="config")
+app.add_typer(dashboards_app, name="dashboards")
+app.add_typer(manifest_app, name="k8s")
 
 console = Console()
 errors = Console(stderr=True)
@@ -89,6 +94,10 @@ def demo(
     if json_ is not None:
         json_.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     raise typer.Exit(0 if result.passed else 1)
+
+
+app.command()(simulator_commands.replay)
+app.command()(simulator_commands.workload)
 
 
 def main() -> None:

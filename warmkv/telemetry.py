@@ -28,7 +28,7 @@ class Metric:
 # Recorded by the gateway, per request.
 REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", "policy"))
 TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy"))
-DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part",))
+DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", "policy"))
 CACHED_TOKENS = Metric("warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy",))
 TTFT = Metric("warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy"), _SECONDS)
 E2E = Metric("warmkv_e2e_seconds", "histogram", "Time to the last token", "seconds", ("policy",), _SECONDS)

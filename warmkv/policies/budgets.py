@@ -55,6 +55,22 @@ def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
     return kept_tokens(spec, prompt_tokens) + appended
 
 
+def size_class(capacity: int) -> int:
+    """Entries that a slot of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
+    step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
+    return -(-capacity // step) * step
+
+
+def ring_sinks(spec: PolicySpec) -> int:
+    """First entries of a slot that a ring never overwrites; 0 where new tokens are only appended."""
+    return spec.sinks if spec.name == "streaming_llm" else 0
+
+
+def slot_bytes(shape: KVShape, capacity: int, sinks: int) -> int:
+    """Bytes of a slot of `capacity` entries; a ring keeps the original keys of its sinks beside them."""
+    return capacity * shape.token_bytes + sinks * shape.token_bytes // 2
+
+
 def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
     """Tokens at the end of a prompt that must be computed even if their KV is cached.
 

@@ -63,6 +63,7 @@ class RequestRecord:
     queue: float = 0.0
     ttft: float = 0.0
     e2e: float = 0.0
+    max_tokens: int = 0  # what the request allowed, and its slot was sized for; 0 if unknown
     status: str = "ok"  # ok, error, cancelled
     stop_reason: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -58,10 +59,8 @@ class Publisher:
         self._wake = wake
         self._request_snapshot()
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(arrived.wait(), self._config.heartbeat_seconds)
-            except TimeoutError:
-                pass
             arrived.clear()
             await self._flush()
             await asyncio.sleep(self._config.publish_seconds)

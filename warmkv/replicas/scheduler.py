@@ -12,8 +12,8 @@ from warmkv.config import EngineConfig
 from warmkv.policies import budgets
 from warmkv.policies.budgets import KVShape
 from warmkv.policies.compression.base import Policy
+from warmkv.policies.prefix_cache import Match
 from warmkv.replicas.attention import PrefillState
-from warmkv.replicas.block_store import Match
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -22,7 +22,7 @@ from warmkv.replicas.protocol import (
     RequestTooLargeError,
     Started,
 )
-from warmkv.replicas.slots import Slot, SlotPool, size_class, slot_bytes
+from warmkv.replicas.slots import Slot, SlotPool
 
 EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
 Emit = Callable[[EngineEvent], None]
@@ -84,7 +84,7 @@ class Scheduler:
             )
         needed = self.workspace_bytes(sequence)
         if sequence.capacity:
-            needed += slot_bytes(self.shape, size_class(sequence.capacity), sequence.sinks)
+            needed += budgets.slot_bytes(self.shape, budgets.size_class(sequence.capacity), sequence.sinks)
         if needed > self.config.kv_bytes:
             raise RequestTooLargeError(
                 f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"

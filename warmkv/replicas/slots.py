@@ -11,16 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warmkv.policies.budgets import KVShape
+from warmkv.policies.budgets import KVShape, size_class, slot_bytes
 from warmkv.replicas.attention import attend_grouped, rotate
 
 SLAB_ROWS = 4
-
-
-def size_class(capacity: int) -> int:
-    """Entries that a slot of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
-    step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
-    return -(-capacity // step) * step
 
 
 @dataclass(slots=True)
@@ -124,11 +118,6 @@ class Slab:
     def place_sinks(self, layer: int, rows: Tensor, angles: Tensor) -> None:
         """Write the sinks of `rows` [n] rotated on by `angles` [n, head_dim / 2]."""
         self.keys[layer, rows, :, : self.sinks] = rotate(self._sink_keys[layer, rows], angles[:, None, None])
-
-
-def slot_bytes(shape: KVShape, capacity: int, sinks: int) -> int:
-    """Bytes of one row: its entries, and the original keys of its sinks."""
-    return capacity * shape.token_bytes + sinks * shape.token_bytes // 2
 
 
 @dataclass(frozen=True, slots=True)

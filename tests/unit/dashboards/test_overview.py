@@ -194,6 +194,36 @@ def test_what_prometheus_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
 
 
+@promtool
+def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    # One process of each application records every metric with every label; what a query joins must then match up.
+    values = {"kind": ("input", "read", "write_5m", "output"), "part": ("input", "read", "write", "output")}
+    series = []
+    for metric in telemetry.ALL:
+        combinations: list[dict[str, str]] = [{"replica": "r1"}]
+        for label in metric.labels:
+            combinations = [{**c, label: value} for c in combinations for value in values.get(label, ("x", "y"))]
+        for labels in combinations:
+            if metric.kind == "histogram":
+                for bound in (*metric.buckets, "+Inf"):
+                    bucket = grows(metric, 1, le=str(bound), **labels)
+                    series.append({**bucket, "series": bucket["series"].replace("{", "_bucket{", 1)})
+            else:
+                series.append(grows(metric, 1, **labels))
+    checks = [
+        {"expr": f"count({plain(expr)}) > bool 0", "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 1}]}
+        for _, expr in expressions(boards)
+    ]
+    test = {
+        "evaluation_interval": "15s",
+        "tests": [{"interval": "15s", "input_series": series, "promql_expr_test": checks}],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(json.dumps(test))
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
 def test_builds_do_not_differ() -> None:
     assert json.dumps(documents()) == json.dumps(documents())
     assert documents()["overview"]["uid"] == overview.UID

@@ -77,6 +77,7 @@ def test_committed_patch_is_a_fresh_render(folder: Path) -> None:
     assert text == manifest.manifest(folder / "warmkv.yaml"), "run `make manifests`"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
 def test_serve_accepts_the_document(rendered: list[dict[str, Any]]) -> None:
     from ray.serve.schema import ServeDeploySchema
 

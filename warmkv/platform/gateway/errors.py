@@ -45,8 +45,8 @@ def invalid(message: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first fault of a request body, with its place."""
-    fault = error.errors()[0]
+    """The most specific fault of a request body, with its place: of a union's branches, the one that went deepest."""
+    fault = max(error.errors(), key=lambda item: len(item["loc"]))
     place = ".".join(str(part) for part in fault["loc"] if not str(part).startswith("function-"))
     message = str(fault["msg"]).removeprefix("Value error, ")
     return invalid(f"{place}: {message}" if place else message)

@@ -102,6 +102,7 @@ class MessagesRequest(CountRequest):
             top_k=self.top_k,
             seed=seed,
             stop=tuple(self.stop_sequences),
+            ignore_eos=self.warmkv.ignore_eos,
         )
 
 

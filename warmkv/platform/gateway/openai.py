@@ -66,6 +66,7 @@ class CompletionBody(Body):
             top_p=self.top_p,
             seed=(seed if self.seed is None else self.seed) % 2**63,
             stop=tuple(stop),
+            ignore_eos=self.warmkv.ignore_eos,
         )
 
     @property

@@ -18,4 +18,5 @@ class WarmkvOptions(Body):
 
     policy: PolicySpec | None = Field(None, description="compression policy of this request")
     seed: int | None = Field(None, ge=0, lt=2**63, description="seed of the sampling")
+    ignore_eos: bool = Field(False, description="draw max_tokens tokens whatever the model says, for benchmarks")
     replica: str | None = Field(None, description="id of the replica to prefer, as /v1/warmkv/replicas lists them")

@@ -153,7 +153,7 @@ class Service:
         add(telemetry.CACHED_TOKENS, started.cached_tokens, policy=policy.name)
         price = answer.price(usage)
         for part in ("input", "read", "write", "output"):
-            add(telemetry.DOLLARS, getattr(price, part), part=part)
+            add(telemetry.DOLLARS, getattr(price, part), part=part, policy=policy.name)
         warmth = "warm" if started.cached_tokens else "cold"
         observe(telemetry.TTFT, answer.first_token, cache=warmth, policy=policy.name)
         if status == "ok":
@@ -185,6 +185,7 @@ class Service:
             queue=started.queue_seconds,
             ttft=answer.first_token,
             e2e=answer.last_token,
+            max_tokens=request.sampling.max_tokens,
             status=status,
             stop_reason=answer.end.reason,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warmkv.policies import budgets
 from warmkv.policies.compression.base import Policy
 
 
@@ -17,7 +18,7 @@ class StreamingLLM(Policy):
 
     @property
     def sinks(self) -> int:
-        return self.spec.sinks
+        return budgets.ring_sinks(self.spec)
 
     @property
     def ring(self) -> bool:

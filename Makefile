@@ -1,0 +1,100 @@
+# Everything a newcomer needs: `make demo`, `make test`. Needs Python 3.11 or newer and make, nothing else.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+# Set these on the command line, as in `make setup PYTHON=python3.12`.
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types imports format dashboards manifests clean
+
+help: ## List the targets
+	@echo "warmkv: serving with compressed KV caches and prefix reuse"
+	@echo
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -e 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@echo
+	@echo "Variables: PYTHON=python3.12       the interpreter to build .venv with"
+	@echo "           TORCH_INDEX=URL         a package index with PyTorch's CPU build, for machines without a GPU"
+	@echo "           ARGS='-k publish -x'    further arguments for pytest"
+
+setup: $(STAMP) ## Make .venv and install everything, as pinned in constraints.txt
+
+demo: $(STAMP) ## Start the service with the tiny model and show what warm prefixes save
+	@$(BIN)/warmkv demo
+
+test: $(STAMP) ## Run the tests that need no GPU
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: lint types imports ## Run what CI runs before the tests: format, lint, types, import rules
+
+lint: $(STAMP) ## Check format and lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## Check types
+	@$(BIN)/mypy
+
+imports: $(STAMP) ## Check that imports point one way
+	@$(BIN)/lint-imports
+
+format: $(STAMP) ## Format the code and mend what the linter can
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+dashboards: $(STAMP) ## Write dashboards/*.json from the code
+	@$(BIN)/warmkv dashboards build dashboards
+
+manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
+	@$(BIN)/warmkv k8s render --config k8s/base/warmkv.yaml
+	@$(BIN)/warmkv k8s render --config k8s/overlays/demo/warmkv.yaml
+
+clean: ## Remove .venv, caches and runs; what git tracks stays
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment -------------------------------------------------------------------------------------------
+
+# The first of these that is new enough makes the environment.
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+$(BIN)/python:
+	@python=; for name in $(CANDIDATES); do \
+	  if $$name -c '$(NEW_ENOUGH)' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "warmkv needs Python 3.11 or newer; tried: $(CANDIDATES)."; \
+	  echo "Install one, or name it: make setup PYTHON=/path/to/python3.12"; exit 1; \
+	fi; \
+	echo "setup: making $(VENV) with $$($$python --version)"; \
+	$$python -m venv --clear $(VENV) || { \
+	  echo "Could not make $(VENV). On Debian and Ubuntu, install the package python3-venv."; rm -rf $(VENV); exit 1; }
+
+# PyTorch is installed first, because which build to take depends on the machine. With a GPU: the default build, with
+# CUDA. Without: the CPU build, which PyTorch names `+cpu` on Linux, from TORCH_INDEX or wherever pip is set up to look;
+# where nobody has it, the default build, which runs on a CPU as well but is some gigabytes larger.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@install="$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"; \
+	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
+	if nvidia-smi >/dev/null 2>&1; then \
+	  echo "setup: installing torch $(TORCH) with CUDA, because there is a GPU"; \
+	  $$install $$index "torch==$(TORCH)"; \
+	elif [ "$$(uname -s)" = Linux ]; then \
+	  echo "setup: installing torch $(TORCH) for CPUs, because there is no GPU"; \
+	  $$install $$index "torch==$(TORCH)+cpu" 2>/dev/null || { \
+	    echo "setup: pip found no CPU build; taking the default one, a download of some gigabytes."; \
+	    echo "       For a small one: interrupt, then make setup TORCH_INDEX=URL (CONTRIBUTING.md says which)"; \
+	    $$install $$index "torch==$(TORCH)"; }; \
+	else \
+	  echo "setup: installing torch $(TORCH)"; \
+	  $$install $$index "torch==$(TORCH)"; \
+	fi
+	@echo "setup: installing warmkv and its tools, as pinned in constraints.txt"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+	@echo "setup: done"

@@ -1,0 +1,109 @@
+"""The gateway over real HTTP with a real engine in one process: everything but Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import uvicorn
+
+from warmkv import telemetry
+from warmkv.config import Config, load
+from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.service import Service
+from warmkv.platform.local import free_port
+from warmkv.prefixes.record import RequestRecord
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.protocol import Event, GenerateRequest
+from warmkv.replicas.streaming import stream
+
+
+@dataclass
+class Counted:
+    """Collects what the service records."""
+
+    seen: list[tuple[str, float, dict[str, str]]] = field(default_factory=list)
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None:
+        assert set(labels) == set(counter.labels)
+        self.seen.append((counter.name, value, labels))
+
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
+        assert set(labels) == set(histogram.labels)
+        self.seen.append((histogram.name, value, labels))
+
+
+class Server:
+    """A gateway and one engine, listening on a free port."""
+
+    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
+        self.config, self.records, self.metrics = config, [], Counted()
+        self.records: list[RequestRecord] = []
+        self.requests: list[GenerateRequest] = []
+        tokenizer = load_tokenizer(config.model)
+        self.engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=clock, name="only")
+
+        async def generate(request: GenerateRequest) -> AsyncIterator[Event]:
+            self.requests.append(request)
+            async for event in stream(
+                self.engine, request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+            ):
+                yield event
+
+        async def status() -> dict[str, Any]:
+            return {"replicas": {"only": {}}}
+
+        service = Service(
+            config, generate, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
+        )
+        app = create_app(service, tokenizer, b"secret", status, time.time())
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+        self._threads = [
+            threading.Thread(target=self.engine.run, daemon=True),
+            threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self.engine.stop()
+        for thread in self._threads:
+            thread.join(10)
+
+    def anthropic(self, key: str = "alice") -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+
+    def openai(self, key: str = "alice") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers with some settings; all are stopped at the end of the module."""
+    servers: list[Server] = []
+
+    def start(*flags: str, clock: Callable[[], float] = time.monotonic) -> Server:
+        servers.append(Server(load(flags=flags), clock))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server]) -> Server:
+    return serve("engine.threads=1")

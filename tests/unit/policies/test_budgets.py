@@ -1,0 +1,78 @@
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.config import PolicySpec
+from warmkv.policies.budgets import KVShape, kept_tokens, recomputed_tokens, resolve_budget, slot_capacity
+
+PROMPTS = st.integers(1, 200_000)
+NEW = st.integers(0, 5_000)
+SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
+
+
+@st.composite
+def specs(draw):
+    name = draw(st.sampled_from(["full", "snapkv", "streaming_llm"]))
+    budget = draw(st.one_of(SHARES, st.integers(5, 5000)))
+    return PolicySpec(name=name, budget=budget, window=draw(st.integers(1, 64)))
+
+
+@given(SHARES, PROMPTS)
+def test_a_share_is_rounded_up_and_exact_in_decimals(share, prompt):
+    exact = -(-Fraction(round(share * 1000), 1000) * prompt // 1)
+    assert resolve_budget(PolicySpec(name="snapkv", budget=share), prompt) == max(1, exact)
+
+
+def test_a_share_that_floats_cannot_hold_keeps_no_token_more():
+    assert 0.07 * 100 > 7
+    assert resolve_budget(PolicySpec(name="snapkv", budget=0.07), 100) == 7
+
+
+@given(specs(), PROMPTS)
+def test_kept_is_within_prompt_and_budget(spec, prompt):
+    kept, budget = kept_tokens(spec, prompt), resolve_budget(spec, prompt)
+    assert 1 <= kept <= prompt
+    assert (budget is None) == (spec.name == "full")
+    if budget is None or prompt <= budget:
+        assert kept == prompt
+    else:
+        assert kept == budget
+
+
+@given(specs(), PROMPTS, NEW)
+def test_a_slot_is_never_outgrown(spec, prompt, new):
+    """Walk through decoding: one more entry for every new token but the last, or an overwritten one in a full ring."""
+    entries, ring = kept_tokens(spec, prompt), resolve_budget(spec, prompt) if spec.name == "streaming_llm" else None
+    entries += max(0, new - 1)
+    if ring is not None:
+        entries = min(entries, ring)
+    assert slot_capacity(spec, prompt, new) == entries
+
+
+@given(specs(), PROMPTS, NEW)
+def test_more_prompt_or_more_answer_never_needs_less(spec, prompt, new):
+    capacity = slot_capacity(spec, prompt, new)
+    assert capacity <= slot_capacity(spec, prompt, new + 1)
+    assert capacity <= slot_capacity(spec, prompt + 1, new)
+    assert capacity <= slot_capacity(PolicySpec(), prompt, new)
+
+
+@given(specs(), PROMPTS)
+def test_something_is_always_computed(spec, prompt):
+    again = recomputed_tokens(spec, prompt)
+    assert 1 <= again <= prompt
+    evicts = kept_tokens(spec, prompt) < prompt
+    assert again == (min(spec.window, prompt) if spec.name == "snapkv" and evicts else 1)
+
+
+def test_a_streaming_share_keeps_the_sinks_and_one_recent_token():
+    spec = PolicySpec(name="streaming_llm", budget=0.001, sinks=4)
+    assert kept_tokens(spec, 1000) == 5
+    assert kept_tokens(spec, 3) == 3
+
+
+@pytest.mark.parametrize(("shape", "size"), [(KVShape(32, 8, 128, 2), 131_072), (KVShape(6, 2, 32, 4), 3072)])
+def test_bytes_of_a_token(shape, size):
+    assert shape.token_bytes == size

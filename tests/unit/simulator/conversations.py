@@ -1,0 +1,94 @@
+"""Small made-up logs for the simulator's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hypothesis import strategies as st
+
+from warmkv.config import Config, load
+from warmkv.policies.costs import StepCost
+from warmkv.prefixes.breakpoints import breakpoints, read_candidates
+from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
+from warmkv.prefixes.record import Candidate, Mark, RequestRecord
+from warmkv.simulator.cluster import Outcome, simulate
+from warmkv.simulator.replay import kv_shape, prepare
+from warmkv.simulator.replica import Job
+from warmkv.simulator.variants import Variant
+
+ROOT = chain_root(b"test")
+BLOCK = 4
+# Powers of two: sums of them are exact, so that two ways of adding up agree to the last bit.
+EXACT = StepCost(2**-6, 2**-10, 2**-16)
+
+
+def record(
+    arrival: float,
+    tokens: Sequence[int],
+    output: int = 1,
+    ends: Sequence[int] = (),
+    ttls: Sequence[str | None] = (),
+    policy: str = "full",
+    name: str = "",
+) -> RequestRecord:
+    """A request for a prompt of these tokens, with content blocks that end at `ends` and are marked by `ttls`."""
+    hashes = block_hashes(tokens, BLOCK, ROOT)
+    marks = breakpoints(ends, ttls, 1)
+
+    def key(position: int) -> bytes:
+        return prefix_key(tokens, position, BLOCK, hashes, ROOT)
+
+    return RequestRecord(
+        id=name or f"{arrival}",
+        arrival=arrival,
+        tenant="t",
+        model="m",
+        api="messages",
+        policy=policy,
+        block_size=BLOCK,
+        input_tokens=len(tokens),
+        output_tokens=output,
+        hashes=tuple(hashes),
+        marks=tuple(Mark(mark.position, mark.ttl, key(mark.position)) for mark in marks),
+        reads=tuple(Candidate(at, key(at)) for at in read_candidates(ends, marks, 20)),
+    )
+
+
+def config(*flags: str) -> Config:
+    """A small service whose KV takes 2 bytes a token."""
+    small = [
+        "engine.prefill_chunk=8",
+        "engine.kv_bytes=1GiB",
+        "engine.max_slots=4",
+        "engine.max_queue=1000000",
+        "simulator={layers: 1, kv_heads: 1, head_dim: 1, dtype_bytes: 1}",
+    ]
+    return load(flags=[*small, *flags], environ={})
+
+
+def run(
+    records: Iterable[RequestRecord],
+    settings: Config,
+    variant: Variant = Variant(),
+    cost: StepCost = EXACT,
+    fast_forward: bool = True,
+) -> tuple[list[Job], Outcome]:
+    jobs, lifetimes = prepare(list(records), settings, variant)
+    outcome = simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, fast_forward=fast_forward)
+    return jobs, outcome
+
+
+@st.composite
+def logs(draw: st.DrawFn, policies: Sequence[str] = ("full", "snapkv@6", "streaming_llm@0.5")) -> list[RequestRecord]:
+    """Requests over a small tree of prompts, many of which begin alike, some at the same moment."""
+    records = []
+    arrival = 0.0
+    for number in range(draw(st.integers(1, 14))):
+        arrival += draw(st.sampled_from([0.0, 0.0, 2**-7, 0.25, 1.0, 8.0])) + draw(st.integers(0, 64)) / 1024
+        tokens = [draw(st.integers(0, 1))] * draw(st.integers(1, 30)) + [2] * draw(st.integers(0, 9))
+        ends = sorted(draw(st.sets(st.integers(1, len(tokens)), max_size=3)))
+        long = draw(st.integers(0, len(ends)))
+        ttls = ["1h" if index < long else "5m" for index in range(len(ends))]
+        output = draw(st.integers(0, 40))
+        records.append(record(arrival, tokens, output, ends, ttls, draw(st.sampled_from(policies)), f"r{number}"))
+    return records

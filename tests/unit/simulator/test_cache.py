@@ -1,0 +1,91 @@
+import pytest
+
+from tests.unit.simulator.conversations import BLOCK, record
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.prefixes.index import PrefixIndex
+from warmkv.simulator.cache import Removals, ReplicaCache
+from warmkv.simulator.measures import Level
+
+PROMPT = list(range(30))
+
+
+def cache(capacity=1000, automatic=True, default=300.0):
+    index, stored, removals = PrefixIndex(), Level(), Removals()
+    lifetimes = Lifetimes({"5m": 300.0, "1h": 3600.0}, default, automatic)
+    return ReplicaCache("a", capacity, 2, lifetimes, index, stored, removals), index, stored, removals
+
+
+def use(store, request, now):
+    store.expire(now)
+    match = store.match(request, now)
+    store.store(request, request.marks, now)
+    store.release(match)
+    return match
+
+
+def test_a_tail_is_reused_and_read_to_the_token():
+    store, *_ = cache()
+    use(store, record(0, PROMPT[:10], ends=[10], ttls=["5m"]), 0)
+    match = use(store, record(1, PROMPT[:19], ends=[10, 19], ttls=[None, "5m"]), 1)
+    assert (match.hit, match.blocks, match.tokens) == (10, 2, 10)
+    match = use(store, record(2, PROMPT, ends=[10, 19, 30], ttls=[None, None, "5m"]), 2)
+    assert (match.hit, match.blocks, match.tokens) == (19, 4, 19)
+
+
+def test_blocks_are_reused_without_marks_but_not_billed_as_read():
+    store, *_ = cache()
+    use(store, record(0, PROMPT), 0)
+    match = use(store, record(1, PROMPT, ends=[30], ttls=["5m"]), 1)
+    assert (match.hit, match.blocks, match.tokens) == (0, 7, 28)
+
+
+def test_only_marked_prefixes_are_kept_unless_automatic():
+    store, index, stored, _ = cache(automatic=False)
+    use(store, record(0, PROMPT), 0)
+    assert stored.value == 0
+    use(store, record(1, PROMPT, ends=[10, 30], ttls=["5m", None]), 1)
+    assert stored.value == 10 * 2
+    assert len(index) == 3  # two blocks and a tail
+
+
+def test_a_billed_tail_beside_the_reused_chain_is_refreshed():
+    store, *_ = cache(default=3600.0)
+    use(store, record(0, PROMPT[:10], ends=[10], ttls=["5m"]), 0)
+    use(store, record(1, PROMPT), 1)  # stores more blocks, so that the chain goes past the tail
+    for now in (250.0, 500.0, 750.0):
+        match = store.match(record(now, PROMPT, ends=[10, 30], ttls=[None, "5m"]), now)
+        assert (match.hit, match.tokens) == (10, 28)
+        store.release(match)
+        store.expire(now)
+
+
+def test_a_mark_that_has_lapsed_is_not_read():
+    store, *_ = cache(default=3600.0)
+    request = record(0, PROMPT[:8], ends=[8], ttls=["5m"])
+    use(store, request, 0)
+    match = store.match(request, 301)
+    assert (match.hit, match.tokens) == (0, 8)
+
+
+def test_entries_leave_at_their_own_time():
+    store, index, stored, removals = cache()
+    use(store, record(0, PROMPT[:8]), 0.0)
+    use(store, record(1, [7] * BLOCK), 100.0)
+    store.expire(1000.0)
+    assert (stored.value, len(index), removals.expired) == (0, 0, 3)
+    assert stored.peak == 12 * 2
+    assert stored.mean(1000.0) == pytest.approx((16 * 300 + 8 * 300) / 1000)
+
+
+def test_evictions_are_counted_and_unlisted():
+    store, index, stored, removals = cache(capacity=16)
+    use(store, record(0, PROMPT[:8]), 0)
+    use(store, record(1, [7] * BLOCK), 1)
+    assert (removals.evicted, removals.expired, stored.value) == (1, 0, 16)
+    assert index.longest_match(record(0, PROMPT[:8]).hashes) == {"a": 1}
+
+
+def test_nothing_is_kept_where_nothing_fits():
+    store, index, stored, _ = cache(capacity=0)
+    match = use(store, record(0, PROMPT, ends=[30], ttls=["5m"]), 0)
+    assert (match.tokens, stored.peak, len(index)) == (0, 0, 0)

@@ -1,0 +1,315 @@
+"""The overview dashboard: traffic, prefix cache, latency, memory, routing and money of an application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grafana_foundation_sdk.builders import common as options
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, VariableOption, VariableRefresh, VariableSort
+
+from warmkv import telemetry
+from warmkv.dashboards.queries import level, quantile, rate
+
+UID = "warmkv-overview"
+TAG = "warmkv"  # of the dashboard, and of the annotations it shows
+
+TOKENS_PER_SECOND = "suffix: tok/s"
+DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
+GRAFANA = common.DataSourceRef(type_val="grafana", uid="-- Grafana --")  # Grafana's own store of annotations
+
+Query = tuple[str, str]  # expression, legend
+PERCENTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+
+# What the prompts would have cost without a cache: all their tokens at the price of an input token. That price is
+# read off the metrics themselves, so that a dashboard never holds a second copy of it.
+WITHOUT_CACHE = "({} / {} * {} * 3600)".format(
+    rate(telemetry.DOLLARS, part="input"),
+    rate(telemetry.TOKENS, kind="input"),
+    rate(telemetry.TOKENS, kind="!output"),
+)
+WITH_CACHE = f"({rate(telemetry.DOLLARS, part='!output')} * 3600)"
+
+
+def hit_rate(by: tuple[str, ...] = ("application",)) -> str:
+    """Share of the prompt tokens whose KV was reused; 0 and not a gap where none ever was."""
+    prompt = rate(telemetry.TOKENS, by, kind="!output")
+    return f"({rate(telemetry.CACHED_TOKENS, by)} or 0 * {prompt}) / {prompt}"
+
+
+def percentiles(histogram: telemetry.Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
+    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}") for share, name in shares]
+
+
+class _Panels:
+    """Numbers rows and panels in the order they are made, so that no two share an id and a build repeats itself."""
+
+    def __init__(self) -> None:
+        self._id = 0
+
+    def row(self, title: str) -> Any:
+        self._id += 1
+        return dashboard.Row(title).id(self._id)
+
+    def graph(
+        self,
+        title: str,
+        description: str,
+        unit: str,
+        queries: Sequence[Query],
+        *,
+        width: int = 12,
+        stacked: bool = False,
+        top: float | None = None,
+    ) -> Any:
+        legend = options.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
+        panel = (
+            self._common(timeseries.Panel(), title, description, unit, queries)
+            .height(8)
+            .span(width)
+            .min(0)
+            .fill_opacity(30 if stacked else 8)
+            .legend(legend.placement(common.LegendPlacement.BOTTOM))
+            .tooltip(
+                options.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
+            )
+        )
+        if stacked:
+            panel.stacking(options.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+        return panel if top is None else panel.max(top)
+
+    def number(self, title: str, description: str, unit: str, query: str) -> Any:
+        return (
+            self._common(stat.Panel(), title, description, unit, [(query, "{{application}}")])
+            .height(4)
+            .span(4)
+            .graph_mode(common.BigValueGraphMode.AREA)
+            .reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+        )
+
+    def _common(self, panel: Any, title: str, description: str, unit: str, queries: Sequence[Query]) -> Any:
+        self._id += 1
+        panel.id(self._id).title(title).description(description).unit(unit).datasource(DATASOURCE)
+        for number, (expression, legend) in enumerate(queries):
+            reference = chr(ord("A") + number)
+            panel.with_target(prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(reference))
+        return panel
+
+
+def build() -> Any:
+    """The dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
+    panels, t = _Panels(), telemetry
+    graph, number = panels.graph, panels.number
+    board = (
+        dashboard.Dashboard("warmkv overview")
+        .uid(UID)
+        .description("Serving with compressed KV caches and prefix reuse: traffic, cache, latency, memory, money.")
+        .tags([TAG])
+        .timezone("browser")
+        .time("now-1h", "now")
+        .refresh("10s")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_variable("application", "Application", t.REQUESTS))
+        .with_variable(_variable("policy", "Compression policy", t.REQUESTS))
+        .annotation(_annotation("Annotations & Alerts", "dashboard", []).built_in(1))
+        .annotation(_annotation("Changes of warmkv", "tags", [TAG]))
+    )
+
+    board.with_row(panels.row("At a glance"))
+    for panel in (
+        number("Requests", "Requests answered per second.", "reqps", rate(t.REQUESTS)),
+        number("Cache hit rate", "Share of the prompt tokens whose KV was reused.", "percentunit", hit_rate()),
+        number("TTFT p95", "Time to first token that 95% of the requests stay under.", "s", quantile(0.95, t.TTFT)),
+        number("Waiting", "Requests that wait in a replica for a slot.", "short", level(t.WAITING)),
+        number("KV memory", "Bytes of KV resident in all replicas, whatever the use.", "bytes", level(t.KV_BYTES)),
+        number(
+            "Saved per hour",
+            "Dollars per hour that cached prefixes save on prompts, at the configured prices.",
+            "currencyUSD",
+            f"{WITHOUT_CACHE} - {WITH_CACHE}",
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Traffic"))
+    for panel in (
+        graph(
+            "Requests by status",
+            "Requests answered per second, by how they ended.",
+            "reqps",
+            [(rate(t.REQUESTS, ("status",)), "{{status}}")],
+            width=8,
+            stacked=True,
+        ),
+        graph(
+            "Requests by policy",
+            "Requests answered per second, by compression policy.",
+            "reqps",
+            [(rate(t.REQUESTS, ("policy",)), "{{policy}}")],
+            width=8,
+            stacked=True,
+        ),
+        graph(
+            "Requests by API",
+            "Requests answered per second, by the API they came through.",
+            "reqps",
+            [(rate(t.REQUESTS, ("api",)), "{{api}}")],
+            width=8,
+            stacked=True,
+        ),
+        graph(
+            "Tokens by kind",
+            "Tokens per second as they are billed: input, read from the cache, written to it by TTL, output.",
+            TOKENS_PER_SECOND,
+            [(rate(t.TOKENS, ("kind",)), "{{kind}}")],
+            stacked=True,
+        ),
+        graph(
+            "Decoding and waiting",
+            "Requests that are decoding, and requests that wait for a slot, in all replicas.",
+            "short",
+            [
+                (level(t.DECODING), "{{application}} decoding"),
+                (level(t.WAITING), "{{application}} waiting"),
+            ],
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Prefix cache"))
+    for panel in (
+        graph(
+            "Hit rate by token",
+            "Share of the prompt tokens whose KV was reused, by compression policy.",
+            "percentunit",
+            [(hit_rate(("policy",)), "{{policy}}")],
+            top=1,
+        ),
+        graph(
+            "Stored blocks",
+            "Prefix blocks and tails resident in each replica.",
+            "short",
+            [(level(t.STORED_BLOCKS, ("replica",)), "{{replica}}")],
+            stacked=True,
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Latency"))
+    for panel in (
+        graph(
+            "Time to first token, warm and cold",
+            "Percentiles of the time to first token: warm requests reused cached KV, cold ones did not.",
+            "s",
+            percentiles(t.TTFT, "cache"),
+        ),
+        graph(
+            "Time to first token by policy",
+            "Percentiles of the time to first token, by compression policy.",
+            "s",
+            percentiles(t.TTFT, "policy"),
+        ),
+        graph(
+            "Time per output token by policy",
+            "Percentiles of the time per output token after the first, by compression policy.",
+            "s",
+            percentiles(t.TPOT, "policy"),
+        ),
+        graph(
+            "End to end by policy",
+            "Percentiles of the time to the last token, by compression policy.",
+            "s",
+            percentiles(t.E2E, "policy"),
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("KV memory"))
+    for panel in (
+        graph(
+            "KV memory by use",
+            "Bytes of KV in all replicas: decode slots, prefill workspace, stored prefixes.",
+            "bytes",
+            [(level(t.KV_BYTES, ("use",)), "{{use}}")],
+            stacked=True,
+        ),
+        graph(
+            "KV memory by replica",
+            "Bytes of KV in each replica, whatever the use.",
+            "bytes",
+            [(level(t.KV_BYTES, ("replica",)), "{{replica}}")],
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Routing"))
+    routed = rate(t.ROUTED, ("reason",))
+    for panel in (
+        graph(
+            "Routing decisions",
+            "Decisions per second, by why the replica was taken.",
+            "reqps",
+            [(routed, "{{reason}}")],
+            stacked=True,
+        ),
+        graph(
+            "Share of routing reasons",
+            "Each reason's share of all decisions.",
+            "percentunit",
+            [(f"{routed} / on () group_left () {rate(t.ROUTED, ())}", "{{reason}}")],
+            stacked=True,
+            top=1,
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Money"))
+    for panel in (
+        graph(
+            "Dollars per hour by part",
+            "Price of the answers at the configured prices, as dollars per hour.",
+            "currencyUSD",
+            [(f"{rate(t.DOLLARS, ('part',))} * 3600", "{{part}}")],
+            stacked=True,
+        ),
+        graph(
+            "Price by policy",
+            "Price of the answers at the configured prices, as dollars per hour, by the policy that answered.",
+            "currencyUSD",
+            [(f"{rate(t.DOLLARS, ('policy',))} * 3600", "{{policy}}")],
+            stacked=True,
+        ),
+        graph(
+            "Prompts with and without the cache",
+            "Dollars per hour for prompts: as billed, and as if every prompt token were a plain input token. The "
+            "distance is the saving; it is negative while prefixes are written and not yet read.",
+            "currencyUSD",
+            [(WITHOUT_CACHE, "{{application}} without"), (WITH_CACHE, "{{application}} as billed")],
+        ),
+    ):
+        board.with_panel(panel)
+    return board.build()
+
+
+def _variable(label: str, title: str, metric: telemetry.Metric) -> Any:
+    """A choice of the values that a label has now; all of them unless the viewer picks some."""
+    return (
+        dashboard.QueryVariable(label)
+        .label(title)
+        .datasource(DATASOURCE)
+        .query(f"label_values({metric.exported}, {label})")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(text="All", value="$__all"))
+    )
+
+
+def _annotation(name: str, kind: str, tags: list[str]) -> Any:
+    target = dashboard.AnnotationTarget().type(kind).tags(tags).match_any(False).limit(100)
+    return dashboard.AnnotationQuery().name(name).datasource(GRAFANA).enable(True).icon_color("blue").target(target)

@@ -1,0 +1,53 @@
+"""PromQL for the metrics of `warmkv.telemetry`. A label that a metric does not have is refused while building.
+
+Every query sums the series of all processes (Ray labels each with its worker) and is filtered by the dashboard's
+variables: `$application`, and `$policy` where the metric knows the policy.
+"""
+
+from __future__ import annotations
+
+from warmkv.telemetry import Metric
+
+SERVE_LABELS = ("application", "deployment", "replica")  # Ray Serve adds these to every metric
+RANGE = "$__rate_interval"
+
+
+def rate(counter: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """A counter's growth per second. `match` filters by label; `"!x"` is everything but x."""
+    _expect(counter, "counter")
+    series = f"{counter.exported}{_selector(counter, match)}"
+    return f"sum by ({_labels(counter, by)}) (rate({series}[{RANGE}]))"
+
+
+def level(gauge: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """A gauge's value now."""
+    _expect(gauge, "gauge")
+    return f"sum by ({_labels(gauge, by)}) ({gauge.exported}{_selector(gauge, match)})"
+
+
+def quantile(share: float, histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """The value that a share of the observations stays under."""
+    _expect(histogram, "histogram")
+    series = f"{histogram.exported}_bucket{_selector(histogram, match)}"
+    return f"histogram_quantile({share}, sum by (le, {_labels(histogram, by)}) (rate({series}[{RANGE}])))"
+
+
+def _expect(metric: Metric, kind: str) -> None:
+    if metric.kind != kind:
+        raise ValueError(f"{metric.name} is a {metric.kind}, not a {kind}")
+
+
+def _labels(metric: Metric, labels: tuple[str, ...]) -> str:
+    if unknown := [label for label in labels if label not in (*metric.labels, *SERVE_LABELS)]:
+        raise ValueError(f"{metric.name} has no label {unknown[0]!r}; it has {', '.join(metric.labels) or 'none'}")
+    return ", ".join(labels)
+
+
+def _selector(metric: Metric, match: dict[str, str]) -> str:
+    _labels(metric, tuple(match))
+    terms = ['application=~"$application"']
+    if "policy" in metric.labels:
+        terms.append('policy=~"$policy"')
+    for label, value in match.items():
+        terms.append(f'{label}!="{value[1:]}"' if value.startswith("!") else f'{label}="{value}"')
+    return "{" + ", ".join(terms) + "}"

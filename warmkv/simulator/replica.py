@@ -1,0 +1,247 @@
+"""One simulated replica: continuous batching in virtual time.
+
+It follows the live engine: first come, first served; one prompt at a time, admitted when its slot and its workspace
+fit; a step computes at most one chunk of that prompt and then one token of every sequence that decodes. While
+nothing joins or leaves the batch, many steps are taken at once: their times add up in closed form.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import simpy
+
+from warmkv.config import EngineConfig
+from warmkv.policies.costs import StepCost
+from warmkv.policies.prefix_cache import Match
+from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.simulator.cache import ReplicaCache
+from warmkv.simulator.measures import Level
+
+NEVER = -1.0
+NO_MATCH = Match()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through the cluster, and what became of it. Times are virtual seconds."""
+
+    record: RequestRecord
+    arrival: float
+    marks: tuple[Mark, ...]
+    kept: int  # entries of its slot at the hand-off
+    capacity: int  # entries it may grow to; 0 if it draws at most one token
+    recomputed: int  # prompt tokens that are computed even if they are warm
+    slot_bytes: int
+    workspace_bytes: int
+
+    replica: str = ""  # stays empty if it was refused
+    started: float = NEVER
+    first: float = NEVER  # its first token, or its end if it draws none
+    finished: float = NEVER
+    match: Match = NO_MATCH
+    reused: int = 0  # prompt tokens that were not computed
+    computed: int = 0  # prompt tokens that are warm or computed so far
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps after the one that gives the first token."""
+        return max(0, self.record.output_tokens - 1)
+
+
+class Replica:
+    """A SimPy process. `submit` hands it a job; it sets the job's times and frees what the job held at its end."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        name: str,
+        config: EngineConfig,
+        cost: StepCost,
+        cache: ReplicaCache,
+        slots: Level,
+        fast_forward: bool = True,
+    ) -> None:
+        self.name, self.cache = name, cache
+        self._env, self._config, self._cost, self._slots = env, config, cost, slots
+        self._fast_forward = fast_forward
+        self.in_flight = 0
+        self.waiting: deque[Job] = deque()
+        self._prefilling: Job | None = None
+        self._used = 0  # bytes of slots and workspace
+
+        # The batch that decodes, in numbers that advance without touching its members.
+        self._steps = 0  # decode steps taken so far
+        self._batch = 0
+        self._context = 0  # entries held by the batch
+        self._growing = 0  # members whose slot takes one more entry per step
+        self._ends: list[tuple[int, int, Job]] = []  # (step after which it ends, order, job)
+        self._fulls: list[int] = []  # steps after which a slot grows no more
+        self._order = 0
+
+        # The sleep that an arrival may cut short.
+        self._wake: simpy.Event = env.event()
+        self._epoch = 0
+        self._idle = False
+        self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
+        env.process(self._process())
+
+    @property
+    def full(self) -> bool:
+        """Whether the next request would be refused."""
+        return len(self.waiting) >= self._config.max_queue
+
+    def ever_fits(self, job: Job) -> bool:
+        tokens = job.record.input_tokens + job.record.output_tokens
+        too_long = self._config.max_context is not None and tokens > self._config.max_context
+        return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
+
+    def submit(self, job: Job) -> None:
+        job.replica = self.name
+        self.in_flight += 1
+        self.waiting.append(job)
+        if self._idle:
+            self._idle = False
+            self._wake.succeed()
+        elif self._run_steps and len(self.waiting) == 1 and self._fits(job):
+            self._cut_run()
+
+    # --- the process
+
+    def _process(self) -> Generator[simpy.Event, None, None]:
+        chunk = self._config.prefill_chunk
+        while True:
+            job = self._prefilling or self._admit()
+            if job is not None:
+                left = job.record.input_tokens - job.computed
+                if left > chunk:
+                    count = self._limit((left - 1) // chunk)
+                    yield self._sleep(self._chunk_seconds(job, count) + self._decode_seconds(count))
+                    job.computed += count * chunk
+                    self._advance(count)
+                    continue
+                yield self._sleep(self._cost.seconds(left, job.record.input_tokens))
+                self._hand_off(job)
+                if self._batch:
+                    yield self._sleep(self._decode_seconds(1))
+                    self._advance(1)
+            elif self._batch:
+                self._run_since, self._run_steps = self._env.now, self._limit(self._ends[0][0] - self._steps)
+                yield self._sleep(self._decode_seconds(self._run_steps))
+                steps, self._run_steps = self._run_steps, 0
+                self._advance(steps)
+            else:
+                self._idle = True
+                self._wake = self._env.event()
+                yield self._wake
+
+    def _fits(self, job: Job) -> bool:
+        needed = self._used + job.slot_bytes + job.workspace_bytes
+        return self._batch < self._config.max_slots and needed <= self._config.kv_bytes
+
+    def _admit(self) -> Job | None:
+        if not self.waiting or not self._fits(self.waiting[0]):
+            return None
+        now: float = self._env.now
+        job = self._prefilling = self.waiting.popleft()
+        job.started = now
+        self.cache.expire(now)
+        job.match = self.cache.match(job.record, now)
+        job.reused = job.computed = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
+        self._used += job.slot_bytes + job.workspace_bytes
+        self._slots.change(job.slot_bytes, now)
+        return job
+
+    def _hand_off(self, job: Job) -> None:
+        """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
+        now: float = self._env.now
+        self.cache.expire(now)
+        self.cache.store(job.record, job.marks, now)
+        self.cache.release(job.match)
+        self._used -= job.workspace_bytes
+        self._prefilling = None
+        job.first = now
+        steps = job.decode_steps
+        if not steps:
+            self._finish(job)
+            return
+        self._batch += 1
+        self._context += job.kept
+        self._order += 1
+        heapq.heappush(self._ends, (self._steps + steps, self._order, job))
+        if job.capacity > job.kept:
+            self._growing += 1
+            heapq.heappush(self._fulls, self._steps + job.capacity - job.kept)
+
+    def _finish(self, job: Job) -> None:
+        job.finished = self._env.now
+        self._used -= job.slot_bytes
+        self._slots.change(-job.slot_bytes, job.finished)
+        self.in_flight -= 1
+
+    # --- many steps at once
+
+    def _limit(self, steps: int) -> int:
+        """How many of the next `steps` steps the batch stays as it is for; one if stepping."""
+        if not self._fast_forward:
+            return 1
+        if self._ends:
+            steps = min(steps, self._ends[0][0] - self._steps)
+        if self._fulls:
+            steps = min(steps, self._fulls[0] - self._steps)
+        return steps
+
+    def _decode_seconds(self, steps: int) -> float:
+        """Seconds of the next decode steps of an unchanged batch: the context grows evenly, so its mean counts."""
+        if not self._batch:
+            return 0.0
+        return steps * self._cost.seconds(self._batch, self._context + self._growing * (steps + 1) / 2)
+
+    def _chunk_seconds(self, job: Job, count: int) -> float:
+        """Seconds of the next whole chunks of a prompt; each reads all of the prompt up to its own end."""
+        chunk = self._config.prefill_chunk
+        return count * self._cost.seconds(chunk, job.computed + chunk * (count + 1) / 2)
+
+    def _advance(self, steps: int) -> None:
+        if not self._batch:
+            return
+        self._steps += steps
+        self._context += self._growing * steps
+        while self._fulls and self._fulls[0] == self._steps:
+            heapq.heappop(self._fulls)
+            self._growing -= 1
+        while self._ends and self._ends[0][0] == self._steps:
+            _, _, job = heapq.heappop(self._ends)
+            self._batch -= 1
+            self._context -= job.capacity
+            self._finish(job)
+
+    # --- sleeping
+
+    def _sleep(self, seconds: float) -> simpy.Event:
+        """An event after `seconds`. It comes after all arrivals of the same moment, and a cut may move it forward."""
+        self._wake = self._env.event()
+        self._set_timer(seconds)
+        return self._wake
+
+    def _set_timer(self, seconds: float) -> None:
+        self._epoch += 1
+        epoch = self._epoch
+
+        def ring(_: simpy.Event) -> None:
+            if epoch == self._epoch:
+                self._wake.succeed()
+
+        self._env.timeout(seconds).callbacks.append(ring)
+
+    def _cut_run(self) -> None:
+        """A request arrived that fits: end the run at the first step that ends at or after this moment."""
+        now, since = self._env.now, self._run_since
+        steps = 1 + bisect_left(range(1, self._run_steps), now, key=lambda n: since + self._decode_seconds(n))
+        if steps < self._run_steps:
+            self._run_steps = steps
+            self._set_timer(max(0.0, since + self._decode_seconds(steps) - now))

@@ -1,0 +1,57 @@
+"""Reading an access log: the requests that can be replayed, and an account of the lines that cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from warmkv.prefixes.record import RecordError, RequestRecord
+
+KEPT_FAULTS = 20  # faults kept word for word; all are counted
+
+
+class TraceError(ValueError):
+    """A log that cannot be read; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of arrival, and what was left out."""
+
+    requests: tuple[RequestRecord, ...]
+    broken: int = 0  # lines that are no records
+    skipped: int = 0  # records of requests that failed or were cancelled
+    faults: tuple[str, ...] = ()  # FILE:LINE: reason, of the first broken lines
+
+
+def read(path: Path, *, strict: bool = False) -> Trace:
+    """Read a file of JSON lines as the gateway writes it. Blank lines are ignored.
+
+    Raises TraceError if the file cannot be read, or at the first broken line if `strict`.
+    """
+    requests: list[RequestRecord] = []
+    faults: list[str] = []
+    broken = skipped = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = RequestRecord.from_json(line)
+                except RecordError as error:
+                    fault = f"{path}:{number}: {error}"
+                    if strict:
+                        raise TraceError(fault) from None
+                    broken += 1
+                    if len(faults) < KEPT_FAULTS:
+                        faults.append(fault)
+                    continue
+                if record.status == "ok":
+                    requests.append(record)
+                else:
+                    skipped += 1
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    requests.sort(key=lambda record: record.arrival)
+    return Trace(tuple(requests), broken, skipped, tuple(faults))

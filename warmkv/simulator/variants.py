@@ -1,0 +1,62 @@
+"""What a replay may change about the service: how long prefixes live, and what requests keep of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from warmkv.config import PolicySpec, describe
+
+TTLS = (300.0, 3600.0)
+BUDGETS: tuple[int | float, ...] = (0.2, 0.5)
+POLICIES = ("snapkv", "streaming_llm")
+
+
+class VariantError(ValueError):
+    """A variant that cannot be replayed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One what-if. None leaves a thing as the log and the configuration have it."""
+
+    ttl: float | None = None  # seconds, for every mark and every block
+    policy: PolicySpec | None = None  # for every request
+
+    def __post_init__(self) -> None:
+        if self.ttl is not None and not self.ttl > 0:
+            raise VariantError(f"a TTL must be a positive number of seconds, got {self.ttl}")
+
+    @property
+    def label(self) -> str:
+        return self.policy.label if self.policy else "as recorded"
+
+
+def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
+    """The policy `name` at `budget`, with the other knobs of `base`. Raises VariantError."""
+    try:
+        return PolicySpec.model_validate({**base.model_dump(), "name": name, "budget": budget})
+    except ValidationError as error:
+        raise VariantError(f"policy {name} at budget {budget}: {'; '.join(describe(error, PolicySpec))}") from None
+
+
+def grid(
+    base: PolicySpec,
+    ttls: Sequence[float] = TTLS,
+    budgets: Sequence[int | float] = BUDGETS,
+    policies: Sequence[str] = POLICIES,
+) -> list[Variant]:
+    """The full cache at every TTL, as the baseline, then every policy at every budget and TTL."""
+    variants = [Variant(ttl, policy_spec("full", 1.0, base)) for ttl in ttls]
+    for name in policies:
+        if name != "full":
+            variants += [Variant(ttl, policy_spec(name, budget, base)) for budget in budgets for ttl in ttls]
+    return variants
+
+
+def price_tier(ttl: float, ttls: Mapping[str, float]) -> str:
+    """The name under which a lifetime of `ttl` seconds is sold: the shortest that lasts as long, else the longest."""
+    enough = [name for name in ttls if ttls[name] >= ttl]
+    return min(enough, key=lambda name: ttls[name]) if enough else max(ttls, key=lambda name: ttls[name])
