@@ -85,6 +85,7 @@ def start_document(document: dict[str, Any]) -> None:
     """
     from ray import serve
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=document["proxy_location"], http_options=document["http_options"])
     for application in document["applications"]:
         module, _, name = application["import_path"].partition(":")

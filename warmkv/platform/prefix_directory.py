@@ -73,12 +73,12 @@ class PrefixDirectory:
         self._replicas: dict[str, _Replica] = {}
         self._log: deque[Change] = deque(maxlen=config.log_events)
         self._version = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # a new one after each change
         self.left_out = 0  # blocks that did not fit
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         """Take a replica's reports, in order. False asks for a snapshot: a report is missing or nothing is known."""
-        await self._forget_silent()
+        self._forget_silent()
         known = self._replicas.get(replica)
         changes = []
         for batch in batches:
@@ -86,12 +86,12 @@ class PrefixDirectory:
                 known = self._replicas[replica] = _Replica(batch.sequence + 1, self._clock())
                 changes.append(self._take(replica, batch, reset=True))
             elif known is None or batch.sequence != known.next_sequence:
-                await self._record(changes)
+                self._record(changes)
                 return False
             else:
                 known.next_sequence += 1
                 changes.append(self._take(replica, batch, reset=False))
-        await self._record(changes)
+        self._record(changes)
         if known is None:
             return False
         known.seen = self._clock()
@@ -104,38 +104,31 @@ class PrefixDirectory:
         A follower that is of another epoch or too far behind gets everything.
         """
         if epoch == self._epoch and version == self._version:
-            async with self._changed:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(lambda: self._version > version), seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
         behind = self._version - version
         if epoch != self._epoch or not 0 <= behind <= len(self._log):
             everything = tuple(
                 Change(name, stored=tuple(self._index.keys_of(name)), reset=True) for name in self._replicas
             )
             return Update(self._epoch, self._version, everything)
-        recent = tuple(self._log)[len(self._log) - behind :] if behind else ()
-        return Update(self._epoch, self._version, recent)
-
-    async def forget(self, replica: str) -> None:
-        """A replica is gone."""
-        if replica in self._replicas:
-            del self._replicas[replica]
-            self._held -= self._index.blocks_of(replica)
-            self._index.drop_replica(replica)
-            await self._record([Change(replica, gone=True)])
+        return Update(self._epoch, self._version, tuple(self._log[-back] for back in range(behind, 0, -1)))
 
     async def status(self) -> dict[str, Any]:
         """What is known of every replica, and the size of the directory."""
-        await self._forget_silent()
+        self._forget_silent()
         replicas = {
             name: {**known.status, "blocks": self._index.blocks_of(name)} for name, known in self._replicas.items()
         }
         return {"replicas": replicas, "blocks": len(self._index), "version": self._version, "left_out": self.left_out}
 
-    async def _forget_silent(self) -> None:
+    def _forget_silent(self) -> None:
         deadline = self._clock() - self._config.silence_seconds
-        for name in [name for name, known in self._replicas.items() if known.seen < deadline]:
-            await self.forget(name)
+        for replica in [name for name, known in self._replicas.items() if known.seen < deadline]:
+            del self._replicas[replica]
+            self._held -= self._index.blocks_of(replica)
+            self._index.drop_replica(replica)
+            self._record([Change(replica, gone=True)])
 
     def _take(self, replica: str, batch: BlockEvents, reset: bool) -> Change:
         if reset:
@@ -150,12 +143,12 @@ class PrefixDirectory:
         self._held += self._index.blocks_of(replica) - before
         return Change(replica, stored, batch.evicted, reset)
 
-    async def _record(self, changes: Sequence[Change]) -> None:
+    def _record(self, changes: Sequence[Change]) -> None:
         if changes:
             self._log.extend(changes)
             self._version += len(changes)
-            async with self._changed:
-                self._changed.notify_all()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
 
 def directory_name(application: str) -> str:

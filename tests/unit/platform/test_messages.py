@@ -262,7 +262,8 @@ def test_a_client_that_leaves_frees_its_slot(server):
     response = requests.post(
         f"{server.url}/v1/completions", json={**body, "warmkv": {"ignore_eos": True}}, stream=True, timeout=30
     )
-    next(response.iter_lines())
+    lines = response.iter_lines()  # held on to: the connection closes with it
+    next(lines)
     assert server.engine.stats().decoding == 1
     response.close()
     _until(lambda: server.engine.stats().decoding == 0)

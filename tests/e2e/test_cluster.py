@@ -1,0 +1,187 @@
+"""The whole service on a real Ray: two replicas, real HTTP, the real SDKs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from warmkv import telemetry
+from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+from warmkv.prefixes.record import RequestRecord
+
+pytestmark = pytest.mark.cluster
+
+TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 30
+
+
+def ask(cluster: Any, content: Any, key: str, **options: Any) -> Any:
+    warmkv = {"seed": 1, **options.pop("warmkv", {})}
+    return cluster.anthropic(key).messages.create(
+        model=cluster.config.model.name,
+        max_tokens=options.pop("max_tokens", 6),
+        messages=[{"role": "user", "content": content}],
+        extra_body={"temperature": 0, "warmkv": warmkv},
+        **options,
+    )
+
+
+def marked(text: str, question: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": question},
+    ]
+
+
+def decoding(cluster: Any) -> int:
+    return sum(replica["decoding"] for replica in cluster.replicas().values())
+
+
+def test_the_running_document_is_the_manifests(cluster):
+    if not cluster.from_manifest:
+        pytest.skip("kubectl is not installed: the service was started from the overlay's settings instead")
+    assert cluster.config.cluster.replicas == 2
+    assert len(cluster.replicas()) == 2
+
+
+def test_both_clients_get_the_same_answer_whole_and_streamed(cluster):
+    whole = ask(cluster, "def main():", "same", max_tokens=12)
+    with cluster.anthropic("same").messages.stream(
+        model=cluster.config.model.name,
+        max_tokens=12,
+        messages=[{"role": "user", "content": "def main():"}],
+        extra_body={"temperature": 0},
+    ) as stream:
+        streamed = stream.get_final_message()
+    chat = cluster.openai("same").chat.completions.create(
+        model=cluster.config.model.name,
+        max_tokens=12,
+        temperature=0,
+        messages=[{"role": "user", "content": "def main():"}],
+    )
+    text = whole.content[0].text
+    assert text == streamed.content[0].text == chat.choices[0].message.content
+
+
+def test_the_next_request_lands_where_its_prefix_is_warm(cluster, eventually):
+    for number in range(4):
+        key = f"sticky {number}"
+        first = ask(cluster, marked(TEXT + str(number), "one?"), key).usage
+        home = first.warmkv["replica"]
+        eventually(lambda home=home: cluster.replicas()[home]["blocks"] > 0, "the directory hears of the blocks")
+        for question in ("two?", "three?"):
+            usage = ask(cluster, marked(TEXT + str(number), question), key).usage
+            assert usage.warmkv["replica"] == home
+            assert usage.cache_read_input_tokens == first.cache_creation_input_tokens
+
+
+def test_a_named_replica_is_preferred_and_gives_the_same_answer(cluster):
+    answers = {}
+    for name in cluster.replicas():
+        message = ask(cluster, marked(TEXT, "What is the size?"), "named", warmkv={"replica": name})
+        assert message.usage.warmkv["replica"] == name
+        assert message.usage.cache_read_input_tokens == 0
+        answers[name] = [block.text for block in message.content]
+    assert len(answers) == 2
+    assert len({tuple(texts) for texts in answers.values()}) == 1
+
+
+def test_load_spreads_over_the_replicas(cluster):
+    """Requests that share nothing, sent at once, must not herd onto one replica."""
+    barrier = threading.Barrier(8)
+
+    def one(number: int) -> str:
+        barrier.wait()
+        return ask(cluster, f"{number} {TEXT}", f"herd {number}", max_tokens=20).usage.warmkv["replica"]
+
+    with ThreadPoolExecutor(8) as pool:
+        used = list(pool.map(one, range(8)))
+    assert min(used.count(name) for name in cluster.replicas()) >= 2
+
+
+def test_a_client_that_leaves_frees_its_slot(cluster, eventually):
+    response = requests.post(
+        f"{cluster.url}/v1/completions",
+        json={
+            "model": cluster.config.model.name,
+            "prompt": "def f(",
+            "max_tokens": 3000,
+            "stream": True,
+            "warmkv": {"ignore_eos": True},
+        },
+        stream=True,
+        timeout=30,
+    )
+    lines = response.iter_lines()  # held on to: the connection closes with it
+    next(lines)
+    eventually(lambda: decoding(cluster) == 1, "the request decodes")
+    response.close()
+    eventually(lambda: decoding(cluster) == 0, "its slot is free")
+
+
+def test_the_directory_comes_back_whole_after_it_was_killed(cluster, eventually):
+    import ray
+
+    home = ask(cluster, marked(TEXT + "kept", "one?"), "killed").usage.warmkv["replica"]
+    before = eventually(
+        lambda: {name: r["blocks"] for name, r in cluster.replicas().items() if name == home and r["blocks"]},
+        "the directory knows the blocks",
+    )
+    ray.kill(ray.get_actor(directory_name("warmkv"), namespace=NAMESPACE), no_restart=False)
+    during = ask(cluster, marked(TEXT + "kept", "two?"), "killed").usage  # routing goes on from the router's copy
+    assert during.warmkv["replica"] == home
+    assert during.cache_read_input_tokens > 0
+
+    def restored() -> bool:
+        try:
+            return cluster.replicas()[home]["blocks"] >= before[home]
+        except (KeyError, requests.RequestException):
+            return False
+
+    eventually(restored, "the replicas have sent their snapshots")
+
+
+def test_the_access_log_has_a_line_for_every_request(cluster, eventually):
+    message = ask(cluster, marked(TEXT + "logged", "?"), "logged")
+    name = message.id.removeprefix("msg_")
+
+    def find() -> RequestRecord | None:
+        lines = cluster.access_log.read_text().splitlines()
+        return next((r for line in lines if (r := RequestRecord.from_json(line)).id == name), None)
+
+    record = eventually(find, "the line is written")
+    assert record.usage.total_written == message.usage.cache_creation_input_tokens
+    assert record.resident_bytes == message.usage.warmkv["resident_bytes"]
+    assert "logged" not in cluster.access_log.read_text()
+
+
+def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
+    from typer.testing import CliRunner
+
+    from warmkv.cli import app
+
+    for question in ("one?", "two?"):
+        ask(cluster, marked(TEXT + "replayed", question), "replayed")
+    out = tmp_path / "result.json"
+    result = CliRunner().invoke(app, ["replay", str(cluster.access_log), "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())
+    assert rows
+
+
+def test_metrics_are_exported_for_prometheus(cluster, eventually):
+    import ray
+
+    ask(cluster, marked(TEXT + "measured", "?"), "measured", max_tokens=4)
+    (node,) = ray.nodes()
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+    def exported() -> bool:
+        text = requests.get(address, timeout=10).text
+        return all(metric.exported in text for metric in telemetry.ALL)
+
+    eventually(exported, "every metric is exported")
