@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -27,6 +29,12 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
     """All routes. `status` tells what is known of the replicas; `secret` salts the tenants' prefixes."""
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None)
     config = service.config
+
+    # Off the event loop, and one at a time: a tokenizer holds state while it encodes.
+    tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def tokenizing(make: Callable[[], Prompt]) -> Prompt:
+        return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, make)
 
     def tenant_of(request: Request) -> Tenant:
         return authenticate(request.headers, config.gateway.tenants, secret)
@@ -59,7 +67,7 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
         service.check_model(body.model)
         if body.max_tokens == 0 and body.stream:
             raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
-        prompt = message_prompt(body)
+        prompt = await message_prompt(body)
         service.check_marks(prompt.ttls)
         sampling = body.sampling(seed_of(body.warmkv.seed))
         answer = await service.start("messages", tenant, prompt, sampling, body.warmkv, explicit=True)
@@ -72,16 +80,19 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
         tenant_of(request)
         body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
         service.check_model(body.model)
-        return JSONResponse({"input_tokens": len(message_prompt(body).tokens)})
+        prompt = await message_prompt(body)
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
 
-    def message_prompt(body: messages.CountRequest) -> Prompt:
-        return render(tokenizer, messages.turns(body, config.prefix_cache.default_ttl))
+    async def message_prompt(body: messages.CountRequest) -> Prompt:
+        turns = messages.turns(body, config.prefix_cache.default_ttl)
+        return await tokenizing(lambda: render(tokenizer, turns))
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
-        return await complete("chat", tenant, body, lambda: render(tokenizer, openai.turns(body)))
+        turns = openai.turns(body)
+        return await complete("chat", tenant, body, lambda: render(tokenizer, turns))
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
@@ -94,7 +105,8 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
     ) -> Response:
         service.check_model(body.model)
         sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
-        answer = await service.start(api, tenant, make_prompt(), sampling, body.warmkv, explicit=False)
+        prompt = await tokenizing(make_prompt)
+        answer = await service.start(api, tenant, prompt, sampling, body.warmkv, explicit=False)
         chat = api == "chat"
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

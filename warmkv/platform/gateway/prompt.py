@@ -1,7 +1,8 @@
-"""Messages to tokens, once: the chat template is rendered, cut behind every content block, and tokenized.
+"""Messages to tokens, once: the chat template is rendered, cut around every content block, and tokenized.
 
 Each piece is tokenized by itself, so a prefix that ends at a content block has the same tokens whatever follows it.
-That is what lets a breakpoint be found again by the next request.
+That is what lets a breakpoint be found again by the next request. It also keeps special tokens apart from what users
+write: only the template's own pieces may contain any, and `<|im_end|>` in a message is plain text.
 """
 
 from __future__ import annotations
@@ -46,23 +47,30 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
     """
     prefilled = bool(turns) and turns[-1].role == "assistant"
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
-    mark = _unused_mark(turns)
-    plain = _apply(tokenizer, turns, "", options)
-    marked = _apply(tokenizer, turns, mark, options)
-    if prefilled and not marked.endswith(mark):
-        marked += mark  # the end of a continued message is cut to its text
-    if marked.replace(mark, "") != plain:
+    begin, end = _unused_marks(turns)
+    plain = _apply(tokenizer, turns, "", "", options)
+    marked = _apply(tokenizer, turns, begin, end, options)
+    if marked.replace(begin, "").replace(end, "") != plain:
         raise invalid("This model's chat template changes message content; strip leading and trailing whitespace.")
-    pieces = marked.split(mark)
     tokens: list[int] = []
     ends = []
-    for piece in pieces:
-        tokens += tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-        ends.append(len(tokens))
+    for piece in marked.split(begin):
+        content, closed, template = piece.rpartition(end)  # no content before the first mark
+        tokens += _tokenize(tokenizer, content, special=False)
+        if closed:
+            ends.append(len(tokens))
+        tokens += _tokenize(tokenizer, template, special=True)
     blocks = [block for turn in turns for block in turn.blocks]
-    if len(ends) != len(blocks) + 1:
+    if len(ends) != len(blocks):
         raise invalid("This model's chat template leaves out or repeats message content.")
-    return Prompt(tuple(tokens), tuple(ends[:-1]), tuple(block.ttl for block in blocks))
+    return Prompt(tuple(tokens), tuple(ends), tuple(block.ttl for block in blocks))
+
+
+def _tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    if not text:
+        return []
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+    return ids
 
 
 def render_text(tokenizer: Any, text: str) -> Prompt:
@@ -71,13 +79,13 @@ def render_text(tokenizer: Any, text: str) -> Prompt:
     return Prompt(tuple(tokens), (len(tokens),), (None,))
 
 
-def _apply(tokenizer: Any, turns: Sequence[Turn], mark: str, options: dict[str, bool]) -> str:
-    messages = [
-        {"role": turn.role, "content": (mark and "\n".join(b.text + mark for b in turn.blocks)) or _join(turn)}
-        for turn in turns
-    ]
+def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options: dict[str, bool]) -> str:
+    """The rendered conversation, every content block between `begin` and `end`."""
     if not getattr(tokenizer, "chat_template", None):
         raise invalid("This model has no chat template; use /v1/completions.")
+    messages = [
+        {"role": turn.role, "content": "\n".join(begin + block.text + end for block in turn.blocks)} for turn in turns
+    ]
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
@@ -85,14 +93,10 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], mark: str, options: dict[str, 
     return text
 
 
-def _join(turn: Turn) -> str:
-    return "\n".join(block.text for block in turn.blocks)
-
-
-def _unused_mark(turns: Sequence[Turn]) -> str:
-    """A string that no message contains; made of private-use characters, so templates leave it alone."""
+def _unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:
+    """Two strings that no message contains; of private-use characters, so templates leave them alone."""
     text = "".join(block.text for turn in turns for block in turn.blocks)
-    mark = "\ue000\ue001"
+    mark = "\ue000"
     while mark in text:
-        mark += "\ue001"
-    return mark
+        mark += "\ue000"
+    return f"\ue001{mark}\ue002", f"\ue001{mark}\ue003"

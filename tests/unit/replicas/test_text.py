@@ -1,0 +1,54 @@
+"""Incremental decoding: what is given out is never taken back, whatever the pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.replicas.text import Detokenizer
+
+
+def decode(ids: Sequence[int]) -> str:
+    """A tokenizer whose tokens are single bytes: the worst case for characters of several bytes."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def run(text: str, stop: Sequence[str] = ()) -> tuple[str, str | None]:
+    detokenizer = Detokenizer(decode, stop)
+    given_out = ""
+    for byte in text.encode():
+        given_out += detokenizer.push(byte)
+        assert "\ufffd" not in given_out or "\ufffd" in text
+        if detokenizer.stopped_by is not None:
+            return given_out, detokenizer.stopped_by
+    return given_out + detokenizer.finish(), detokenizer.stopped_by
+
+
+@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_the_pieces_are_the_text(text):
+    assert run(text) == (text, None)
+
+
+@given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stops_before_the_first_stop_string_that_appears(text, stops):
+    # The first to be complete as the text grows, and of those that are complete at once, the one that begins first.
+    for end in range(1, len(text) + 1):
+        found = [(text[:end].index(stop), stop) for stop in stops if stop in text[:end]]
+        if found:
+            at, stop = min(found)
+            assert run(text, stops) == (text[:at], stop)
+            return
+    assert run(text, stops) == (text, None)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    detokenizer = Detokenizer(decode, ["END"])
+    assert [detokenizer.push(byte) for byte in b"aENx"] == ["a", "", "", "ENx"]
+
+
+def test_an_incomplete_character_at_the_end_is_given_out_as_it_is():
+    detokenizer = Detokenizer(decode)
+    assert detokenizer.push("é".encode()[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
