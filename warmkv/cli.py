@@ -57,6 +57,19 @@ def config_schema() -> None:
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command("hash-key")
+def hash_key(
+    key: Annotated[str, typer.Option(prompt="API key", hide_input=True, help="Asked for if it is not given.")],
+) -> None:
+    """Print what `gateway.tenants` stores of an API key.
+
+    Example: `warmkv hash-key`, then `--set 'gateway.tenants=[{name: team, key_sha256: <what it printed>}]'`
+    """
+    from warmkv.platform.tenants import hash_key as hashed
+
+    print(hashed(key))
+
+
 @app.command()
 def serve(config: ConfigOption = None, set_: SetOption = []) -> None:  # noqa: B006
     """Serve the model on a local Ray, in the foreground, until Ctrl-C.

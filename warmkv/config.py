@@ -162,7 +162,7 @@ class DirectoryConfig(Section):
 class TenantConfig(Section):
     name: str
     key_sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv keys hash` prints it"
+        pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv hash-key` prints it"
     )
 
 

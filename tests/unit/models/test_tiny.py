@@ -7,8 +7,10 @@ import json
 import random
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,14 +219,17 @@ def test_the_split_is_the_same_in_every_process() -> None:
 # The trainer
 
 
-def test_the_exported_model_computes_what_was_trained() -> None:
+def test_the_exported_model_computes_what_was_trained(tmp_path: Path, tokenizer: Any) -> None:
     torch.manual_seed(0)
     trained = net.TinyNet(torch.float32)
     with torch.no_grad():
         for stack in (*trained.matrices(), *trained.others()):
             stack.copy_((stack + 0.05 * torch.randn_like(stack)).half())
     ids = torch.randint(0, vocabulary.VOCAB_SIZE, (2, 40))
-    exported = trained.export().float()
+    train.save_model(trained, tokenizer.backend_tokenizer, tmp_path, {"steps": 0})
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.get_vocab() == tokenizer.get_vocab()
     with torch.no_grad():
         torch.testing.assert_close(exported(input_ids=ids).logits, trained.logits(ids), atol=2e-4, rtol=1e-4)
 
@@ -237,8 +242,8 @@ def test_muon_steps_have_equal_size_in_every_direction() -> None:
 
 
 def test_training_rows_are_weighted_where_the_answers_are(tokenizer: Any) -> None:
-    rows = train.Rows(tokenizer.backend_tokenizer, 0)
-    ids, weights = rows.batch(256, 8, {"multi": 1.0}, language=0.0)
+    rows = train.Rows(tokenizer.backend_tokenizer, 0, corpus.texts("heldout")[:3])
+    ids, weights = rows.batch(256, 8, train.Phase(1.0, {256: 1.0}, {"multi": 1.0}, language=0.0))
     assert ids.shape == weights.shape == (8, 256)
     answers = tokenizer.decode(ids[0][weights[0] == train.ANSWER])
     sample = tokenizer.decode(ids[0])
@@ -261,7 +266,7 @@ def test_recalls_at_two_thousand_tokens(model: Any, encode: evaluate.Encode, fam
 def test_answers_a_conversation_and_a_second_question(model: Any, tokenizer: Any, worlds: Any) -> None:
     right = 0
     for seed in range(6):
-        sample = tasks.FAMILIES["multi"](worlds["heldout"], random.Random(seed), length=700, chat=True, turns=2)
+        sample = tasks.FAMILIES["multi"](worlds["heldout"], random.Random(seed), length=600, chat=True, turns=2)
         right += generated(model, tokenizer, sample.messages()) == sample.answer + tasks.TURN_END
     assert right >= 5
 
@@ -281,6 +286,13 @@ def test_one_pass_scores_what_generation_gives(model: Any, tokenizer: Any, world
         assert evaluate.answered(lambda ids: model(input_ids=ids).logits, encode, sample) == said
 
 
+def test_perplexity_is_what_the_card_says(model: Any, encode: evaluate.Encode, figures: dict[str, Any]) -> None:
+    text = max(corpus.texts("heldout"), key=len)[:12_000]
+    ours = evaluate.model_perplexity(lambda ids: model(input_ids=ids).logits, np.array([0, *encode(text)]))
+    assert ours < figures["perplexity"]["trigram"]
+
+
+@pytest.mark.slow
 def test_perplexity_is_below_the_trigram_models(model: Any, encode: evaluate.Encode) -> None:
     learnt, test = evaluate.stream(encode, "train"), evaluate.stream(encode, "heldout")[:12_000]
     size = model.config.vocab_size
