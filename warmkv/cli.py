@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +38,19 @@ def read_config(path: Path | None, flags: list[str]) -> Config:
     except ConfigError as error:
         errors.print(f"[red]configuration:[/red] {error}", highlight=False)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def failures_end_the_program(what: str) -> Iterator[None]:
+    """A fault of the machine or the settings ends the program with code 1 and its reason, an interrupt with 130."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        errors.print(f"[red]{what}:[/red] {error}", highlight=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        raise typer.Exit(130) from None
 
 
 @config_app.command("show")
@@ -79,11 +94,8 @@ def serve(config: ConfigOption = None, set_: SetOption = []) -> None:  # noqa: B
     from warmkv.platform.serving import serve_until_stopped
 
     settings = read_config(config, set_)
-    try:
+    with failures_end_the_program("cannot serve"):
         serve_until_stopped(settings, console)
-    except (OSError, RuntimeError) as error:
-        errors.print(f"[red]cannot serve:[/red] {error}", highlight=False)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -102,7 +114,8 @@ def demo(
     from warmkv import demo as demonstration
 
     settings = read_config(config, ["gateway.port=0", *set_])
-    result = demonstration.run(settings, console, seed)
+    with failures_end_the_program("the demo cannot run"):
+        result = demonstration.run(settings, console, seed)
     demonstration.show(result, settings, console)
     if json_ is not None:
         json_.write_text(json.dumps(result.to_json(), indent=2) + "\n")

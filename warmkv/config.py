@@ -31,21 +31,22 @@ class Section(BaseModel):
 # --- compression ------------------------------------------------------------------------------------------------
 
 PolicyName = Literal["full", "streaming_llm", "snapkv"]
-POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+_KNOBS = {"sinks": "streaming_llm", "window": "snapkv", "kernel": "snapkv", "pooling": "snapkv"}  # and whose they are
 
 
 class PolicySpec(Section):
     """A compression policy as one line of configuration.
 
     `budget` counts every token kept per KV head and layer: an int is tokens, a float in (0, 1] is a share of the
-    prompt. The short form `"snapkv@0.2"` or `"snapkv@1024"` is accepted wherever a policy is.
+    prompt. streaming_llm with the whole prompt as its budget makes room for every new token by evicting an old one.
+    The short form `"snapkv@0.2"`, `"snapkv@1024"` or `"snapkv@0.2:window=16"` is accepted wherever a policy is.
     """
 
     name: PolicyName = "full"
     budget: int | float = 1.0
-    sinks: int = Field(4, ge=0, description="first tokens that are never given up (streaming_llm)")
-    window: int = Field(32, ge=1, description="last prompt tokens that vote and are always kept (snapkv)")
-    kernel: int = Field(5, ge=1, description="width of the pooling along positions, odd (snapkv)")
+    sinks: int = Field(4, ge=0, le=4096, description="first tokens that are never given up (streaming_llm)")
+    window: int = Field(32, ge=1, le=4096, description="last prompt tokens that vote and are always kept (snapkv)")
+    kernel: int = Field(5, ge=1, le=1023, description="width of the pooling along positions, odd (snapkv)")
     pooling: Literal["avg", "max"] = "avg"
 
     @model_validator(mode="before")
@@ -53,30 +54,47 @@ class PolicySpec(Section):
     def _short_form(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        name, at, budget = value.partition("@")
-        if not at:
-            return {"name": name}
+        head, _, knobs = value.partition(":")
+        name, at, budget = head.partition("@")
         try:
-            return {"name": name, "budget": int(budget) if budget.isdigit() else float(budget)}
+            tree: dict[str, Any] = {"name": name}
+            if at:
+                tree["budget"] = int(budget) if budget.isdigit() else float(budget)
+            for knob in filter(None, knobs.split(",")):
+                key, equals, text = knob.partition("=")
+                if not equals:
+                    raise ValueError
+                tree[key] = int(text) if text.isdigit() else text
         except ValueError:
-            raise ValueError(f"{value!r}: write NAME@TOKENS or NAME@SHARE, as in snapkv@1024 or snapkv@0.2") from None
+            raise ValueError(
+                f"{value!r}: write NAME@TOKENS or NAME@SHARE, as in snapkv@1024, snapkv@0.2 or snapkv@0.2:window=16"
+            ) from None
+        return tree
 
     @model_validator(mode="after")
     def _check(self) -> PolicySpec:
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             raise ValueError(f"a share must be in (0, 1], got {self.budget}; for tokens write an integer")
-        if isinstance(self.budget, int) and self.budget < 1:
-            raise ValueError(f"a budget in tokens must be at least 1, got {self.budget}")
+        if isinstance(self.budget, int) and self.budget < 2:
+            raise ValueError(f"a budget in tokens must be at least 2, got {self.budget}; the whole prompt is 1.0")
         if self.name == "streaming_llm" and isinstance(self.budget, int) and self.budget <= self.sinks:
             raise ValueError(f"budget {self.budget} leaves no recent token beside {self.sinks} sinks")
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, got {self.kernel}")
+        for knob, owner in _KNOBS.items():
+            if self.name != owner and getattr(self, knob) != type(self).model_fields[knob].default:
+                raise ValueError(f"{knob} is a knob of {owner}; {self.name} does not have it")
+        if self.name == "full" and self.budget != 1.0:
+            raise ValueError(f"full keeps everything, so it has no budget, got {self.budget}")
         return self
 
     @property
     def label(self) -> str:
-        """The short form, `name@budget`; `full` alone has no budget."""
-        return self.name if self.name == "full" else f"{self.name}@{self.budget}"
+        """The short form: `name@budget`, and the knobs that are not at their default."""
+        head = self.name if self.name == "full" else f"{self.name}@{self.budget}"
+        fields = type(self).model_fields
+        knobs = [f"{k}={getattr(self, k)}" for k in _KNOBS if getattr(self, k) != fields[k].default]
+        return f"{head}:{','.join(knobs)}" if knobs else head
 
 
 class CompressionConfig(Section):
@@ -145,6 +163,7 @@ class PricingConfig(Section):
 class RoutingConfig(Section):
     policy: Literal["prefix_cost", "power_of_two"] = "prefix_cost"
     load_weight: float = Field(4.0, ge=0, description="blocks of prefill that one request in flight counts as")
+    allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
     overload: int = Field(
         8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
     )
@@ -164,6 +183,7 @@ class TenantConfig(Section):
     key_sha256: str = Field(
         pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv hash-key` prints it"
     )
+    operator: bool = Field(False, description="may see the replicas' state, in which all tenants' activity shows")
 
 
 class GatewayConfig(Section):
@@ -185,7 +205,8 @@ class ClusterConfig(Section):
     gateways: int = Field(1, ge=1)
     cpus_per_replica: float = Field(1.0, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
-    max_ongoing_requests: int = Field(64, ge=1, description="requests Serve sends to one replica at a time")
+    max_ongoing_requests: int = Field(128, ge=1, description="requests Serve sends to one replica at a time")
+    max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
 
 
 class SimulatorConfig(Section):

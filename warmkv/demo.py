@@ -19,7 +19,7 @@ from rich.table import Table
 
 from warmkv.config import Config, PolicySpec
 from warmkv.models.tiny import corpus, tasks
-from warmkv.platform.local import running
+from warmkv.platform.local import check_model, running
 from warmkv.policies import budgets, pricing
 from warmkv.prefixes.usage import Usage
 
@@ -103,6 +103,7 @@ def run(config: Config, console: Console, seed: int) -> Result:
     config = config.model_copy(update={"cluster": cluster})
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting Ray and two replicas", total=len(POLICIES) * 2 * QUESTIONS + 4)
+        check_model(config.model)
         document, questions = make_document(config, seed)
         progress.advance(steps)
         with running(config) as service:

@@ -36,6 +36,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name="replica",
         num_replicas=cluster.replicas,
         max_ongoing_requests=cluster.max_ongoing_requests,
+        max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=5,
         **router,
@@ -44,7 +45,9 @@ def build(args: dict[str, Any]) -> serve.Application:
         serve.ingress()(Gateway),
         name="gateway",
         num_replicas=cluster.gateways,
-        max_ongoing_requests=cluster.max_ongoing_requests * cluster.replicas,
+        # Room for what the replicas compute and for what waits for them, and some for health checks and counting.
+        max_ongoing_requests=cluster.max_ongoing_requests * cluster.replicas + cluster.max_queued_requests + 64,
+        max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
     )

@@ -35,10 +35,15 @@ def free_port(host: str) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise OSError if something listens there already."""
+    """Raise OSError if the address cannot be listened on."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"{host}:{port} (gateway.host, gateway.port): {error.strerror}; 0 takes a free port"
+            ) from None
 
 
 def check_model(model: ModelConfig) -> None:
@@ -76,6 +81,10 @@ def start_ray(config: Config) -> None:
         logging_level=logging.WARNING,
         log_to_driver=False,
     )
+    wanted, found = cluster.replicas * cluster.gpus_per_replica, ray.cluster_resources().get("GPU", 0)
+    if wanted > found:
+        ray.shutdown()
+        raise RuntimeError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
 
 
 def start_document(document: dict[str, Any]) -> None:
@@ -88,20 +97,28 @@ def start_document(document: dict[str, Any]) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=document["proxy_location"], http_options=document["http_options"])
     for application in document["applications"]:
-        module, _, name = application["import_path"].partition(":")
-        build = getattr(import_module(module), name)
-        serve.run(
-            build(application.get("args", {})), name=application["name"], route_prefix=application["route_prefix"]
-        )
+        module, _, builder = application["import_path"].partition(":")
+        build = getattr(import_module(module), builder)
+        name = application["name"]
+        try:
+            serve.run(build(application.get("args", {})), name=name, route_prefix=application["route_prefix"])
+        except RuntimeError as error:
+            status = serve.status().applications.get(name)
+            reasons = [one.message for one in status.deployments.values() if one.message] if status else []
+            raise RuntimeError("\n".join([str(error), *reasons])) from None
 
 
 @contextmanager
 def running(config: Config) -> Iterator[Running]:
     """The service on a local Ray of its own, stopped at the end.
 
-    Raises OSError where the port is taken or the model folder is missing, RuntimeError where a replica cannot start.
+    Raises OSError where the port is taken, the model folder missing or the log not writable, RuntimeError where a
+    replica cannot start.
     """
     check_model(config.model)
+    if config.gateway.access_log:
+        config.gateway.access_log.parent.mkdir(parents=True, exist_ok=True)
+        config.gateway.access_log.open("a").close()
     config = with_port(config)
     document = serve_document(config)
     start_ray(config)

@@ -40,6 +40,7 @@ class Update:
     epoch: str
     version: int
     changes: tuple[Change, ...]
+    whole: bool = False  # the changes are everything there is: the follower starts from an empty index
 
 
 def apply_change(index: PrefixIndex, change: Change) -> None:
@@ -111,8 +112,13 @@ class PrefixDirectory:
             everything = tuple(
                 Change(name, stored=tuple(self._index.keys_of(name)), reset=True) for name in self._replicas
             )
-            return Update(self._epoch, self._version, everything)
+            return Update(self._epoch, self._version, everything, whole=True)
         return Update(self._epoch, self._version, tuple(self._log[-back] for back in range(behind, 0, -1)))
+
+    async def configure(self, config: DirectoryConfig) -> None:
+        """Take new settings: the actor outlives the application that started it."""
+        self._config = config
+        self._log = deque(self._log, maxlen=config.log_events)
 
     async def status(self) -> dict[str, Any]:
         """What is known of every replica, and the size of the directory."""
@@ -159,13 +165,18 @@ def start_directory(application: str, config: DirectoryConfig) -> Any:
     """The application's directory actor, started if there is none: named, detached, restarted when it dies."""
     import ray
 
-    actor = ray.remote(PrefixDirectory)
-    return actor.options(
-        name=directory_name(application),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        num_cpus=0,
-        max_concurrency=1000,
-    ).remote(config)
+    actor = (
+        ray.remote(PrefixDirectory)
+        .options(
+            name=directory_name(application),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=1000,
+        )
+        .remote(config)
+    )
+    actor.configure.remote(config)
+    return actor

@@ -35,7 +35,10 @@ class Bookings:
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
 
-    def release(self, request: str) -> None:
+    def release(self, request: str, replica: str | None = None) -> None:
+        """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
+        if replica is not None and self._booked.get(request) != replica:
+            return
         replica = self._booked.pop(request, None)
         if replica is not None:
             self.load[replica] -= 1
@@ -71,7 +74,7 @@ class PrefixRouter(RequestRouter):
         self._bookings.book(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._bookings.release(internal_request_id)
+        self._bookings.release(internal_request_id, replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -84,7 +87,7 @@ class PrefixRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         warm = self._index.longest_match(request.hashes)
         order = rank(list(by_name), len(request.hashes), warm, self._bookings.load, self._config.routing)
-        if request.replica is not None and request.replica in by_name:
+        if request.replica is not None and request.replica in by_name and self._config.routing.allow_request_replica:
             order = [request.replica, *(name for name in order if name != request.replica)]
             reason = "asked"
         elif not warm:
@@ -113,7 +116,7 @@ class PrefixRouter(RequestRouter):
                     directory_name(self._config.cluster.application), namespace=NAMESPACE
                 )
                 update = await directory.follow.remote(epoch, version, self._config.directory.follow_seconds)
-                if update.epoch != epoch:
+                if update.whole:
                     self._index = PrefixIndex()
                 for change in update.changes:
                     apply_change(self._index, change)

@@ -18,11 +18,12 @@ def serve_until_stopped(config: Config, console: Console) -> None:
     Raises OSError where the port is taken or the model folder is missing, RuntimeError where a replica cannot start.
     """
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with ExitStack() as stack:
         with console.status(f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}"):
             service = stack.enter_context(running(config))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)
         stop.wait()
         console.print("stopping")

@@ -18,6 +18,7 @@ class Tenant:
 
     name: str
     salt: bytes
+    operator: bool  # may see what all tenants do together
 
     @property
     def label(self) -> str:
@@ -32,14 +33,14 @@ def hash_key(key: str) -> str:
 def authenticate(headers: Mapping[str, str], tenants: tuple[TenantConfig, ...], secret: bytes) -> Tenant:
     """The tenant of a request, by `x-api-key` or a bearer token. Raises ApiError (401).
 
-    Without configured tenants every key is a tenant of its own, and requests without a key share one.
+    Without configured tenants every key is a tenant of its own and an operator, and requests without a key share one.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
     hashed = hash_key(key)
     if not tenants:
-        return Tenant("open", hashing.tenant_salt(secret, f"key:{hashed}"))
+        return Tenant("open", hashing.tenant_salt(secret, f"key:{hashed}"), operator=True)
     for tenant in tenants:
         if hmac.compare_digest(tenant.key_sha256, hashed):
-            return Tenant(tenant.name, hashing.tenant_salt(secret, f"tenant:{tenant.name}"))
+            return Tenant(tenant.name, hashing.tenant_salt(secret, f"tenant:{tenant.name}"), tenant.operator)
     raise ApiError("authentication_error", "invalid x-api-key" if key else "x-api-key header is required")

@@ -74,8 +74,12 @@ def slot_bytes(shape: KVShape, capacity: int, sinks: int) -> int:
 def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
     """Tokens at the end of a prompt that must be computed even if their KV is cached.
 
-    At least one, for the first logits; a rule that looks at the last queries needs those queries, when it evicts.
+    At least one, for the first logits; a rule that looks at the last queries needs those that it looks at.
     """
-    if spec.name == "snapkv" and kept_tokens(spec, prompt_tokens) < prompt_tokens:
-        return min(spec.window, prompt_tokens)
-    return 1
+    return max(1, observed_queries(spec, prompt_tokens))
+
+
+def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
+    """Queries at the end of a prompt that decide what is kept; 0 if nothing or only the window is."""
+    decides = spec.name == "snapkv" and spec.window < kept_tokens(spec, prompt_tokens) < prompt_tokens
+    return spec.window if decides else 0

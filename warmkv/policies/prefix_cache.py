@@ -99,6 +99,10 @@ class PrefixCache:
             if mark.key in self.ledger:
                 self.ledger.mark(mark.key, ttl, now)
 
+    def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
+        """Position of the last of the marks that may be read now; 0 if none may."""
+        return max((mark.position for mark in marks if self.ledger.has_mark(mark.key, now)), default=0)
+
     def _keep(self, chain: Sequence[bytes], tail: int, size: int, ttl: float, now: float) -> Change:
         lengths = [size] * len(chain)
         if tail:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -59,8 +59,9 @@ class BlockLedger:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
-    def keys(self) -> list[bytes]:
-        return list(self._entries)
+    def __iter__(self) -> Iterator[bytes]:
+        """Keys, the least recently used first."""
+        return iter(self._entries)
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
         """Leading keys of `chain` that are resident and alive."""
@@ -142,12 +143,10 @@ class BlockLedger:
                 self._queue(entry)
         return expired
 
-    def clear(self) -> list[bytes]:
-        """Remove everything that is not pinned; the removed keys."""
-        removed = [key for key, entry in self._entries.items() if not entry.pins]
-        for key in removed:
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Forget entries whose bytes could not be kept; what is pinned is not among them."""
+        for key in keys:
             self._drop(key)
-        return removed
 
     def _queue(self, entry: Entry) -> None:
         entry.deadline = entry.expires_at

@@ -32,8 +32,12 @@ def _forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     warmkv: StepState | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise ValueError("this model caps its attention logits or has learned sinks, which warmkv does not compute")
     if warmkv is None:
         raise ValueError("this model attends through warmkv: call it with the engine's state as warmkv=...")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -19,7 +19,7 @@ from warmkv.prefixes.record import Candidate, Mark
 class BlockStore:
     """Blocks of one replica. Not thread-safe: the engine's thread owns it.
 
-    `publish(stored, evicted)` is told of every change of the full blocks that are resident.
+    `publish(stored, evicted)` is told of every change of the full blocks that are resident, what left before what came.
     """
 
     def __init__(
@@ -66,23 +66,36 @@ class BlockStore:
         if self._cache:
             self._cache.release(match)
 
-    def store(self, hashes: Sequence[bytes], marks: Sequence[Mark], keys: Tensor, values: Tensor) -> None:
-        """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed."""
+    def store(self, hashes: Sequence[bytes], marks: Sequence[Mark], keys: Tensor, values: Tensor) -> int:
+        """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
+
+        Returns the position of the highest mark that is stored now, 0 if none is: memory may not suffice for all.
+        """
         if not self._cache:
-            return
+            return 0
         for change in self._cache.store(hashes, marks, self._size, self._clock()):
-            for span in change.stored:
-                at = slice(span.start, span.end)
-                self._blocks[span.key] = torch.stack([keys[:, :, at], values[:, :, at]])
-            full = [span.key for span in change.stored if span.end - span.start == self._size]
-            self._forget(change.evicted, full)
+            gone = self._remove(change.evicted)
+            try:
+                for span in change.stored:
+                    at = slice(span.start, span.end)
+                    self._blocks[span.key] = torch.stack([keys[:, :, at], values[:, :, at]])
+            except Exception:  # out of memory, say: the ledger must not promise what is not there
+                self._cache.ledger.discard([span.key for span in change.stored if span.key not in self._blocks])
+                raise
+            finally:
+                held = [span for span in change.stored if span.key in self._blocks]
+                self._tell([span.key for span in held if span.end - span.start == self._size], gone)
+        return self._cache.highest_mark(marks, self._clock())
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
         if self._cache:
-            self._forget(self._cache.ledger.expire(self._clock()), [])
+            self._tell([], self._remove(self._cache.ledger.expire(self._clock())))
 
-    def _forget(self, evicted: Sequence[bytes], stored: Sequence[bytes]) -> None:
-        gone = [key for key in evicted if self._blocks.pop(key).shape[3] == self._size]
+    def _remove(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Free the blocks of some keys; the keys of full blocks among them."""
+        return [key for key in keys if self._blocks.pop(key).shape[3] == self._size]
+
+    def _tell(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
         if stored or gone:
             self._publish(stored, gone)

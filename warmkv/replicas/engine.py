@@ -6,6 +6,7 @@ its uncompressed blocks go to the block store, and the request's policy selects 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -27,15 +28,19 @@ from warmkv.replicas.protocol import (
     Finished,
     FinishReason,
     GenerateRequest,
-    RequestTooLargeError,
     SamplingParams,
     Started,
+    UnservableRequestError,
 )
 from warmkv.replicas.sampling import sample
 from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.slots import DecodeState, SlotPool
 
 log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
+FAILURES_IN_A_ROW = 5  # failed steps after which the device is taken for lost
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,13 @@ class Engine:
         publish: Callable[[Items[bytes], Items[bytes]], None] = lambda stored, evicted: None,
     ) -> None:
         self.model, self.config, self.name, self._clock = model, engine, name, clock
-        self.max_context = min(engine.max_context or model.max_context, model.max_context)
+        if engine.max_context is not None and engine.max_context > model.max_context:
+            raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
+        self.max_context = engine.max_context or model.max_context
         self.store = BlockStore(prefix_cache, model.kv_shape, clock, publish)
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
-        self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, self.pool)
+        self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
+        self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
 
@@ -80,11 +88,12 @@ class Engine:
         """
         policy = compression.build(request.policy)
         if policy.sinks and not self.model.fixed_rotation:
-            raise RequestTooLargeError(f"{request.policy.name} cannot rotate the keys of this model's rotary embedding")
+            raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         sequence = Sequence(request, policy, emit, self._clock(), random)
-        self.scheduler.check(sequence, self._inbox.qsize())
-        self._inbox.put(lambda: self.scheduler.waiting.append(sequence))
+        self.scheduler.check(sequence, self._arrivals.qsize())
+        self._arrivals.put(sequence)
+        self._inbox.put(None)  # wakes the engine
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; nothing happens if it has ended already."""
@@ -126,39 +135,62 @@ class Engine:
             pass
 
     def run(self) -> None:
-        """Step until `stop`. A step that fails ends the requests it was computing, not the engine."""
-        while not self._stopped.is_set():
+        """Step until `stop`. A step that fails ends the requests that decode, not the engine.
+
+        After several failures in a row the device is taken for lost: everything fails and the thread ends, so that
+        the replica's health check has it replaced.
+        """
+        failures = 0
+        while not self._stopped.is_set() and failures < FAILURES_IN_A_ROW:
             try:
                 if not self.step():
                     self._wait()
+                failures = 0
             except Exception as error:
                 log.exception("engine step failed")
-                self._fail_all(f"{type(error).__name__}: {error}")
+                failures += 1
+                self._fail(list(self.scheduler.decoding.values()), _describe(error))
+        self._drain()
+        self._fail(self.scheduler.everyone(), "the replica is stopping")
 
     @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
-        while not self._inbox.empty():
-            if action := self._inbox.get():
-                action()
-        if sequence := self.scheduler.admit():
-            self._begin(sequence)
-        busy = False
-        if self.scheduler.prefilling:
-            self._prefill_chunk(self.scheduler.prefilling)
-            busy = True
+        self._drain()
+        self.store.expire()
+        busy = self._advance_prompt()
         if self.scheduler.decoding:
             self._decode()
             busy = True
         return busy
 
-    def _wait(self) -> None:
-        self.store.expire()
+    def _advance_prompt(self) -> bool:
+        """A chunk of one prompt; if it fails, only that request ends."""
         try:
-            if action := self._inbox.get(timeout=0.5):
+            if sequence := self.scheduler.admit():
+                self._begin(sequence)
+            if sequence := self.scheduler.prefilling:
+                self._prefill_chunk(sequence)
+                return True
+        except Exception as error:
+            log.exception("prefill failed")
+            assert self.scheduler.prefilling is not None
+            self._fail([self.scheduler.prefilling], _describe(error))
+            return True
+        return False
+
+    def _drain(self) -> None:
+        while not self._arrivals.empty():
+            self.scheduler.waiting.append(self._arrivals.get())
+        while not self._inbox.empty():
+            if action := self._inbox.get():
                 action()
-        except queue.Empty:
-            pass
+
+    def _wait(self) -> None:
+        """Sleep until something arrives, or a while, for TTLs run on."""
+        with contextlib.suppress(queue.Empty):
+            if action := self._inbox.get(timeout=IDLE_SECONDS):
+                action()
 
     def _begin(self, sequence: Sequence) -> None:
         """Set up a prompt's workspace and attach what is warm of it."""
@@ -169,10 +201,10 @@ class Engine:
         request = sequence.request
         sequence.admitted = self._clock()
         sequence.match = self.store.match(request.hashes, request.reads)
-        reused = min(sequence.match.tokens, tokens - budgets.recomputed_tokens(request.policy, tokens))
-        self.store.attach(sequence.match, reused, keys, values)
+        sequence.reused = min(sequence.match.tokens, tokens - budgets.recomputed_tokens(request.policy, tokens))
+        self.store.attach(sequence.match, sequence.reused, keys, values)
         observed = sequence.policy.observed_queries(tokens)
-        sequence.prefill = PrefillState(keys, values, observed, self.model.q_heads, reused)
+        sequence.prefill = PrefillState(keys, values, observed, self.model.q_heads, sequence.reused)
 
     def _prefill_chunk(self, sequence: Sequence) -> None:
         prefill = sequence.prefill
@@ -191,29 +223,31 @@ class Engine:
         prefill, match, request = sequence.prefill, sequence.match, sequence.request
         assert prefill is not None
         assert match is not None
-        self.store.store(request.hashes, request.marks, prefill.keys, prefill.values)
-        self.store.release(match)
+        written = self.store.store(request.hashes, request.marks, prefill.keys, prefill.values)
+        self._release_match(sequence)
         kept = sequence.policy.kept(prefill.tokens)
         if sequence.slot is not None:
             self._fill_slot(sequence, prefill, kept)
+        (token,) = self._draw([sequence], logits)
+        if sequence.slot is not None:
             self.scheduler.decoding[sequence.slot] = sequence
-        self.scheduler.prefilling = sequence.prefill = sequence.match = None
-        now = self._clock()
+        self.scheduler.prefilling = sequence.prefill = None
         sequence.emit(
             Started(
                 replica=self.name,
                 hit=match.hit,
-                cached_tokens=self._reused(sequence, match.tokens),
+                written=written,
+                cached_tokens=sequence.reused,
                 kept_tokens=kept,
                 resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
                 queue_seconds=sequence.admitted - sequence.arrived,
-                prefill_seconds=now - sequence.admitted,
+                prefill_seconds=self._clock() - sequence.admitted,
             )
         )
         if request.sampling.max_tokens == 0:
             self._finish(sequence, "length")
         else:
-            self._draw([sequence], logits)
+            self._deliver(sequence, token)
 
     def _fill_slot(self, sequence: Sequence, prefill: PrefillState, kept: int) -> None:
         slot, scale = sequence.slot, prefill.scale
@@ -243,7 +277,10 @@ class Engine:
         device = self.model.device
         logits = self._forward(torch.tensor(ids, device=device), torch.tensor(positions, device=device), state)
         active = [index for index, row in enumerate(rows) if row]
-        self._draw([row for row in rows if row], logits if len(active) == len(rows) else logits[active])
+        sequences = [row for row in rows if row]
+        tokens = self._draw(sequences, logits if len(active) == len(rows) else logits[active])
+        for sequence, token in zip(sequences, tokens, strict=True):
+            self._deliver(sequence, token)
 
     def _forward(self, ids: Tensor, positions: Tensor, state: PrefillState | DecodeState) -> Tensor:
         """Logits [batch, vocabulary] of the last position of ids [batch, n]."""
@@ -253,44 +290,57 @@ class Engine:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """Draw, report and check the next token of each sequence."""
+    def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+        """The next token of each sequence; NO_TOKEN where the logits are not finite."""
         sampling = [sequence.request.sampling for sequence in sequences]
         if all(s.temperature == 0 for s in sampling):
-            tokens = logits.argmax(dim=-1).tolist()
+            tokens = logits.argmax(dim=-1)
         else:
             parameters = [(s.temperature, s.top_p, q.random.random()) for s, q in zip(sampling, sequences, strict=True)]
             temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
-            top_k = torch.tensor([s.top_k for s in sampling], device=logits.device)
-            tokens = sample(logits, temperature, top_p, top_k, uniform).tolist()
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.last_token = token
-            sequence.drawn += 1
-            if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
-                self._finish(sequence, "end")
-                continue
-            sequence.emit(token)
-            if sequence.drawn == sequence.request.sampling.max_tokens:
-                self._finish(sequence, "length")
+            top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
+            tokens = sample(logits, temperature, top_p, top_k, uniform)
+        drawn: list[int] = torch.where(logits.isfinite().all(dim=-1), tokens, NO_TOKEN).tolist()
+        return drawn
 
-    def _reused(self, sequence: Sequence, matched: int) -> int:
-        tokens = sequence.prompt_tokens
-        return min(matched, tokens - budgets.recomputed_tokens(sequence.request.policy, tokens))
+    def _deliver(self, sequence: Sequence, token: int) -> None:
+        """Report a drawn token, and end the sequence where it ends."""
+        if token == NO_TOKEN:
+            self._fail([sequence], "the model gave logits that are not finite")
+            return
+        sequence.last_token = token
+        sequence.drawn += 1
+        if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
+            self._finish(sequence, "end")
+            return
+        sequence.emit(token)
+        if sequence.drawn == sequence.request.sampling.max_tokens:
+            self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._drop(sequence)
         sequence.emit(Finished(reason, sequence.drawn))
 
+    def _fail(self, sequences: list[Sequence], message: str) -> None:
+        for sequence in sequences:
+            self._drop(sequence)
+            try:
+                sequence.emit(Failed(message))
+            except Exception:  # its listener is gone; the others must hear
+                log.exception("request %s cannot be told that it failed", sequence.request.id)
+
     def _drop(self, sequence: Sequence) -> None:
-        if sequence.match is not None:
-            self.store.release(sequence.match)
-            sequence.match = None
+        """Free everything that a sequence holds."""
+        self._release_match(sequence)
         sequence.prefill = None
         self.scheduler.remove(sequence)
 
-    def _fail_all(self, message: str) -> None:
-        """End everything that holds memory; requests that wait have lost nothing."""
-        prefilling = self.scheduler.prefilling
-        for sequence in [*([prefilling] if prefilling else []), *self.scheduler.decoding.values()]:
-            self._drop(sequence)
-            sequence.emit(Failed(message))
+    def _release_match(self, sequence: Sequence) -> None:
+        match, sequence.match = sequence.match, None
+        if match is not None:
+            self.store.release(match)
+
+
+def _describe(error: Exception) -> str:
+    """What clients may hear of a fault; its text is in the replica's log only."""
+    return type(error).__name__

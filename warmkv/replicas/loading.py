@@ -24,10 +24,13 @@ class LoadedModel:
     dtype: torch.dtype
     kv_shape: KVShape
     max_context: int
+    vocabulary: int
     eos_ids: frozenset[int]
     q_heads: int
     inv_freq: torch.Tensor  # float64 [head_dim / 2] on the device; radians per position of the rotary embedding
-    fixed_rotation: bool  # whether inv_freq stays the same at every length, as rotating sinks on needs
+    fixed_rotation: (
+        bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
+    )
 
 
 def model_path(config: ModelConfig) -> str:
@@ -55,6 +58,15 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
 
 
+def load_max_context(config: ModelConfig) -> int:
+    """An upper bound of the tokens that the model takes, from its configuration alone."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model_path(config), revision=config.revision).get_text_config()
+    limit: int = text.max_position_embeddings
+    return limit
+
+
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served."""
     from transformers import AutoModelForCausalLM
@@ -66,28 +78,52 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def prepare(module: Any) -> LoadedModel:
-    """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one without rotary attention."""
+    """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one that it would compute wrongly."""
+    name = type(module).__name__
     text = module.config.get_text_config()
-    if not hasattr(module.get_decoder(), "rotary_emb"):
-        raise ValueError(f"{type(module).__name__} has no rotary attention; warmkv serves rotary causal LMs only")
+    rotary: Any = getattr(module.get_decoder(), "rotary_emb", None)
+    if getattr(rotary, "inv_freq", None) is None:
+        raise ValueError(f"{name} has no rotary embedding that all layers share; warmkv serves rotary causal LMs only")
+    if rotary.rope_type == "dynamic":
+        raise ValueError(f"{name} has dynamic rotary scaling: keys of a prefix would depend on what follows it")
     module.eval().requires_grad_(False)
     module.set_attn_implementation(ATTENTION)
-    rotary = module.get_decoder().rotary_emb
+    if module.config._attn_implementation != ATTENTION:
+        raise ValueError(f"{name} does not use the attention interface of transformers")
     dtype = module.get_input_embeddings().weight.dtype
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    limits = [text.max_position_embeddings]
-    if getattr(text, "sliding_window", None):
-        limits.append(text.sliding_window)  # within its window a sliding layer attends to everything
     eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
     return LoadedModel(
         module=module,
         device=module.device,
         dtype=dtype,
         kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype.itemsize),
-        max_context=min(limits),
+        max_context=_max_context(text, rotary),
+        vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         q_heads=text.num_attention_heads,
         inv_freq=rotary.inv_freq.to(module.device, torch.float64),
-        fixed_rotation=getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope"),
+        fixed_rotation=_can_rotate_on(text, rotary, head_dim),
     )
+
+
+def _max_context(text: Any, rotary: Any) -> int:
+    """Tokens up to which the model computes what warmkv computes."""
+    limits: list[int] = [text.max_position_embeddings]
+    if getattr(text, "sliding_window", None):
+        limits.append(text.sliding_window)  # within its window a sliding layer attends to everything
+    if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
+        limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
+    return min(limits)
+
+
+def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
+    """Whether a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
+    if rotary.rope_type == "longrope" or 2 * len(rotary.inv_freq) != head_dim:
+        return False
+    if not all(getattr(text, "no_rope_layers", None) or [True]):  # 0 marks a layer without rotation
+        return False
+    cos, _ = rotary(torch.zeros(1, device=rotary.inv_freq.device), torch.ones(1, 1, device=rotary.inv_freq.device))
+    first, second = cos.chunk(2, dim=-1)
+    return torch.equal(first, second)  # interleaved rotations repeat every frequency beside itself instead

@@ -44,6 +44,7 @@ class Started:
 
     replica: str
     hit: int  # position of the highest breakpoint that was read; 0 if none
+    written: int  # position of the highest breakpoint that is stored now; 0 if none
     cached_tokens: int  # prompt tokens whose KV was reused
     kept_tokens: int  # entries per KV head after the hand-off
     resident_bytes: int  # of the decode slot
@@ -92,8 +93,8 @@ class EngineError(Exception):
     """Base of what a replica refuses; the gateway maps the classes to HTTP errors."""
 
 
-class RequestTooLargeError(EngineError):
-    """The request can never fit this replica."""
+class UnservableRequestError(EngineError):
+    """The request can never be served by this replica: too large for it, or of a kind it cannot compute."""
 
 
 class QueueFullError(EngineError):

@@ -14,6 +14,7 @@ from warmkv.replicas.protocol import BlockEvents
 
 log = logging.getLogger(__name__)
 
+PENDING_LIMIT = 10_000  # reports that wait for the directory; more are replaced by a snapshot
 Send = Callable[[list[BlockEvents], dict[str, Any]], Awaitable[bool]]
 
 
@@ -77,8 +78,11 @@ class Publisher:
             followed = False
         if not followed:
             self._request_snapshot()
+            await asyncio.sleep(self._config.heartbeat_seconds)  # it may be away: do not press it, nor the engine
 
     def _append(self, events: BlockEvents) -> None:
+        if len(self._pending) >= PENDING_LIMIT:  # the directory is away: the gap will make it ask for a snapshot
+            self._pending.clear()
         self._pending.append(events)
         self._sequence += 1
         self._wake()

@@ -14,10 +14,11 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, un
     draw depends on nothing but the row's own logits and number.
     """
     greedy = logits.argmax(dim=-1)
-    if bool((temperature == 0).all()):
-        return greedy
     safe = torch.where(temperature == 0, 1.0, temperature)
-    probabilities, order = (logits.float() / safe[:, None]).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    logits = logits.float()
+    # Shifted before the division, which may overflow for tiny temperatures: inf - inf would be no number.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / safe[:, None]
+    probabilities, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(dim=-1) - probabilities
     rank = torch.arange(logits.shape[-1], device=logits.device)
     kept = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))

@@ -19,8 +19,8 @@ from warmkv.replicas.protocol import (
     Finished,
     GenerateRequest,
     QueueFullError,
-    RequestTooLargeError,
     Started,
+    UnservableRequestError,
 )
 from warmkv.replicas.slots import Slot, SlotPool
 
@@ -39,6 +39,7 @@ class Sequence:
     random: np.random.Generator
     slot: Slot | None = None
     match: Match | None = None
+    reused: int = 0  # prompt tokens whose KV was attached
     prefill: PrefillState | None = None
     admitted: float = 0.0
     drawn: int = 0  # tokens drawn so far
@@ -66,30 +67,33 @@ class Scheduler:
     config: EngineConfig
     shape: KVShape
     max_context: int
+    vocabulary: int
     pool: SlotPool
     waiting: deque[Sequence] = field(default_factory=deque)
     prefilling: Sequence | None = None
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
 
     def check(self, sequence: Sequence, arriving: int) -> None:
-        """Raise RequestTooLargeError if the request can never be admitted, QueueFullError if too many wait.
+        """Raise UnservableRequestError if the request can never be admitted, QueueFullError if too many wait.
 
         `arriving` requests are on their way to the queue.
         """
-        tokens = sequence.prompt_tokens
-        if tokens + sequence.request.sampling.max_tokens > self.max_context:
-            raise RequestTooLargeError(
-                f"{tokens} prompt tokens and max_tokens {sequence.request.sampling.max_tokens} exceed the context of "
-                f"{self.max_context} tokens"
+        tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
+        if not tokens or not all(0 <= token < self.vocabulary for token in sequence.request.token_ids):
+            raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
+        if tokens + new > self.max_context:
+            raise UnservableRequestError(
+                f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
         needed = self.workspace_bytes(sequence)
         if sequence.capacity:
             needed += budgets.slot_bytes(self.shape, budgets.size_class(sequence.capacity), sequence.sinks)
         if needed > self.config.kv_bytes:
-            raise RequestTooLargeError(
+            raise UnservableRequestError(
                 f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"
             )
-        if (waiting := len(self.waiting) + arriving) >= self.config.max_queue:
+        free = self.config.max_slots - len(self.decoding) - (self.prefilling is not None)
+        if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
 
     def workspace_bytes(self, sequence: Sequence) -> int:
@@ -99,18 +103,22 @@ class Scheduler:
         """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""
         if self.prefilling or not self.waiting or len(self.decoding) >= self.config.max_slots:
             return None
-        sequence = self.waiting[0]
+        # Out of the queue before memory is asked for: whatever goes wrong then goes wrong with this request alone.
+        sequence = self.prefilling = self.waiting.popleft()
+        room = self.config.kv_bytes - self.workspace_bytes(sequence)
         if sequence.capacity:
-            room = self.config.kv_bytes - self.pool.allocated_bytes - self.workspace_bytes(sequence)
             sequence.slot = self.pool.claim(sequence.capacity, sequence.sinks, room)
-            if sequence.slot is None:
-                return None
-        self.prefilling = self.waiting.popleft()
-        return sequence
+        if sequence.slot or (not sequence.capacity and self.pool.fit(room)):
+            return sequence
+        self.prefilling = None
+        self.waiting.appendleft(sequence)
+        return None
+
+    def everyone(self) -> list[Sequence]:
+        return [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
 
     def find(self, request_id: str) -> Sequence | None:
-        everyone = [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
-        return next((sequence for sequence in everyone if sequence.request.id == request_id), None)
+        return next((sequence for sequence in self.everyone() if sequence.request.id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its slot."""

@@ -64,8 +64,12 @@ class Slab:
     def claim(self, index: int) -> None:
         self._rows[index] = Row()
 
+    @torch.inference_mode()
     def release(self, index: int) -> None:
+        """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
         self._rows[index] = None
+        self.keys[:, index].zero_()
+        self.values[:, index].zero_()
 
     def is_active(self, index: int) -> bool:
         """Whether the row decodes; a claimed row does from `start` on."""
@@ -150,27 +154,33 @@ class SlotPool:
         """The rows of a decode step in their order, idle ones between active ones included."""
         return [Slot(slab, row) for slab in self.slabs for row in range(slab.batch_rows)]
 
-    def claim(self, capacity: int, sinks: int, room: int) -> Slot | None:
-        """A slot of at least `capacity` entries, or None if it does not fit in `room` more bytes.
+    def claim(self, capacity: int, sinks: int, limit: int) -> Slot | None:
+        """A slot of at least `capacity` entries, or None if all slabs with it would take more than `limit` bytes.
 
-        Empty slabs of other sizes are given back before the answer is None.
+        Empty slabs of other sizes are given back before the answer is None. A new slab takes at most a quarter of
+        the room that is left, so that one size does not starve the others.
         """
         capacity = size_class(capacity)
         for slab in self.slabs:
             if (slab.capacity, slab.sinks) == (capacity, sinks) and (row := slab.free_row()) is not None:
+                if not self.fit(limit, but=slab):
+                    return None
                 slab.claim(row)
                 return Slot(slab, row)
         one = slot_bytes(self._shape, capacity, sinks)
-        if room < one:
-            for slab in [slab for slab in self.slabs if slab.is_empty]:
-                self.slabs.remove(slab)
-                room += slab.allocated_bytes
-        if room < one:
+        if not self.fit(limit - one):
             return None
-        slab = Slab(self._shape, capacity, sinks, min(SLAB_ROWS, room // one), self._dtype, self._device)
+        rows = max(1, min(SLAB_ROWS, (limit - self.allocated_bytes) // (4 * one)))
+        slab = Slab(self._shape, capacity, sinks, rows, self._dtype, self._device)
         self.slabs.append(slab)
         slab.claim(0)
         return Slot(slab, 0)
+
+    def fit(self, limit: int, but: Slab | None = None) -> bool:
+        """Whether all slabs take at most `limit` bytes, after empty ones (`but` one) were given back if need be."""
+        if self.allocated_bytes > limit:
+            self.slabs = [slab for slab in self.slabs if slab is but or not slab.is_empty]
+        return self.allocated_bytes <= limit
 
 
 @dataclass(frozen=True, slots=True)

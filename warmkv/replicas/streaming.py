@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
 from warmkv.replicas.scheduler import EngineEvent
 from warmkv.replicas.text import Detokenizer
 
+CONTEXT_TOKENS = 4  # of the prompt, for decoding what follows it
+
 
 async def stream(
     engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str]
-) -> AsyncIterator[Event]:
+) -> AsyncGenerator[Event]:
     """Submit a request and yield Started, text as it comes, then Finished (or Failed).
 
     Raises EngineError where the request cannot be taken. Closing the stream cancels the request.
@@ -21,7 +23,7 @@ async def stream(
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
     engine.submit(request, lambda event: _put(loop, events, event))
-    detokenizer = Detokenizer(decode, request.sampling.stop)
+    detokenizer = Detokenizer(decode, request.sampling.stop, request.token_ids[-CONTEXT_TOKENS:])
     drawn = 0
     end: Finished | Failed | None = None
     try:

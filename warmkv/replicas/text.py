@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"  # what a tokenizer shows for a character whose bytes are not all there yet
 
+LONGEST_CHARACTER = 8  # ids after which bytes that form no character are given out as they are
+
 
 class Detokenizer:
     """Turns a growing list of token ids into text that never takes back what it gave out.
@@ -13,11 +15,13 @@ class Detokenizer:
     Text that could still change (an incomplete character) or that may be the start of a stop string is held back.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
         self._decode, self._stop = decode, [text for text in stop if text]
-        self._ids: list[int] = []
+        self._ids = list(context)  # the prompt's last ids: a tokenizer may drop the space of a text's first word
         self._prefix = 0  # ids before this one only serve as context for the tokenizer
-        self._read = 0  # ids before this one are in `_pending` or given out
+        self._read = len(self._ids)  # ids before this one are in `_pending` or given out
         self._pending = ""
         self.stopped_by: str | None = None
 
@@ -28,7 +32,8 @@ class Detokenizer:
         self._ids.append(token)
         before = self._decode(self._ids[self._prefix : self._read])
         after = self._decode(self._ids[self._prefix :])
-        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+        incomplete = after.endswith(REPLACEMENT) and len(self._ids) - self._read < LONGEST_CHARACTER
+        if len(after) <= len(before) or incomplete:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         self._pending += after[len(before) :]

@@ -52,8 +52,8 @@ class ReplicaCache:
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float) -> None:
-        """Keep a computed prompt."""
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float) -> int:
+        """Keep a computed prompt; the position of its highest mark that is stored now."""
         ledger = self._cache.ledger
         before = ledger.bytes
         for change in self._cache.store(record.hashes, marks, record.block_size, now):
@@ -64,3 +64,4 @@ class ReplicaCache:
                 self._index.add(self._replica, [span.key for span in change.stored])
         if (difference := ledger.bytes - before) != 0:
             self._stored.change(difference, now)
+        return self._cache.highest_mark(marks, now)

@@ -148,7 +148,8 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     if job.record.api != "messages":
         prompt = job.record.input_tokens
         return Usage(prompt - job.reused, job.reused, {}, job.record.output_tokens)
-    marks = [Breakpoint(mark.position, mark.ttl) for mark in job.marks]
+    stored = max(job.match.hit, job.written)  # what memory did not suffice for is not billed as written
+    marks = [Breakpoint(mark.position, mark.ttl) for mark in job.marks if mark.position <= stored]
     usage = bill(job.record.input_tokens, marks, job.match.hit, lifetimes.ttls)
     return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
 

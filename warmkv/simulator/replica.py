@@ -45,6 +45,7 @@ class Job:
     finished: float = NEVER
     match: Match = NO_MATCH
     reused: int = 0  # prompt tokens that were not computed
+    written: int = 0  # position of the highest mark that was stored
     computed: int = 0  # prompt tokens that are warm or computed so far
 
     @property
@@ -93,7 +94,8 @@ class Replica:
     @property
     def full(self) -> bool:
         """Whether the next request would be refused."""
-        return len(self.waiting) >= self._config.max_queue
+        free = self._config.max_slots - self._batch - (self._prefilling is not None)
+        return len(self.waiting) - free >= self._config.max_queue
 
     def ever_fits(self, job: Job) -> bool:
         tokens = job.record.input_tokens + job.record.output_tokens
@@ -160,7 +162,7 @@ class Replica:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
         now: float = self._env.now
         self.cache.expire(now)
-        self.cache.store(job.record, job.marks, now)
+        job.written = self.cache.store(job.record, job.marks, now)
         self.cache.release(job.match)
         self._used -= job.workspace_bytes
         self._prefilling = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Server:
         tokenizer = load_tokenizer(config.model)
         self.engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=clock, name="only")
 
-        async def generate(request: GenerateRequest) -> AsyncIterator[Event]:
+        async def generate(request: GenerateRequest) -> AsyncGenerator[Event]:
             self.requests.append(request)
             async for event in stream(
                 self.engine, request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
@@ -64,7 +64,7 @@ class Server:
         service = Service(
             config, generate, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
         )
-        app = create_app(service, tokenizer, b"secret", status, time.time())
+        app = create_app(service, tokenizer, b"secret", self.engine.max_context, status, time.time())
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,16 +71,27 @@ def test_special_tokens_in_a_message_are_plain_text():
     assert [t for t in prompt.tokens if t in special] == [t for t in harmless.tokens if t in special]
 
 
-def test_a_template_that_changes_content_is_refused_by_name():
-    class Trimming:
-        chat_template = "x"
+class Template:
+    """A tokenizer of bytes whose template does something to the content of messages."""
 
-        def apply_chat_template(self, messages: Any, **_: Any) -> str:
-            return "".join(message["content"].strip() for message in messages)
+    chat_template = "x"
 
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": list(text.encode())}
+    def __init__(self, change: Callable[[str], str]) -> None:
+        self.change = change
 
-    assert render(Trimming(), [Turn("user", (Block("fine"),))]).ends == (4,)
-    with pytest.raises(ApiError, match="whitespace"):
-        render(Trimming(), [Turn("user", (Block("trailing "),))])
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return "".join(f"[{self.change(message['content'])}]" for message in messages)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+
+def test_a_template_that_strips_messages_is_followed():
+    prompt = render(Template(str.strip), [Turn("user", (Block("  one"), Block("two \n")))])
+    assert bytes(prompt.tokens) == b"[one\ntwo]"
+    assert prompt.ends == (4, 8)
+
+
+def test_a_template_that_changes_content_is_refused():
+    with pytest.raises(ApiError, match="changes message content"):
+        render(Template(str.swapcase), [Turn("user", (Block("a"),))])

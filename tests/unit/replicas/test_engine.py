@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tests.unit.replicas.conftest import BLOCK, FAMILIES, VOCABULARY, Driver, ma
 from tests.unit.replicas.reference import Reference
 from warmkv.config import PolicySpec
 from warmkv.policies import budgets
-from warmkv.replicas.protocol import QueueFullError, RequestTooLargeError
+from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
 
 POLICIES = ["full", "streaming_llm@20", "snapkv@20", "snapkv@0.5", PolicySpec(name="snapkv", budget=24, window=6)]
 
@@ -52,7 +54,12 @@ def test_policies_equal_the_slow_reference(models, references, family, spec, len
     seen: list[torch.Tensor] = []
     driver = Driver(models[family])
     draw = driver.engine._draw
-    driver.engine._draw = lambda sequences, logits: (seen.append(logits[0].clone()), draw(sequences, logits))  # type: ignore
+
+    def watched(sequences: Any, logits: torch.Tensor) -> list[int]:
+        seen.append(logits[0].clone())
+        return draw(sequences, logits)
+
+    driver.engine._draw = watched  # type: ignore[method-assign]
     assert driver.run(make_request(tokens, new=30, policy=spec)) == [expected]
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected_logits), rtol=1e-4, atol=1e-4)
     assert driver.started("request").kept_tokens == min(budget, length)
@@ -148,8 +155,9 @@ def test_slots_never_exceed_the_byte_limit_and_all_requests_are_served(driver, m
     token = models["llama"].kv_shape.token_bytes
     limit = 200 * token
     tight = driver(kv_bytes=limit)
+    new = [0, 1, 10, 12, 14, 16, 18, 20, 22]
     requests = [
-        make_request(prompt(20 + 7 * i), new=10 + i, name=str(i), policy=("full", "snapkv@10")[i % 2]) for i in range(9)
+        make_request(prompt(20 + 7 * i), new=new[i], name=str(i), policy=("full", "snapkv@10")[i % 2]) for i in range(9)
     ]
     tight.submit(*requests)
     peak = 0
@@ -157,32 +165,156 @@ def test_slots_never_exceed_the_byte_limit_and_all_requests_are_served(driver, m
         stats = tight.engine.stats()
         peak = max(peak, stats.slot_bytes + stats.workspace_bytes)
     assert 0 < peak <= limit
-    assert [len(tight.tokens(str(i))) for i in range(9)] == [10 + i for i in range(9)]
+    assert [len(tight.tokens(str(i))) for i in range(9)] == new
 
 
 def test_what_cannot_be_served_is_refused_at_once(driver):
     small = driver(kv_bytes=100_000, max_context=64, max_queue=2)
-    with pytest.raises(RequestTooLargeError, match="exceed the context of 64"):
+    with pytest.raises(UnservableRequestError, match="exceed the context of 64"):
         small.submit(make_request(prompt(60), new=5))
-    with pytest.raises(RequestTooLargeError, match="kv_bytes"):
+    with pytest.raises(UnservableRequestError, match="kv_bytes"):
         driver(kv_bytes=10_000).submit(make_request(prompt(60), new=5))
-    small.submit(make_request(prompt(5), name="0"), make_request(prompt(5), name="1"))
+    one_slot = driver(max_slots=1, max_queue=1)
+    one_slot.submit(make_request(prompt(5), name="0"), make_request(prompt(5), name="1"))
+    for _ in range(3):
+        one_slot.engine.cancel("never heard of")  # not a request: it takes no place in the queue
     with pytest.raises(QueueFullError):
-        small.submit(make_request(prompt(5), name="2"))
-    small.run()
-    assert len(small.run(make_request(prompt(5), name="3"))[0]) == 8  # the queue is empty again
+        one_slot.submit(make_request(prompt(5), name="2"))
+    one_slot.run()
+    assert len(one_slot.run(make_request(prompt(5), name="3"))[0]) == 8  # the queue is empty again
+    for bad in ([], [VOCABULARY], [2**31]):
+        with pytest.raises(UnservableRequestError, match="vocabulary"):
+            small.submit(make_request(bad))
+    with pytest.raises(ValueError, match="max_context 100000 exceeds"):
+        driver(max_context=100_000)
 
 
-def test_a_failing_step_ends_what_it_computed_and_the_engine_goes_on(driver, monkeypatch):
+def fail_once(engine: Any, monkeypatch: Any, name: str) -> None:
+    """The next call of an engine's method raises, as a device that runs out of memory would."""
+    original, left = getattr(engine, name), [1]
+
+    def failing(*args: Any) -> Any:
+        if left:
+            left.pop()
+            raise RuntimeError("device out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(engine, name, failing)
+
+
+@pytest.mark.parametrize("place", ["_begin", "_prefill_chunk", "_hand_off", "_fill_slot"])
+def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypatch, place):
     shaky = driver()
-    shaky.submit(make_request(prompt(5), name="lost"))
-    monkeypatch.setattr(shaky.engine, "_forward", lambda *a: (_ for _ in ()).throw(RuntimeError("device lost")))
-    with pytest.raises(RuntimeError):
-        shaky.engine.step()
-    shaky.engine._fail_all("RuntimeError: device lost")
-    monkeypatch.undo()
-    assert "device lost" in shaky.told["lost"][-1].message
-    assert shaky.run(make_request(prompt(5), name="next")) == driver().run(make_request(prompt(5)))
+    tokens = prompt(40)
+    expected = driver().run(make_request(prompt(9), new=20))[0]
+    shaky.run(make_request(tokens, new=1, marks={37: "5m"}, name="before"))
+    shaky.submit(make_request(prompt(9), new=20, name="decodes"))
+    shaky.engine.step()
+    fail_once(shaky.engine, monkeypatch, place)
+    shaky.run(make_request(tokens, name="lost", reads=[37]))
+    assert "RuntimeError" in shaky.told["lost"][-1].message
+    assert shaky.tokens("decodes") == expected
+    ledger = shaky.engine.store._cache.ledger
+    assert all(entry.pins == 0 for entry in ledger._entries.values())
+    assert all(slab.is_empty for slab in shaky.engine.pool.slabs)
+    assert shaky.run(make_request(tokens, reads=[37], name="after")) == driver().run(make_request(tokens))
+    assert shaky.started("after").hit == 37
+
+
+def test_an_allocation_that_fails_ends_its_request_only(driver, monkeypatch):
+    shaky = driver()
+    fail_once(shaky.engine.pool, monkeypatch, "claim")
+    shaky.run(make_request(prompt(5), name="lost"), make_request(prompt(5), name="next"))
+    assert "RuntimeError" in shaky.told["lost"][-1].message
+    assert len(shaky.tokens("next")) == 8
+
+
+def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, monkeypatch):
+    shaky = driver()
+    original, calls = torch.stack, []
+
+    def stack(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("device out of memory")
+        return original(*args, **options)
+
+    monkeypatch.setattr("warmkv.replicas.block_store.torch.stack", stack)
+    shaky.run(make_request(prompt(40), name="lost"))
+    assert "RuntimeError" in shaky.told["lost"][-1].message
+    store = shaky.engine.store
+    assert set(store._cache.ledger) == set(store._blocks)
+    assert len(store) == 2
+    assert shaky.run(make_request(prompt(40), name="after")) == driver().run(make_request(prompt(40)))
+    assert shaky.started("after").cached_tokens == 2 * BLOCK
+
+
+def test_logits_that_are_no_numbers_fail_their_request_and_poison_no_slot(driver, monkeypatch):
+    shaky = driver()
+    tokens = prompt(20)
+    expected = driver().run(make_request(tokens, new=8))
+    shaky.submit(make_request(tokens, new=8, name="poisoned"))
+    shaky.engine.step()
+    (slab,) = shaky.engine.pool.slabs
+    with torch.inference_mode():
+        slab.keys[:, 0] = float("nan")
+        slab.values[:, 0] = float("nan")
+    shaky.run()
+    assert "not finite" in shaky.told["poisoned"][-1].message
+    assert shaky.run(make_request(tokens, new=8, name="same row")) == expected
+
+
+def test_a_failing_decode_step_ends_what_decodes_and_stopping_tells_everybody(driver, monkeypatch):
+    shaky = driver(max_slots=1)
+    shaky.submit(make_request(prompt(5), name="lost", new=30), make_request(prompt(6), name="waits", new=30))
+    shaky.engine.step()
+    fail_once(shaky.engine, monkeypatch, "_decode")
+    thread = threading.Thread(target=shaky.engine.run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not shaky.told["waits"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shaky.engine.stop()
+    thread.join(30)
+    assert "RuntimeError" in shaky.told["lost"][-1].message
+    last = shaky.told["waits"][-1]
+    assert isinstance(last, Finished) or "stopping" in last.message
+
+
+def test_a_device_that_is_lost_ends_the_engine(driver, monkeypatch):
+    lost = driver()
+    lost.submit(make_request(prompt(5), name="a"))
+    monkeypatch.setattr(lost.engine, "_advance_prompt", lambda: (_ for _ in ()).throw(RuntimeError("device lost")))
+    lost.engine.run()  # returns by itself
+    assert "stopping" in lost.told["a"][-1].message
+
+
+def test_a_busy_engine_expires_what_has_outlived_its_ttl(driver):
+    now = [0.0]
+    busy = driver(clock=lambda: now[0])
+    tokens = prompt(40)
+    busy.run(make_request(tokens, new=1, marks={40: "5m"}, name="first"))
+    busy.submit(make_request(prompt(10), new=20, name="decodes"))
+    busy.engine.step()
+    now[0] = 301.0
+    busy.engine.step()
+    assert set(busy.events[-1][1]) >= set(make_request(tokens).hashes)
+    now[0] = 302.0
+    for name in ("second", "third"):  # written again after it had expired, then read
+        assert busy.run(make_request(tokens, name=name, marks={40: "5m"}, reads=[40])) == driver().run(
+            make_request(tokens)
+        )
+    assert busy.started("third").hit == 40
+
+
+def test_what_memory_does_not_suffice_for_is_not_reported_as_written(driver):
+    small = driver(prefix_cache={"memory_bytes": 100})
+    small.run(make_request(prompt(40), marks={40: "5m"}))
+    assert small.started("request").written == 0
+    large = driver()
+    large.run(make_request(prompt(40), marks={13: "1h", 40: "5m"}))
+    assert large.started("request").written == 40
 
 
 def test_streaming_ring_has_constant_memory_far_beyond_its_budget(driver):

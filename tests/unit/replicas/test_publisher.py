@@ -60,7 +60,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed):
                 directory = PrefixDirectory(CONFIG)  # it died and came back empty
             await asyncio.sleep(0.001)
             update = await directory.follow(epoch, version, 0)
-            if update.epoch != epoch:
+            if update.whole:
                 copy = PrefixIndex()
             for change in update.changes:
                 apply_change(copy, change)
@@ -74,6 +74,8 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed):
                 break
             await asyncio.sleep(0.01)
             update = await directory.follow(epoch, version, 0)
+            if update.whole:
+                copy = PrefixIndex()
             for change in update.changes:
                 apply_change(copy, change)
             epoch, version = update.epoch, update.version

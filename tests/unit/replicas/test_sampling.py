@@ -66,6 +66,10 @@ def test_a_row_does_not_depend_on_the_others(rows):
     assert draw(rows) == [draw([row])[0] for row in rows]
 
 
+def test_a_tiny_temperature_is_greedy():
+    assert draw([([1.0, 3.0, 2.0], temperature, 1.0, 0, 0.9) for temperature in (1e-6, 1e-38, 1e-40)]) == [1, 1, 1]
+
+
 def test_frequencies_are_the_probabilities():
     logits = [0.0, 1.0, 2.0, -1.0]
     chance = random.Random(3)

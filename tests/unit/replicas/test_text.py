@@ -48,6 +48,22 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
     assert [detokenizer.push(byte) for byte in b"aENx"] == ["a", "", "", "ENx"]
 
 
+def test_bytes_that_form_no_character_are_given_out_in_time():
+    detokenizer = Detokenizer(decode)
+    given_out = "".join(detokenizer.push(0xFF) for _ in range(100))
+    assert len(given_out) >= 90
+
+
+def test_the_prompt_is_context_and_not_text():
+    """A SentencePiece tokenizer drops the space before the first word of what it decodes."""
+
+    def decode_words(ids: Sequence[int]) -> str:
+        return "".join(f" w{number}" for number in ids).removeprefix(" ")
+
+    assert Detokenizer(decode_words, context=[1, 2]).push(3) == " w3"
+    assert Detokenizer(decode_words).push(3) == "w3"
+
+
 def test_an_incomplete_character_at_the_end_is_given_out_as_it_is():
     detokenizer = Detokenizer(decode)
     assert detokenizer.push("é".encode()[0]) == ""

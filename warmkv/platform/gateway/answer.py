@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,30 +34,42 @@ class Answer:
     clock: Callable[[], float]
     begun: float  # clock at the arrival
     on_end: Callable[[Answer, Status], None]
-    events: AsyncIterator[Event]
+    events: AsyncGenerator[Event]
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
+    over: bool = False
     end: Finished = field(default_factory=lambda: Finished("cancelled", 0))
 
     async def text(self) -> AsyncIterator[Delta]:
         """The text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
         status: Status = "cancelled"
         try:
-            async for event in self.events:
-                if isinstance(event, Delta):
-                    self._count(event.output_tokens)
-                    yield event
-                elif isinstance(event, Finished):
-                    self._count(event.output_tokens)
-                    self.end, status = event, "ok"
-                elif isinstance(event, Failed):
-                    raise ApiError("api_error", f"The replica failed: {event.message}")
+            async with aclosing(self.events):
+                async for event in self.events:
+                    if isinstance(event, Delta):
+                        self._count(event.output_tokens)
+                        yield event
+                    elif isinstance(event, Finished):
+                        self._count(event.output_tokens)
+                        self.end, status = event, "ok"
+                    elif isinstance(event, Failed):
+                        raise ApiError("api_error", f"The replica failed: {event.message}")
             if status != "ok":
                 raise ApiError("api_error", "The replica ended the answer early.")
         except Exception as error:
             status = "error"
             raise from_exception(error) from error
         finally:
+            self._ended(status)
+
+    async def aclose(self) -> None:
+        """Give the answer up, if it has not ended: its client may leave before it reads any text."""
+        self._ended("cancelled")
+        await self.events.aclose()
+
+    def _ended(self, status: Status) -> None:
+        if not self.over:
+            self.over = True
             self.on_end(self, status)
 
     def details(self) -> dict[str, Any]:

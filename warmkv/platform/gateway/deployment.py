@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from warmkv import telemetry
@@ -11,7 +11,7 @@ from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.service import Service
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.loading import load_max_context, load_tokenizer
 from warmkv.replicas.protocol import Event, GenerateRequest
 
 
@@ -26,6 +26,7 @@ class Gateway:
         self._secret, self._directory = secret, directory
         self._handle = replicas.options(stream=True, method_name="generate")
         self._tokenizer = load_tokenizer(config.model)
+        self._max_context = config.engine.max_context or load_max_context(config.model)
         self._log = AccessLog(config.gateway.access_log) if config.gateway.access_log else None
         self._service = Service(
             config,
@@ -37,11 +38,15 @@ class Gateway:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._service, self._tokenizer, self._secret, self._replicas, time.time())
+        return create_app(self._service, self._tokenizer, self._secret, self._max_context, self._replicas, time.time())
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
-        async for event in self._handle.remote(request):
-            yield event
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
+        response = self._handle.remote(request)
+        try:
+            async for event in response:
+                yield event
+        finally:  # an answer that nobody waits for any more (a time-out, say) must not go on in the replica
+            response.cancel()
 
     async def _replicas(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._directory.status.remote()

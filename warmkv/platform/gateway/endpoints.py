@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.platform.gateway import messages, openai
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, from_validation, openai_body
-from warmkv.platform.gateway.prompt import Prompt, render, render_text
+from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.schema import Body
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.tenants import Tenant, authenticate
@@ -25,16 +25,32 @@ B = TypeVar("B", bound=Body)
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaStatus, started_at: float) -> FastAPI:
-    """All routes. `status` tells what is known of the replicas; `secret` salts the tenants' prefixes."""
+def create_app(
+    service: Service, tokenizer: Any, secret: bytes, max_context: int, status: ReplicaStatus, started_at: float
+) -> FastAPI:
+    """All routes. `secret` salts the tenants' prefixes; `status` tells what is known of the replicas.
+
+    `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
+    """
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None)
     config = service.config
 
     # Off the event loop, and one at a time: a tokenizer holds state while it encodes.
     tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def tokenizing(make: Callable[[], Prompt]) -> Prompt:
-        return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, make)
+    longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    async def tokenizing(make: Callable[[], Prompt], texts: Iterable[str]) -> Prompt:
+        """The prompt; a text that cannot fit is refused unread, so that nobody waits behind its tokenizing."""
+        if sum(map(len, texts)) > max_context * longest_token:  # a character is a byte at least
+            raise ApiError("invalid_request_error", f"The prompt exceeds the context of {max_context} tokens.")
+        prompt = await asyncio.get_running_loop().run_in_executor(tokenizer_thread, make)
+        if len(prompt.tokens) > max_context:
+            raise ApiError(
+                "invalid_request_error",
+                f"{len(prompt.tokens)} prompt tokens exceed the context of {max_context} tokens",
+            )
+        return prompt
 
     def tenant_of(request: Request) -> Tenant:
         return authenticate(request.headers, config.gateway.tenants, secret)
@@ -72,7 +88,7 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
         sampling = body.sampling(seed_of(body.warmkv.seed))
         answer = await service.start("messages", tenant, prompt, sampling, body.warmkv, explicit=True)
         if body.stream:
-            return event_stream(messages.stream(answer))
+            return event_stream(messages.stream(answer, request.state.id))
         return JSONResponse(await messages.respond(answer))
 
     @app.post("/v1/messages/count_tokens")
@@ -85,27 +101,27 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
 
     async def message_prompt(body: messages.CountRequest) -> Prompt:
         turns = messages.turns(body, config.prefix_cache.default_ttl)
-        return await tokenizing(lambda: render(tokenizer, turns))
+        return await tokenizing(lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
         turns = openai.turns(body)
-        return await complete("chat", tenant, body, lambda: render(tokenizer, turns))
+        return await complete("chat", tenant, body, lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
-        return await complete("completions", tenant, body, lambda: render_text(tokenizer, body.prompt))
+        return await complete("completions", tenant, body, lambda: render_text(tokenizer, body.prompt), [body.prompt])
 
     async def complete(
-        api: str, tenant: Tenant, body: openai.CompletionBody, make_prompt: Callable[[], Prompt]
+        api: str, tenant: Tenant, body: openai.CompletionBody, make_prompt: Callable[[], Prompt], parts: Iterable[str]
     ) -> Response:
         service.check_model(body.model)
         sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
-        prompt = await tokenizing(make_prompt)
+        prompt = await tokenizing(make_prompt, parts)
         answer = await service.start(api, tenant, prompt, sampling, body.warmkv, explicit=False)
         chat = api == "chat"
         if body.stream:
@@ -133,7 +149,8 @@ def create_app(service: Service, tokenizer: Any, secret: bytes, status: ReplicaS
 
     @app.get("/v1/warmkv/replicas")
     async def replicas(request: Request) -> Response:
-        tenant_of(request)
+        if not tenant_of(request).operator:
+            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
         return JSONResponse(await status())
 
     @app.get("/healthz")
@@ -162,6 +179,10 @@ class RequestId:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def texts(turns: Iterable[Turn]) -> Iterator[str]:
+    return (block.text for turn in turns for block in turn.blocks)
 
 
 def error_response(request: Request, error: ApiError) -> Response:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from warmkv.replicas.protocol import QueueFullError, RequestTooLargeError
+from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -47,7 +47,7 @@ def invalid(message: str) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The most specific fault of a request body, with its place: of a union's branches, the one that went deepest."""
     fault = max(error.errors(), key=lambda item: len(item["loc"]))
-    place = ".".join(str(part) for part in fault["loc"] if not str(part).startswith("function-"))
+    place = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))  # brackets: pydantic's own names
     message = str(fault["msg"]).removeprefix("Value error, ")
     return invalid(f"{place}: {message}" if place else message)
 
@@ -58,7 +58,7 @@ def from_exception(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ValidationError):
         return from_validation(error)
-    if isinstance(error, RequestTooLargeError):
+    if isinstance(error, UnservableRequestError):
         return invalid(_reason(error))
     if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
         return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.")

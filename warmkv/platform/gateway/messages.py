@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from warmkv.platform.gateway.answer import Answer
 from warmkv.platform.gateway.errors import anthropic_body, from_exception, invalid
@@ -32,12 +33,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-
-    @model_validator(mode="after")
-    def _no_empty_mark(self) -> TextBlock:
-        if self.cache_control is not None and not self.text:
-            raise ValueError("cache_control cannot be set for empty text blocks")
-        return self
+    citations: None = None  # an answer of ours may be sent back as the SDK holds it
 
 
 class TextSource(Body):
@@ -67,16 +63,19 @@ class Message(Body):
     content: str | list[ContentBlock]
 
 
+class NoThinking(Body):
+    type: Literal["disabled"]
+
+
 class CountRequest(Body):
-    """Body of /v1/messages/count_tokens."""
+    """Body of /v1/messages/count_tokens: what of a request makes its prompt."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
-
-
-class NoThinking(Body):
-    type: Literal["disabled"]
+    cache_control: CacheControl | None = None
+    thinking: NoThinking | None = None
+    tools: list[Any] = Field([], max_length=0, description="not supported yet")
 
 
 class MessagesRequest(CountRequest):
@@ -86,10 +85,8 @@ class MessagesRequest(CountRequest):
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    stop_sequences: list[str] = Field([], max_length=16)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
     stream: bool = False
-    cache_control: CacheControl | None = None
-    thinking: NoThinking | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     warmkv: WarmkvOptions = WarmkvOptions()
@@ -113,7 +110,7 @@ def turns(body: CountRequest, default_ttl: str) -> list[Turn]:
         found.append(Turn("system", _blocks(body.system, default_ttl)))
     for message in body.messages:
         found.append(Turn(message.role, _blocks(message.content, default_ttl)))
-    if isinstance(body, MessagesRequest) and body.cache_control is not None:
+    if body.cache_control is not None:
         found[-1] = _mark_last(found[-1], body.cache_control.ttl or default_ttl)
     return found
 
@@ -123,6 +120,8 @@ def _blocks(content: str | list[TextBlock] | list[ContentBlock], default_ttl: st
         return (Block(content),)
     if not content:
         raise invalid("content: a message needs at least one content block")
+    if any(block.cache_control is not None and not block.text for block in content):
+        raise invalid("cache_control cannot be set for empty text blocks")
     return tuple(
         Block(block.text, (block.cache_control.ttl or default_ttl) if block.cache_control else None)
         for block in content
@@ -132,6 +131,8 @@ def _blocks(content: str | list[TextBlock] | list[ContentBlock], default_ttl: st
 def _mark_last(turn: Turn, ttl: str) -> Turn:
     """The top-level cache_control marks the last block of the prompt."""
     *before, last = turn.blocks
+    if not last.text:
+        raise invalid("cache_control: the last block is empty text, which cannot be cached")
     if last.ttl not in (None, ttl):
         raise invalid(f"cache_control: the last block is marked with ttl {last.ttl!r} already")
     return Turn(turn.role, (*before, Block(last.text, ttl)))
@@ -160,28 +161,29 @@ async def respond(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def stream(answer: Answer) -> AsyncIterator[str]:
+async def stream(answer: Answer, request_id: str) -> AsyncIterator[str]:
     """The answer as server-sent events. A fault after the first byte is an `error` event."""
     try:
-        start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
-        yield _event({"type": "message_start", "message": start})
-        opened = False
-        async for delta in answer.text():
-            if not opened:
-                opened = True
-                block = {"type": "text", "text": ""}
-                yield _event({"type": "content_block_start", "index": 0, "content_block": block})
-            content = {"type": "text_delta", "text": delta.text}
-            yield _event({"type": "content_block_delta", "index": 0, "delta": content})
-        if opened:
-            yield _event({"type": "content_block_stop", "index": 0})
-        stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
-        usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
-        yield _event({"type": "message_delta", "delta": stop, "usage": usage})
-        yield _event({"type": "message_stop"})
+        async with aclosing(answer):
+            start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
+            start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
+            yield _event({"type": "message_start", "message": start})
+            opened = False
+            async for delta in answer.text():
+                if not opened:
+                    opened = True
+                    block = {"type": "text", "text": ""}
+                    yield _event({"type": "content_block_start", "index": 0, "content_block": block})
+                content = {"type": "text_delta", "text": delta.text}
+                yield _event({"type": "content_block_delta", "index": 0, "delta": content})
+            if opened:
+                yield _event({"type": "content_block_stop", "index": 0})
+            stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
+            usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
+            yield _event({"type": "message_delta", "delta": stop, "usage": usage})
+            yield _event({"type": "message_stop"})
     except Exception as error:
-        yield _event(anthropic_body(from_exception(error), answer.id))
+        yield _event(anthropic_body(from_exception(error), request_id))
 
 
 def _head(answer: Answer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -27,28 +28,54 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    # An answer of ours may be sent back as it came: these are what the SDK adds to it.
+    refusal: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
 
 
+class TextFormat(Body):
+    type: Literal["text"]
+
+
 class CompletionBody(Body):
-    """What both endpoints take. Settings that warmkv does not have are accepted at their neutral value only."""
+    """What both endpoints take; null is the same as leaving a field out.
+
+    Settings that warmkv does not have are accepted at the value at which they do nothing, and refused otherwise.
+    """
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    n: Literal[1] = 1
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    warmkv: WarmkvOptions = WarmkvOptions()
+    # Neutral values only.
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: None = None
+    store: Literal[False] = False
     frequency_penalty: float = Field(0.0, ge=0, le=0)
     presence_penalty: float = Field(0.0, ge=0, le=0)
-    warmkv: WarmkvOptions = WarmkvOptions()
+    logit_bias: dict[str, float] = Field({}, max_length=0)
+    tools: list[Any] = Field([], max_length=0)
+    response_format: TextFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> CompletionBody:
@@ -79,6 +106,7 @@ class ChatRequest(CompletionBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] = False
 
     @property
     def token_limit(self) -> int | None:
@@ -115,7 +143,7 @@ def usage_fields(usage: Usage, cached: int) -> dict[str, Any]:
 async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     """The whole answer as one completion."""
     text = "".join([delta.text async for delta in answer.text()])
-    body = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+    body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, **body, "finish_reason": FINISH_REASONS[answer.end.reason], "logprobs": None}
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
 
@@ -130,14 +158,15 @@ async def stream(answer: Answer, chat: bool, include_usage: bool) -> AsyncIterat
         return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
     try:
-        if chat:
-            yield chunk({"role": "assistant", "content": ""})
-        async for delta in answer.text():
-            yield chunk({"content": delta.text})
-        yield chunk({}, FINISH_REASONS[answer.end.reason])
-        if include_usage:
-            yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
-        yield "data: [DONE]\n\n"
+        async with aclosing(answer):
+            if chat:
+                yield chunk({"role": "assistant", "content": ""})
+            async for delta in answer.text():
+                yield chunk({"content": delta.text})
+            yield chunk({}, FINISH_REASONS[answer.end.reason])
+            if include_usage:
+                yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
+            yield "data: [DONE]\n\n"
     except Exception as error:
         yield f"data: {json.dumps(openai_body(from_exception(error)))}\n\n"
 

@@ -8,7 +8,7 @@ write: only the template's own pieces may contain any, and `<|im_end|>` in a mes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from warmkv.platform.gateway.errors import invalid
@@ -49,9 +49,12 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
     begin, end = _unused_marks(turns)
     plain = _apply(tokenizer, turns, "", "", options)
-    marked = _apply(tokenizer, turns, begin, end, options)
-    if marked.replace(begin, "").replace(end, "") != plain:
-        raise invalid("This model's chat template changes message content; strip leading and trailing whitespace.")
+    for candidate in (turns, [_stripped(turn) for turn in turns]):  # some templates strip messages
+        marked = _apply(tokenizer, candidate, begin, end, options)
+        if marked.replace(begin, "").replace(end, "") == plain:
+            break
+    else:
+        raise invalid("This model's chat template changes message content, so cache breakpoints cannot be placed.")
     tokens: list[int] = []
     ends = []
     for piece in marked.split(begin):
@@ -91,6 +94,14 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options:
     except Exception as error:  # templates raise what they like
         raise invalid(f"The model's chat template refuses the messages: {error}") from None
     return text
+
+
+def _stripped(turn: Turn) -> Turn:
+    """The turn without whitespace at its two ends."""
+    blocks = list(turn.blocks)
+    blocks[0] = replace(blocks[0], text=blocks[0].text.lstrip())
+    blocks[-1] = replace(blocks[-1], text=blocks[-1].text.rstrip())
+    return Turn(turn.role, tuple(blocks))
 
 
 def _unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:

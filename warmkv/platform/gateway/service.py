@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Protocol
 
 from warmkv import telemetry
@@ -20,7 +21,7 @@ from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started
 
-Generate = Callable[[GenerateRequest], AsyncIterator[Event]]
+Generate = Callable[[GenerateRequest], AsyncGenerator[Event]]
 
 
 class Recorder(Protocol):
@@ -74,10 +75,9 @@ class Service:
         """
         begun, arrival = self._clock(), self._wall_clock()
         request = self._request(tenant, prompt, sampling, options)
-        events = self._generate(request)
+        events = self._limited(self._generate(request))
         try:
-            async with asyncio.timeout(self.config.gateway.request_timeout_seconds):
-                started = await anext(events)
+            started = await anext(events)
             if isinstance(started, Failed):
                 raise ApiError("api_error", f"The replica failed: {started.message}")
             if not isinstance(started, Started):
@@ -135,11 +135,23 @@ class Service:
             replica=options.replica,
         )
 
+    async def _limited(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+        """The events as they come; TimeoutError if the answer takes too long as a whole."""
+        deadline = asyncio.get_running_loop().time() + self.config.gateway.request_timeout_seconds
+        async with aclosing(events):
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    event = await anext(events, None)
+                if event is None:
+                    return
+                yield event
+
     def _usage(self, request: GenerateRequest, started: Started, explicit: bool) -> Usage:
         tokens = len(request.token_ids)
         if not explicit:
             return Usage(input=tokens - started.cached_tokens, read=started.cached_tokens)
-        marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks]
+        stored = max(started.hit, started.written)  # what memory did not suffice for is not billed as written
+        marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks if mark.position <= stored]
         return breakpoints.bill(tokens, marks, started.hit, self.config.prefix_cache.ttls)
 
     def _ended(self, answer: Answer, status: Status) -> None:
@@ -187,5 +199,5 @@ class Service:
             e2e=answer.last_token,
             max_tokens=request.sampling.max_tokens,
             status=status,
-            stop_reason=answer.end.reason,
+            stop_reason=answer.end.reason if status == "ok" else status,
         )

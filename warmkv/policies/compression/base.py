@@ -28,7 +28,7 @@ class Policy(ABC):
 
     def observed_queries(self, prompt_tokens: int) -> int:
         """Queries at the end of the prompt that `select` wants to see."""
-        return 0
+        return budgets.observed_queries(self.spec, prompt_tokens)
 
     def kept(self, prompt_tokens: int) -> int:
         """Entries per KV head that survive the hand-off."""

@@ -16,9 +16,6 @@ class SnapKV(Policy):
     neighbours of a vote survive with it (section 3.2). A budget within the window keeps the last tokens only.
     """
 
-    def observed_queries(self, prompt_tokens: int) -> int:
-        return min(self.spec.window, prompt_tokens) if self.kept(prompt_tokens) < prompt_tokens else 0
-
     def select(self, keys: Tensor, queries: Tensor | None, scale: float) -> Tensor:
         heads, tokens, _ = keys.shape
         kept = self.kept(tokens)
@@ -27,7 +24,7 @@ class SnapKV(Policy):
         if kept == window:
             return last
         assert queries is not None
-        votes = window_attention(keys, queries[:, -window:], scale).sum(dim=(1, 2))[:, : tokens - window]
+        votes = window_attention(keys, queries, scale).sum(dim=(1, 2))[:, : tokens - window]
         votes = pool_positions(votes, self.spec.kernel, self.spec.pooling)
         chosen = votes.topk(kept - window, dim=-1).indices.sort(dim=-1).values
         return torch.cat([chosen, last], dim=-1)

@@ -1,0 +1,54 @@
+"""`warmkv serve` and `warmkv demo` as a user runs them, each on a Ray of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import requests
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+WARMKV = Path(sys.executable).with_name("warmkv")
+
+
+def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
+    command = [WARMKV, "serve", "--set", "gateway.port=0", "--set", f"gateway.access_log={tmp_path / 'log.jsonl'}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if found := re.search(r"at (http://\S+)", line):
+                break
+        else:
+            pytest.fail(f"it never said where it serves:\n{seen}")
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
+        answer = requests.post(f"{found[1]}/v1/messages", json=body, timeout=60)
+        assert answer.json()["usage"]["output_tokens"] > 0
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, seen + rest
+        assert "Traceback" not in seen + rest
+        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+    finally:
+        process.kill()
+
+
+def test_the_demo_passes(tmp_path: Path):
+    out = tmp_path / "demo.json"
+    done = subprocess.run([WARMKV, "demo", "--json", str(out)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["passed"]
+    assert {(row["api"], row["policy"].partition("@")[0]) for row in result["rows"]} == {
+        (api, policy) for api in ("anthropic", "openai") for policy in ("full", "snapkv", "streaming_llm")
+    }
+    for row in result["rows"]:
+        resident = {reply["details"]["resident_bytes"] for reply in row["replies"]}
+        assert max(resident) > 0

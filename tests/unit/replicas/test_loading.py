@@ -1,0 +1,100 @@
+"""Which models are served, and which are refused because warmkv would compute them wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+
+from tests.unit.replicas.conftest import Driver, make_request
+from warmkv.replicas.loading import prepare, resolve_dtype
+from warmkv.replicas.protocol import Failed, UnservableRequestError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def test_limits_and_shape_follow_from_the_model():
+    model = prepare(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=64, head_dim=16)))
+    assert model.max_context == 64  # within its window a sliding layer attends to everything
+    assert model.kv_shape.token_bytes == 2 * 2 * 2 * 16 * 4
+    assert (model.vocabulary, model.q_heads, model.fixed_rotation) == (50, 4, True)
+    assert model.eos_ids == frozenset()
+
+
+def test_dtype_follows_from_the_device():
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1)), "rotary"),
+        (lambda: FalconForCausalLM(FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)), "."),
+        (
+            lambda: LlamaForCausalLM(
+                LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+            ),
+            "dynamic",
+        ),
+    ],
+    ids=["no rotation", "own attention", "rotation that changes with length"],
+)
+def test_models_that_would_be_computed_wrongly_are_refused(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        prepare(make())
+
+
+def test_capped_attention_logits_are_refused_and_not_dropped():
+    gemma = Driver(prepare(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=64))))
+    gemma.run(make_request([1, 2, 3]))
+    assert gemma.told["request"][-1] == Failed("ValueError")  # the reason is in the log
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CohereForCausalLM(CohereConfig(**SHAPE)),
+        lambda: PhiForCausalLM(PhiConfig(**SHAPE, partial_rotary_factor=0.5)),
+    ],
+    ids=["interleaved rotation", "partial rotation"],
+)
+def test_streaming_is_refused_where_sinks_cannot_be_rotated_on_and_the_rest_is_served(make):
+    torch.manual_seed(0)
+    plain = make().eval()
+    torch.manual_seed(0)
+    driver = Driver(prepare(make()))
+    with pytest.raises(UnservableRequestError, match="streaming_llm"):
+        driver.submit(make_request([1, 2, 3], policy="streaming_llm@10"))
+    with torch.no_grad():
+        expected = plain.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    assert driver.run(make_request([1, 2, 3], new=6)) == [expected]
