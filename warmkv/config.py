@@ -31,7 +31,7 @@ class Section(BaseModel):
 # --- compression ------------------------------------------------------------------------------------------------
 
 PolicyName = Literal["full", "streaming_llm", "snapkv"]
-_KNOBS = {"sinks": "streaming_llm", "window": "snapkv", "kernel": "snapkv", "pooling": "snapkv"}  # and whose they are
+KNOBS = {"sinks": "streaming_llm", "window": "snapkv", "kernel": "snapkv", "pooling": "snapkv"}  # and whose they are
 
 
 class PolicySpec(Section):
@@ -81,7 +81,7 @@ class PolicySpec(Section):
             raise ValueError(f"budget {self.budget} leaves no recent token beside {self.sinks} sinks")
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, got {self.kernel}")
-        for knob, owner in _KNOBS.items():
+        for knob, owner in KNOBS.items():
             if self.name != owner and getattr(self, knob) != type(self).model_fields[knob].default:
                 raise ValueError(f"{knob} is a knob of {owner}; {self.name} does not have it")
         if self.name == "full" and self.budget != 1.0:
@@ -93,7 +93,7 @@ class PolicySpec(Section):
         """The short form: `name@budget`, and the knobs that are not at their default."""
         head = self.name if self.name == "full" else f"{self.name}@{self.budget}"
         fields = type(self).model_fields
-        knobs = [f"{k}={getattr(self, k)}" for k in _KNOBS if getattr(self, k) != fields[k].default]
+        knobs = [f"{k}={getattr(self, k)}" for k in KNOBS if getattr(self, k) != fields[k].default]
         return f"{head}:{','.join(knobs)}" if knobs else head
 
 

@@ -82,7 +82,7 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("compression.policy=snapkv@lots", "write NAME@TOKENS or NAME@SHARE"),
         ("compression.policy=magic", r"compression\.policy\.name: "),
         ("compression.policy=snapkv@1.5", r"a share must be in \(0, 1\]"),
-        ("compression.policy=snapkv@0", "at least 1"),
+        ("compression.policy=snapkv@0", "at least 2"),
         ("compression.policy=streaming_llm@4", "leaves no recent token beside 4 sinks"),
         ("compression.policy.kernel=4", "kernel must be odd"),
         ("prefix_cache.default_ttl=2h", "default_ttl '2h' is not one of ttls: 5m, 1h"),

@@ -78,9 +78,7 @@ def replay(
     from warmkv.simulator import report, timing
 
     try:
-        cost, source = timing.choose_cost(
-            trace.requests, settings, replaying.recorded_policy(settings), step_times.value
-        )
+        cost, source = timing.choose_cost(trace.requests, settings, replaying.recorded_policy(), step_times.value)
         results = _replay_with_bar(trace, settings, grid, cost)
     except ValueError as error:
         _fail("replay", str(error))

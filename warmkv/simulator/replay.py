@@ -84,9 +84,9 @@ def kv_shape(config: Config) -> budgets.KVShape:
     return budgets.KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
 
 
-def recorded_policy(config: Config) -> Callable[[RequestRecord], PolicySpec]:
-    """The policy a record names; the configured one's other knobs apply where the label is the same."""
-    specs = {config.compression.policy.label: config.compression.policy}
+def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
+    """The policy a record names; each label is read once."""
+    specs: dict[str, PolicySpec] = {}
 
     def spec_of(record: RequestRecord) -> PolicySpec:
         spec = specs.get(record.policy)
@@ -110,7 +110,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
         tier = price_tier(variant.ttl, cache.ttls)
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
-    shape, recorded = kv_shape(config), recorded_policy(config)
+    shape, recorded = kv_shape(config), recorded_policy()
     start = records[0].arrival if records else 0.0
     jobs = []
     for record in records:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from warmkv.config import PolicySpec, describe
+from warmkv.config import KNOBS, PolicySpec, describe
 
 TTLS = (300.0, 3600.0)
 BUDGETS: tuple[int | float, ...] = (0.2, 0.5)
@@ -35,9 +35,10 @@ class Variant:
 
 
 def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
-    """The policy `name` at `budget`, with the other knobs of `base`. Raises VariantError."""
+    """The policy `name` at `budget`, with those knobs of `base` that it has. Raises VariantError."""
+    knobs = {knob: getattr(base, knob) for knob, owner in KNOBS.items() if owner == name == base.name}
     try:
-        return PolicySpec.model_validate({**base.model_dump(), "name": name, "budget": budget})
+        return PolicySpec.model_validate({"name": name, "budget": budget, **knobs})
     except ValidationError as error:
         raise VariantError(f"policy {name} at budget {budget}: {'; '.join(describe(error, PolicySpec))}") from None
 

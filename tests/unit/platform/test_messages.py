@@ -203,6 +203,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("image", {"content": [{"type": "image", "source": {"type": "url", "url": "http://x/"}}]}, "image"),
     ("policy", {"content": "x", "extra": {"warmkv": {"policy": "snapkv@2.0"}}}, "share"),
     ("no blocks", {"content": []}, "content"),
+    ("empty stop", {"content": "x", "stop_sequences": [""]}, "stop_sequences"),
+    (
+        "huge kernel",
+        {"content": "x", "extra": {"warmkv": {"policy": {"name": "snapkv", "kernel": 2**70 + 1}}}},
+        "kernel",
+    ),
+    ("knob of another", {"content": "x", "extra": {"warmkv": {"policy": {"name": "full", "window": 8}}}}, "window"),
+    ("budget in words", {"content": "x", "extra": {"warmkv": {"policy": {"name": "snapkv", "budget": 1}}}}, "1.0"),
 ]
 
 
@@ -233,6 +241,8 @@ def test_typed_errors_of_other_kinds(serve, server):
     with pytest.raises(anthropic.AuthenticationError):
         ask(strict, "x", key="wrong")
     assert ask(strict, "x", key="right").usage.output_tokens > 0
+    with pytest.raises(anthropic.PermissionDeniedError):
+        strict.anthropic("right").get("/v1/warmkv/replicas", cast_to=object)
     with pytest.raises(anthropic.RequestTooLargeError, match="max_body_bytes"):
         ask(strict, "x" * 3000, key="right")
     with pytest.raises(anthropic.BadRequestError, match="allow_request_policy"):
@@ -240,21 +250,25 @@ def test_typed_errors_of_other_kinds(serve, server):
 
 
 def test_a_full_queue_is_overloaded(serve):
-    busy = serve("engine.max_queue=1", "engine.threads=1")
+    busy = serve("engine.max_queue=1", "engine.max_slots=1", "engine.threads=1")
     gate = threading.Event()
     busy.engine.call(gate.wait)  # the engine's thread stands still, so the queue is what the test makes it
     _until(lambda: busy.engine._inbox.empty())
-    waiting = threading.Thread(target=lambda: ask(busy, "first"))
-    waiting.start()
-    _until(lambda: not busy.engine._inbox.empty())
-    with pytest.raises(anthropic.APIStatusError) as caught:
-        ask(busy, "second")
+    threads = [threading.Thread(target=lambda: ask(busy, "for the slot, and to wait")) for _ in range(2)]
+    try:
+        for number, thread in enumerate(threads):
+            thread.start()
+            _until(lambda number=number: busy.engine._arrivals.qsize() == number + 1)
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            ask(busy, "one too many")
+    finally:
+        gate.set()
     assert caught.value.status_code == 529
     assert caught.value.body["error"]["type"] == "overloaded_error"
     assert caught.value.response.headers["retry-after"]
-    gate.set()
-    waiting.join(30)
-    assert ask(busy, "third").usage.output_tokens > 0
+    for thread in threads:
+        thread.join(30)
+    assert ask(busy, "later").usage.output_tokens > 0
 
 
 def test_a_client_that_leaves_frees_its_slot(server):
@@ -308,6 +322,24 @@ def test_every_request_is_recorded(server):
     counted = {(name, labels.get("kind")): value for name, value, labels in server.metrics.seen[-14:]}
     assert counted["warmkv_tokens", "input"] == usage.input_tokens
     assert counted["warmkv_tokens", "write_5m"] == usage.cache_creation_input_tokens
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):
+    begun = len(server.requests)
+    with pytest.raises(anthropic.BadRequestError, match="exceeds the context"):
+        ask(server, "x" * 2_000_000)
+    assert len(server.requests) == begun
+
+
+def test_what_count_tokens_takes_is_what_a_message_takes(server):
+    counted = server.anthropic().messages.count_tokens(
+        model=server.config.model.name,
+        messages=[{"role": "user", "content": "Hello"}],
+        cache_control={"type": "ephemeral"},
+        thinking={"type": "disabled"},
+        tools=[],
+    )
+    assert counted.input_tokens == ask(server, "Hello").usage.input_tokens
 
 
 def test_models_and_health(server):

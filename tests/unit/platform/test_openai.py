@@ -74,6 +74,15 @@ def test_system_and_developer_are_one_role(server):
     assert prompt("system") == prompt("developer")
 
 
+def test_an_answer_can_be_sent_back_as_it_came(server):
+    first = chat(server, "def main():").choices[0].message
+    messages = [{"role": "user", "content": "def main():"}, first, {"role": "user", "content": "go on"}]
+    second = server.openai().chat.completions.create(
+        model=server.config.model.name, max_tokens=2, messages=messages, temperature=None, logprobs=False, n=1
+    )
+    assert second.usage.prompt_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -211,8 +211,8 @@ def test_what_never_fits_or_finds_full_queues_is_refused():
     big, small = record(0.0, [1] * 100), record(0.0, [2] * 10)
     jobs, _ = run([big, small], config("engine.kv_bytes=50B"))
     assert [bool(job.replica) for job in jobs] == [False, True]
-    jobs, _ = run([replace(small, id=str(n)) for n in range(5)], config("engine.max_queue=3"))
-    assert [bool(job.replica) for job in jobs] == [True, True, True, False, False]
+    jobs, _ = run([replace(small, id=str(n)) for n in range(5)], config("engine.max_queue=3", "engine.max_slots=1"))
+    assert [bool(job.replica) for job in jobs] == [True, True, True, True, False]  # one free slot, and three wait
     jobs, _ = run([record(0.0, [1] * 60, output=5)], config("engine.max_context=64"))
     assert not jobs[0].replica
 

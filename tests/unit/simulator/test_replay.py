@@ -69,7 +69,7 @@ def test_a_disabled_cache_bills_everything_as_input():
 @given(logs(), st.sampled_from([None, 10.0, 300.0, 7200.0]), st.sampled_from(["full", "snapkv"]))
 def test_tokens_are_conserved(records, ttl, policy):
     settings = config("cluster.replicas=2", "engine.kv_bytes=150B")
-    variant = Variant(ttl, policy_spec(policy, 0.5, PolicySpec()))
+    variant = Variant(ttl, policy_spec(policy, 1.0 if policy == "full" else 0.5, PolicySpec()))
     jobs, lifetimes = prepare(records, settings, variant)
     jobs, _ = run(records, settings, variant)
     served = [job for job in jobs if job.replica]
@@ -165,15 +165,11 @@ def test_progress_reports_every_variant(conversations):
     assert seen == sorted(seen)
 
 
-def test_a_recorded_policy_takes_the_configured_knobs_where_it_is_the_configured_one():
-    settings = config("compression.policy={name: snapkv, budget: 8, window: 3}")
-    jobs, _ = prepare(
-        [record(0, [1] * 40, policy="snapkv@8"), record(0, [1] * 40, policy="snapkv@9")], settings, Variant()
-    )
+def test_a_recorded_policy_is_the_one_that_ran_knobs_included():
+    specs = [PolicySpec(name="snapkv", budget=8, window=3), PolicySpec(name="snapkv", budget=35)]
+    jobs, _ = prepare([record(0, [1] * 40, policy=spec.label) for spec in specs], config(), Variant())
     assert [job.recomputed for job in jobs] == [3, 32]
-    assert [job.kept for job in jobs] == [
-        kept_tokens(PolicySpec.model_validate(p), 40) for p in ("snapkv@8", "snapkv@9")
-    ]
+    assert [job.kept for job in jobs] == [kept_tokens(spec, 40) for spec in specs]
 
 
 def test_a_log_of_other_settings_is_refused_with_the_reason():
@@ -191,10 +187,15 @@ def test_a_lifetime_is_sold_under_the_shortest_ttl_that_lasts_as_long(ttl, tier)
 
 
 def test_the_grid_has_a_baseline_and_every_combination():
-    labels = [(variant.label, variant.ttl) for variant in grid(PolicySpec(window=7))]
+    base = PolicySpec(name="snapkv", window=7)
+    labels = [(variant.label, variant.ttl) for variant in grid(base)]
     assert labels[:2] == [("full", 300.0), ("full", 3600.0)]
     assert len(set(labels)) == 10
-    assert all(variant.policy is not None and variant.policy.window == 7 for variant in grid(PolicySpec(window=7)))
+    assert {(v.policy.name, v.policy.window) for v in grid(base) if v.policy} == {
+        ("full", 32),
+        ("snapkv", 7),
+        ("streaming_llm", 32),
+    }
     with pytest.raises(VariantError, match=r"policy snapkv at budget 2\.0: .*share"):
         grid(PolicySpec(), budgets=[2.0])
     with pytest.raises(VariantError, match="TTL must be a positive"):

@@ -40,7 +40,7 @@ def busy_log(hours, settings):
 def test_a_fit_recovers_the_step_times_of_a_busy_log(policy, hours):
     settings = load(flags=[f"compression.policy={policy}", "cluster.replicas=2"], environ={})
     jobs, _ = run(busy_log(hours, settings), settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy(settings))
+    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy())
     assert fitted.a == pytest.approx(TRUE.a, rel=0.06)
     assert fitted.b == pytest.approx(TRUE.b, rel=0.01)
     assert fitted.c == pytest.approx(TRUE.c, rel=0.08)
@@ -50,7 +50,7 @@ def test_a_replay_with_fitted_step_times_has_the_latencies_of_the_log():
     settings = load(flags=["cluster.replicas=2"], environ={})
     records = busy_log(3.0, settings)
     jobs, _ = run(records, settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy(settings))
+    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy())
     truth, again = (replay(records, settings, [Variant()], cost)[0] for cost in (TRUE, fitted))
     for figure in ("ttft", "tpot", "e2e"):
         assert astuple(getattr(again, figure)) == pytest.approx(astuple(getattr(truth, figure)), rel=0.05)
@@ -59,7 +59,7 @@ def test_a_replay_with_fitted_step_times_has_the_latencies_of_the_log():
 def test_one_request_alone_is_fitted_exactly():
     settings = config()
     jobs, _ = run([record(100.0 * n, [n] * (9 + 7 * n), output=2 + 3 * n) for n in range(12)], settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs, 0.0), settings, recorded_policy(settings))
+    fitted = timing.fit_from_records(with_timings(jobs, 0.0), settings, recorded_policy())
     assert (fitted.a, fitted.b, fitted.c) == pytest.approx((TRUE.a, TRUE.b, TRUE.c), rel=1e-6)
 
 
@@ -67,7 +67,7 @@ def test_where_step_times_come_from():
     settings = config()
     bare = [record(float(n), [n] * 9, output=5) for n in range(30)]
     measured = with_timings(run(bare, settings, cost=TRUE)[0])
-    spec_of = recorded_policy(settings)
+    spec_of = recorded_policy()
     configured = StepCost(settings.simulator.step_a, settings.simulator.step_b, settings.simulator.step_c)
 
     assert timing.choose_cost(bare, settings, spec_of) == (configured, "configuration (simulator.step_*)")
