@@ -266,10 +266,12 @@ def converse(url: str, config: Config, document: str, questions: Sequence[Questi
 
 def show(result: Result, config: Config, console: Console) -> None:
     """The table, and what follows from it in plain words."""
-    table = Table(caption="TTFT in ms at the client, KV resident in MiB. ✓ right, ✗ wrong, ‒ fact evicted by policy")
-    table.add_column("SDK")
-    table.add_column("policy")
-    for name in ("answers", "cold", "warm", "read", "KV", "price", "saved"):
+    table = Table(
+        box=box.SIMPLE_HEAD, caption="cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact"
+    )
+    table.add_column("SDK", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for name in ("right", "cold", "warm", "read", "KV", "price", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         cold, *warm = row.replies
@@ -286,7 +288,7 @@ def show(result: Result, config: Config, console: Console) -> None:
             f"{statistics.median(reply.ttft for reply in warm) * 1000:.0f}",
             str(sum(reply.read for reply in row.replies)),
             f"{max(reply.details['resident_bytes'] for reply in row.replies) / 2**20:.2f}",
-            f"${paid:.5f}",
+            f"${paid:.4f}",
             f"{1 - paid / uncached:.0%}",
         )
     console.print(table)
