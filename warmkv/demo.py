@@ -267,7 +267,9 @@ def converse(url: str, config: Config, document: str, questions: Sequence[Questi
 def show(result: Result, config: Config, console: Console) -> None:
     """The table, and what follows from it in plain words."""
     table = Table(
-        box=box.SIMPLE_HEAD, caption="cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact"
+        box=None,
+        padding=(0, 2, 0, 0),
+        caption="cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact",
     )
     table.add_column("SDK", no_wrap=True)
     table.add_column("policy", no_wrap=True)
