@@ -253,14 +253,19 @@ def converse(url: str, config: Config, document: str, questions: Sequence[Questi
         usage = Usage(fields["input_tokens"], fields["cache_read_input_tokens"], {}, fields["output_tokens"])
         return Reply(text, time.perf_counter() - begun, usage.read, usage, fields["warmkv"])
 
+    def replicas() -> dict[str, Any]:
+        found: dict[str, Any] = requests.get(f"{url}/v1/warmkv/replicas", timeout=10).json()["replicas"]
+        return found
+
+    before = {name: replica["blocks"] for name, replica in replicas().items()}
     first = turn({})
-    time.sleep(10 * config.directory.publish_seconds)  # a person reads; the directory hears of the blocks
     history += [{"role": "assistant", "content": first.text}, {"role": "user", "content": questions[1].text}]
     home = first.details["replica"]
-    known = requests.get(f"{url}/v1/warmkv/replicas", timeout=10).json()["replicas"]
-    other = next(name for name in known if name != home)
-    elsewhere = turn({"replica": other})
+    while replicas()[home]["blocks"] == before[home]:  # a person would be reading the answer meanwhile
+        time.sleep(config.directory.publish_seconds)
+    other = next(name for name in before if name != home)
     warm = turn({})
+    elsewhere = turn({"replica": other})  # after it: from now on both replicas are warm
     return Conversation(home, warm.details["replica"], warm, elsewhere)
 
 
@@ -297,7 +302,7 @@ def show(result: Result, config: Config, console: Console) -> None:
     talk = result.conversation
     here, there = talk.warm.details, talk.elsewhere.details
     console.print(
-        f"Second turn of a conversation: landed on the replica of the first ({talk.second_replica}), "
+        f"Second turn of a conversation: landed on {talk.second_replica}, the first on {talk.first_replica}; "
         f"{here['cached_tokens']} tokens reused, prefill {here['prefill_seconds'] * 1000:.0f} ms. "
         f"On the other replica: {there['cached_tokens']} reused, {there['prefill_seconds'] * 1000:.0f} ms."
     )
