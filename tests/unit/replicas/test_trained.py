@@ -1,0 +1,66 @@
+"""The trained model through the engine: its attention has structure, so policies really choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.reference import Reference
+from warmkv.config import ModelConfig, PolicySpec
+from warmkv.models.tiny import corpus
+from warmkv.policies import budgets
+from warmkv.replicas.loading import TINY, LoadedModel, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(ModelConfig(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    tokens: list[int] = load_tokenizer(ModelConfig())(corpus.texts("heldout")[0][:20_000])["input_ids"]
+    return tokens
+
+
+def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(tiny, plain, text):
+    lengths = [1, 64, 333, 700]
+
+    def generate(length: int) -> list[int]:
+        with torch.no_grad():
+            out = plain.generate(
+                torch.tensor([text[:length]]), max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+        return out[0, length:].tolist()
+
+    expected = [generate(length) for length in lengths]
+    requests = [make_request(text[:n], new=16, name=str(n), ignore_eos=True) for n in lengths]
+    assert [Driver(tiny, prefill_chunk=128).run(request)[0] for request in requests] == expected
+    other = make_request(text[100:500], new=40, name="other", policy="snapkv@50", ignore_eos=True)
+    assert Driver(tiny, prefill_chunk=128, max_slots=3).run(other, *requests)[1:] == expected
+
+
+@pytest.mark.parametrize("policy", ["snapkv@60", "streaming_llm@60"])
+def test_policies_equal_the_slow_reference(tiny, plain, text, policy):
+    spec, prompt = PolicySpec.model_validate(policy), text[:160]
+    expected, _ = Reference(plain).generate(prompt, 24, spec, budgets.kept_tokens(spec, len(prompt)))
+    assert Driver(tiny).run(make_request(prompt, new=24, policy=spec, ignore_eos=True)) == [expected]
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv@0.2", "streaming_llm@0.3"])
+def test_a_cached_prefix_changes_nothing(tiny, text, policy):
+    prompt = text[:600]
+    fresh = Driver(tiny, prefix_cache={"enabled": False}).run(make_request(prompt, new=24, policy=policy))
+    for cut in (1, 63, 64, 65, 333, 590, 600):
+        warm = Driver(tiny)
+        warm.run(make_request(prompt[:cut], new=1, marks={cut: "5m"}, name="first"))
+        assert warm.run(make_request(prompt, new=24, policy=policy, reads=[cut], name="second")) == fresh
