@@ -65,7 +65,8 @@ PHASES = (
     Phase(0.47, {256: 0.4, 512: 0.6}, _ALL, easy=0.2),
     Phase(0.64, {256: 0.2, 512: 0.2, 1024: 0.6}, _ALL),
     Phase(0.80, {256: 0.1, 512: 0.1, 1024: 0.15, 2048: 0.65}, _LAST, language=0.55),
-    Phase(1.00, {256: 0.1, 512: 0.54, 1024: 0.1, 2048: 0.23, 4096: 0.03}, _LAST, language=0.4),
+    Phase(0.88, {256: 0.1, 512: 0.54, 1024: 0.1, 2048: 0.23, 4096: 0.03}, _LAST, language=0.4),
+    Phase(1.00, {512: 0.3, 1024: 0.15, 2048: 0.52, 4096: 0.03}, _LAST, language=0.4),
 )
 
 
@@ -113,12 +114,9 @@ class Rows:
         if length <= 256:
             keys = rng.randint(2, 3) if length <= 128 else rng.randint(3, 6)
             turns = keys
-        elif length <= 512:
-            keys = rng.randint(5, 10)
-            turns = keys
         else:
-            keys = rng.randint(2, 10)
-            turns = rng.randint(1, keys)
+            keys = rng.randint(4, 10)
+            turns = keys
         if family != "multi":
             turns = rng.randint(1, 3)
         target = length if rng.random() < 0.7 else rng.randint(length // 2, length)
