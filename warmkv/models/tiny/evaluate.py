@@ -156,8 +156,8 @@ def first_token_mass(model: Any, ids: Ids, windows: int) -> list[dict[str, float
     return [{"mean": float(heads.mean()), "top_head": float(heads.max())} for heads in mass]
 
 
-def evaluate(folder: Path, quick: bool = False) -> dict[str, Any]:
-    """All figures of the model in `folder`, as they are written to JSON."""
+def evaluate(folder: Path, quick: bool = False, samples: int = 30) -> dict[str, Any]:
+    """All figures of the model in `folder`, as they are written to JSON; `samples` a cell, 100 in the promised ones."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -174,7 +174,7 @@ def evaluate(folder: Path, quick: bool = False) -> dict[str, Any]:
     rows = []
     for cell in track(cells, description="recall"):
         promised = cell[0] in PROMISED and cell[2] == PROMISED_LENGTH
-        rows += recall(logits, encode, [cell], 4 if quick else 100 if promised else 30)
+        rows += recall(logits, encode, [cell], 4 if quick else 100 if promised else samples)
     train, test = stream(encode, "train"), stream(encode, "heldout")
     if quick:
         test = test[:20_000]
@@ -262,8 +262,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--card", type=Path, help="model card whose figures to replace")
     parser.add_argument("--quick", action="store_true", help="few samples and lengths; for a look, not for the card")
+    parser.add_argument(
+        "--samples", type=int, default=30, help="samples a cell, where nothing is promised (default: 30)"
+    )
     args = parser.parse_args()
-    figures = evaluate(args.model, args.quick)
+    figures = evaluate(args.model, args.quick, args.samples)
     lengths, rows = _grid(figures)
     table = Table("family", "form", *(f"{n:,}" for n in lengths), title="whole answers right")
     for row in rows:

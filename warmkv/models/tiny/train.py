@@ -111,14 +111,8 @@ class Rows:
     def task(self, family: str, length: int, easy: float) -> tuple[list[int], list[float]]:
         """One sample with several questions; what is left of the row is filled with plain text."""
         rng = self.rng
-        if length <= 256:
-            keys = rng.randint(2, 3) if length <= 128 else rng.randint(3, 6)
-            turns = keys
-        else:
-            keys = rng.randint(4, 10)
-            turns = keys
-        if family != "multi":
-            turns = rng.randint(1, 3)
+        keys = rng.randint(2, 3) if length <= 128 else rng.randint(3, 6) if length <= 256 else rng.randint(4, 10)
+        turns = keys if family == "multi" else rng.randint(1, 3)
         target = length if rng.random() < 0.7 else rng.randint(length // 2, length)
         sample = tasks.FAMILIES[family](
             self.easy if rng.random() < easy else self.world,
