@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from warmkv.policy_spec import PolicySpec
+
 ENV_PREFIX = "WARMKV_"
 
 
@@ -29,72 +31,6 @@ class Section(BaseModel):
 
 
 # --- compression ------------------------------------------------------------------------------------------------
-
-PolicyName = Literal["full", "streaming_llm", "snapkv"]
-KNOBS = {"sinks": "streaming_llm", "window": "snapkv", "kernel": "snapkv", "pooling": "snapkv"}  # and whose they are
-
-
-class PolicySpec(Section):
-    """A compression policy as one line of configuration.
-
-    `budget` counts every token kept per KV head and layer: an int is tokens, a float in (0, 1] is a share of the
-    prompt. streaming_llm with the whole prompt as its budget makes room for every new token by evicting an old one.
-    The short form `"snapkv@0.2"`, `"snapkv@1024"` or `"snapkv@0.2:window=16"` is accepted wherever a policy is.
-    """
-
-    name: PolicyName = "full"
-    budget: int | float = 1.0
-    sinks: int = Field(4, ge=0, le=4096, description="first tokens that are never given up (streaming_llm)")
-    window: int = Field(32, ge=1, le=4096, description="last prompt tokens that vote and are always kept (snapkv)")
-    kernel: int = Field(5, ge=1, le=1023, description="width of the pooling along positions, odd (snapkv)")
-    pooling: Literal["avg", "max"] = "avg"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        head, _, knobs = value.partition(":")
-        name, at, budget = head.partition("@")
-        try:
-            tree: dict[str, Any] = {"name": name}
-            if at:
-                tree["budget"] = int(budget) if budget.isdigit() else float(budget)
-            for knob in filter(None, knobs.split(",")):
-                key, equals, text = knob.partition("=")
-                if not equals:
-                    raise ValueError
-                tree[key] = int(text) if text.isdigit() else text
-        except ValueError:
-            raise ValueError(
-                f"{value!r}: write NAME@TOKENS or NAME@SHARE, as in snapkv@1024, snapkv@0.2 or snapkv@0.2:window=16"
-            ) from None
-        return tree
-
-    @model_validator(mode="after")
-    def _check(self) -> PolicySpec:
-        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
-            raise ValueError(f"a share must be in (0, 1], got {self.budget}; for tokens write an integer")
-        if isinstance(self.budget, int) and self.budget < 2:
-            raise ValueError(f"a budget in tokens must be at least 2, got {self.budget}; the whole prompt is 1.0")
-        if self.name == "streaming_llm" and isinstance(self.budget, int) and self.budget <= self.sinks:
-            raise ValueError(f"budget {self.budget} leaves no recent token beside {self.sinks} sinks")
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, got {self.kernel}")
-        for knob, owner in KNOBS.items():
-            if self.name != owner and getattr(self, knob) != type(self).model_fields[knob].default:
-                raise ValueError(f"{knob} is a knob of {owner}; {self.name} does not have it")
-        if self.name == "full" and self.budget != 1.0:
-            raise ValueError(f"full keeps everything, so it has no budget, got {self.budget}")
-        return self
-
-    @property
-    def label(self) -> str:
-        """The short form: `name@budget`, and the knobs that are not at their default."""
-        head = self.name if self.name == "full" else f"{self.name}@{self.budget}"
-        fields = type(self).model_fields
-        knobs = [f"{k}={getattr(self, k)}" for k in KNOBS if getattr(self, k) != fields[k].default]
-        return f"{head}:{','.join(knobs)}" if knobs else head
 
 
 class CompressionConfig(Section):

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from warmkv.config import Config, PolicySpec
+from warmkv.config import Config
 from warmkv.models.tiny import corpus, tasks
 from warmkv.platform.local import check_model, running
 from warmkv.policies import budgets, pricing
+from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.usage import Usage
 
 POLICIES = ("full", "snapkv@0.2", "streaming_llm@0.4")
@@ -165,7 +166,7 @@ def still_known(policy: str, prompt_tokens: int, depth: float) -> bool:
     spec = PolicySpec.model_validate(policy)
     if spec.name != "streaming_llm":
         return True
-    recent = budgets.kept_tokens(spec, prompt_tokens) - spec.sinks
+    recent = budgets.kept_tokens(spec, prompt_tokens) - (spec.sinks or 0)
     return depth * prompt_tokens > prompt_tokens - recent + 32  # clear of the window's edge
 
 

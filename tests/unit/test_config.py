@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from warmkv.config import Config, ConfigError, PolicySpec, load, parse
+from warmkv.config import Config, ConfigError, load, parse
+from warmkv.policy_spec import PolicySpec
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("compression.policy=snapkv@1.5", r"a share must be in \(0, 1\]"),
         ("compression.policy=snapkv@0", "at least 2"),
         ("compression.policy=streaming_llm@4", "leaves no recent token beside 4 sinks"),
-        ("compression.policy.kernel=4", "kernel must be odd"),
+        ("compression.policy=snapkv@0.2:kernel=4", "kernel must be odd"),
         ("prefix_cache.default_ttl=2h", "default_ttl '2h' is not one of ttls: 5m, 1h"),
         ("prefix_cache.ttls={5m: 0}", "every TTL must be positive"),
         ("prefix_cache.ttls={5m: 1, 2h: 3}", "no multiplier for the TTL '2h'"),

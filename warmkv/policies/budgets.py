@@ -1,74 +1,149 @@
-"""What a policy keeps, in tokens and bytes, before anything is computed. Pure: the simulator and admission share it."""
+"""What a policy keeps, in tokens, before anything is computed. Pure: the simulator and admission share it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from fractions import Fraction
 
-from warmkv.config import PolicySpec
+from warmkv.policy_spec import PROTECT, PolicySpec
+
+SHORT, MEDIUM, LONG = 8_192, 32_768, 131_072
+REASONING_FLOOR = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Size of a model's KV cache: a token takes keys and values in every layer and KV head."""
+def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpec:
+    """The policy that a request runs under: `auto` resolved, and the full cache where nothing will ever be evicted."""
+    spec = concrete(spec, prompt_tokens)
+    budget = resolve_budget(spec, prompt_tokens)
+    appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
+    if budget is not None and prompt_tokens + appended <= budget:
+        return PolicySpec(name="full", storage=spec.storage, residual=spec.residual)
+    return spec
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype_bytes: int
 
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
+    """The policy that `auto` stands for at this prompt length; any other is itself.
+
+    The literature's advice to operators: nothing below 8K tokens; H2O at half until 32K; SnapKV with a wide window
+    until 128K; quantisation on top beyond. Reasoning never gets below 30%, and both ends of the prompt (system prompt
+    and question) are protected.
+    """
+    if spec.name != "auto":
+        return spec
+    common = {"storage": spec.storage, "residual": spec.residual, "shots": spec.task == "few_shot", "protect": PROTECT}
+    lossy = REASONING_FLOOR if spec.task == "reasoning" else 0.0
+    if prompt_tokens < SHORT:
+        return PolicySpec(name="full", storage=spec.storage, residual=spec.residual)
+    if prompt_tokens <= MEDIUM:
+        return PolicySpec(name="h2o", budget=0.5, **common)
+    if prompt_tokens <= LONG:
+        return PolicySpec(name="snapkv", budget=max(0.2, lossy), window=64, **common)
+    common["storage"] = "kivi4" if spec.storage == "model" else spec.storage
+    return PolicySpec(name="snapkv", budget=max(0.1, lossy), window=128, **common)
 
 
 def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
-    """Tokens a KV head keeps of a prompt, or None if the policy keeps everything.
+    """Tokens a KV head keeps of a prompt on average, or None if the policy has no budget.
 
     A share is taken of the prompt and rounded up, and never below the smallest budget that the method can work with.
     """
-    if spec.name == "full":
+    spec = concrete(spec, prompt_tokens)
+    if spec.name in ("full", "fastgen"):
         return None
     if isinstance(spec.budget, int):
         return spec.budget
-    smallest = spec.sinks + 1 if spec.name == "streaming_llm" else 1
-    share = round(spec.budget * prompt_tokens, 6)  # 0.07 * 100 is 7.000000000000001 and must give 7, not 8
-    return max(smallest, math.ceil(share))
+    smallest = (spec.sinks or 0) + 1 if spec.decode == "ring" or spec.name == "expected_attention" else 1
+    return max(smallest, share(spec.budget, prompt_tokens))
+
+
+def share(part: float, tokens: int) -> int:
+    """`part` of some tokens, rounded up: 0.07 * 100 is 7.000000000000001 in floats and must give 7, not 8."""
+    return math.ceil(round(part * tokens, 6))
 
 
 def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Tokens per KV head and layer that survive the hand-off from prefill to decode."""
+    """Tokens per KV head and layer that survive the hand-off, the average where layers or heads differ.
+
+    Of methods that decide by the prompt's content (fastgen, adaptive) it is the most they may keep.
+    """
+    spec = concrete(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
-    return prompt_tokens if budget is None else min(budget, prompt_tokens)
+    if budget is None or budget >= prompt_tokens:
+        return prompt_tokens
+    return rocket_kept(budget, prompt_tokens) if spec.name == "rocketkv" else budget
 
 
-def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
-    """Entries per KV head and layer that a request ever needs while decoding `new_tokens`.
+def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
+    """Whether the hand-off selects at all: a prompt within its budget is left as it is."""
+    spec = concrete(spec, prompt_tokens)
+    return spec.name == "fastgen" or kept_tokens(spec, prompt_tokens) < prompt_tokens
+
+
+def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int]:
+    """Tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
+    spec = concrete(spec, prompt_tokens)
+    kept = kept_tokens(spec, prompt_tokens)
+    if spec.name == "pyramidkv" and kept < prompt_tokens:
+        assert spec.window is not None
+        assert spec.beta is not None
+        return pyramid(kept, spec.window, prompt_tokens, layers, spec.beta)
+    return [kept] * layers
+
+
+def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
+    """Whether what each layer or KV head keeps is known only after the prompt is computed."""
+    spec = concrete(spec, prompt_tokens)
+    return spec.name in ("adakv", "cake", "fastgen", "adaptive") and is_compressed(spec, prompt_tokens)
+
+
+def pyramid(budget: int, window: int, tokens: int, layers: int, beta: int) -> list[int]:
+    """Entries per layer, falling from the first to the last (PyramidKV, arXiv 2406.02069, section 4.2).
+
+    The step is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every
+    layer evenly, so that the total never does.
+    """
+    if budget <= window or layers == 1:
+        return [budget] * layers
+    least = (budget - window) // beta
+    most = 2 * (budget - window) - least
+    if most >= tokens - window:
+        most = tokens - window
+        least = 2 * (budget - window) - most
+    step, rest = divmod(most - least, layers - 1)
+    return [most - -(-rest // 2) - layer * step + window for layer in range(layers)]
+
+
+def rocket_kept(budget: int, tokens: int) -> int:
+    """Entries that RocketKV's first stage keeps: T / cr^alpha with cr = T / budget (arXiv 2502.14051, section 3.4)."""
+    ratio = tokens / budget
+    alpha = min(0.2 + 0.06 * math.log2(ratio), 0.8)
+    return min(tokens, math.ceil(round(tokens / math.pow(ratio, alpha), 6)))
+
+
+def rocket_page(budget: int, tokens: int) -> int:
+    """Tokens in a page of RocketKV's second stage: ceil(sqrt(cr2)), cr2 what the first stage left of the ratio."""
+    return math.ceil(math.sqrt(Fraction(rocket_kept(budget, tokens), min(budget, tokens))))
+
+
+def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int) -> int:
+    """Entries that a KV head which kept `kept` of the prompt ever needs while `new_tokens` are decoded.
 
     The last new token is never written to the cache: nothing attends to it.
     """
-    appended = max(0, new_tokens - 1)
-    if spec.name == "streaming_llm":
-        budget = resolve_budget(spec, prompt_tokens)
-        assert budget is not None
-        return min(budget, prompt_tokens + appended)
-    return kept_tokens(spec, prompt_tokens) + appended
+    spec = concrete(spec, prompt_tokens)
+    appended = kept + max(0, new_tokens - 1)
+    if spec.decode == "append":
+        return appended
+    if kept < prompt_tokens:  # the budget is used up: every new token takes the place of another
+        return kept if new_tokens > 1 else min(kept, appended)
+    budget = resolve_budget(spec, prompt_tokens)
+    assert budget is not None
+    return min(max(budget, kept), appended)
 
 
-def size_class(capacity: int) -> int:
-    """Entries that a slot of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
-    step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
-    return -(-capacity // step) * step
-
-
-def ring_sinks(spec: PolicySpec) -> int:
-    """First entries of a slot that a ring never overwrites; 0 where new tokens are only appended."""
-    return spec.sinks if spec.name == "streaming_llm" else 0
-
-
-def slot_bytes(shape: KVShape, capacity: int, sinks: int) -> int:
-    """Bytes of a slot of `capacity` entries; a ring keeps the original keys of its sinks beside them."""
-    return capacity * shape.token_bytes + sinks * shape.token_bytes // 2
+def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
+    """Entries per KV head and layer that a request needs, the average where layers or heads differ."""
+    return slot_limit(spec, kept_tokens(spec, prompt_tokens), prompt_tokens, new_tokens)
 
 
 def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
@@ -80,6 +155,26 @@ def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
 
 def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Queries at the end of a prompt that decide what is kept; 0 if nothing or only the window is."""
-    decides = spec.name == "snapkv" and spec.window < kept_tokens(spec, prompt_tokens) < prompt_tokens
-    return spec.window if decides else 0
+    """Queries at the end of a prompt that decide what is kept, or with which scores decode begins."""
+    spec = concrete(spec, prompt_tokens)
+    if spec.name == "tova":
+        return 1
+    if spec.window is None or not is_compressed(spec, prompt_tokens):
+        return 0
+    kept = kept_tokens(spec, prompt_tokens)
+    if spec.name == "expected_attention":
+        return min(spec.window, prompt_tokens)
+    return spec.window if spec.window < kept else 0
+
+
+def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
+    """Whether the rule needs the attention that every token received from all queries of the prompt."""
+    spec = concrete(spec, prompt_tokens)
+    if spec.name == "h2o":
+        return is_compressed(spec, prompt_tokens) or spec.decode == "argmin"
+    return spec.name == "fastgen"
+
+
+def recent_entries(spec: PolicySpec, limit: int) -> int:
+    """Newest entries of a row that argmin never gives up, of those that may be in use."""
+    return limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1

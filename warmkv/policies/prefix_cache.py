@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.retention import BlockLedger
+from warmkv.policies.retention import Admission, BlockLedger
 from warmkv.prefixes.record import Candidate, Mark
 
 
@@ -98,6 +98,12 @@ class PrefixCache:
             yield self._keep(chain, rest, size, ttl, now)
             if mark.key in self.ledger:
                 self.ledger.mark(mark.key, ttl, now)
+
+    def keep_beside(self, chain: Sequence[bytes], key: bytes, size: int, now: float) -> Admission:
+        """Keep `size` bytes under a key that is of use only with a resident chain; they leave before it."""
+        if not chain or self.ledger.match(chain, now) < len(chain):
+            return Admission()
+        return self.ledger.store((*chain, key), [0] * len(chain) + [size], self._lifetimes.default, now)
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
         """Position of the last of the marks that may be read now; 0 if none may."""

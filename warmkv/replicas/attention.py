@@ -1,113 +1,99 @@
-"""The one attention function of all models: it writes new keys and values into engine state and attends from there.
-
-A transformers model calls it in every layer with q, k, v after rotation. The engine passes its state for the step as
-the keyword `warmkv`, which travels through the model unchanged (reference: transformers' attention interface).
-"""
+"""Attention of one query per row: a row is one KV head's cache of one sequence, with the query heads of its group."""
 
 from __future__ import annotations
-
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
-ATTENTION = "warmkv"
+from warmkv.policies.compression.storage import Codec
 
+BLOCK = 512
+"""Entries that are brought back to floating point at a time."""
 
-class StepState(Protocol):
-    """Where a step keeps its keys and values."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q."""
-        ...
+Parts = tuple[Tensor, ...]
 
 
-def _forward(
-    module: Any,
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [n, group, d] against keys and values [n, C, d], mask bool [n, C] (True is seen); returns the shape of q.
+
+    K and V are not repeated: the query heads of a group take the place of the query length.
+    """
+    out = F.scaled_dot_product_attention(
+        query[:, None], keys[:, None], values[:, None], attn_mask=mask[:, None, None], scale=scale
+    )
+    return out[:, 0]
+
+
+def attend_packed(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    warmkv: StepState | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    if softcap is not None or s_aux is not None:
-        raise ValueError("this model caps its attention logits or has learned sinks, which warmkv does not compute")
-    if warmkv is None:
-        raise ValueError("this model attends through warmkv: call it with the engine's state as warmkv=...")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return warmkv.attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    codec: Codec,
+    keys: Parts,
+    values: Parts,
+    beside: tuple[Tensor, Tensor] | None,
+    mask: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same on entries as they are stored, brought back block by block inside the attention.
 
-
-AttentionInterface.register(ATTENTION, _forward)
-AttentionMaskInterface.register(ATTENTION, lambda **_: None)  # masks follow from the state, never from tensors
-
-
-class PrefillState:
-    """The whole-prompt keys and values of one request while its chunks are computed.
-
-    keys, values: [layers, kv_heads, T, head_dim]. The queries of the last `observed` prompt tokens are kept per layer
-    for the policy: [layers, q_heads, observed, head_dim].
+    keys, values: parts [n, packed / group, ...] of the codec; `beside` keys and values [n, m, d] in the model's dtype
+    that follow them; mask [n, packed + m]. Returns the output and the probabilities float32 [n, group, packed + m].
     """
-
-    def __init__(self, keys: Tensor, values: Tensor, observed: int, q_heads: int, reused: int) -> None:
-        self.keys, self.values = keys, values
-        self.tokens = keys.shape[2]
-        self.computed = reused  # tokens whose KV is in place
-        self._observed = observed
-        shape = (keys.shape[0], q_heads, observed, keys.shape[3])
-        self.queries = keys.new_empty(shape) if observed else None
-        self.scale = 1.0  # of the attention logits, as the model gives it
-        self._mask: Tensor | None = None
-
-    def begin_chunk(self, tokens: int) -> None:
-        """Prepare to compute the next `tokens` tokens."""
-        self._chunk = tokens
-        if self.computed == 0:
-            self._mask = None
-        else:
-            reach = torch.arange(self.computed, self.computed + tokens, device=self.keys.device)
-            seen = torch.arange(self.computed + tokens, device=self.keys.device)
-            self._mask = seen[None, :] <= reach[:, None]
-
-    def end_chunk(self) -> None:
-        self.computed += self._chunk
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        start, end, self.scale = self.computed, self.computed + self._chunk, scale
-        self.keys[layer, :, start:end] = key[0]
-        self.values[layer, :, start:end] = value[0]
-        if self.queries is not None:
-            first = self.tokens - self._observed  # position of the first observed query
-            if end > first:
-                begin = max(start, first)
-                self.queries[layer, :, begin - first : end - first] = query[0, :, begin - start :]
-        return F.scaled_dot_product_attention(
-            query,
-            self.keys[layer, None, :, :end],
-            self.values[layer, None, :, :end],
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+    packed = mask.shape[1] - (beside[0].shape[1] if beside else 0)
+    block = BLOCK // codec.group
+    groups = range(0, packed // codec.group, block)
+    turned = codec.to_basis(query)
+    logits = [
+        turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), query.dtype).transpose(1, 2)
+        for at in groups
+    ]
+    if beside:
+        logits.append(query @ beside[0].transpose(1, 2))
+    shares = torch.cat(logits, dim=-1).float().mul_(scale)
+    shares = shares.masked_fill_(~mask[:, None], float("-inf")).softmax(dim=-1)
+    weights = shares.to(query.dtype)
+    out = torch.zeros_like(query)
+    for at in groups:
+        entries = codec.decode_values(tuple(part[:, at : at + block] for part in values), query.dtype)
+        first = at * codec.group
+        out += weights[..., first : first + entries.shape[1]] @ entries
+    out = codec.from_basis(out)
+    if beside:
+        out = out + weights[..., packed:] @ beside[1]
+    return out, shares
 
 
-def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One query per sequence against its cache, without repeating K and V to the query heads.
+def attend_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    most: int,
+    scale: float,
+) -> Tensor:
+    """q [n, group, d] against the most promising pages of keys and values [n, C, d] (RocketKV stage 2, section 3.3).
 
-    query [n, q_heads, 1, d], keys and values [n, kv_heads, C, d], mask bool [n, 1, 1, C] (True is seen). The query
-    heads of a group take the place of the query length.
+    lowest, highest [n, C / page, d] are the element-wise bounds of each page's keys, lengths [n] the entries in use,
+    pages [n] how many pages each row may read, at most `most`. The page of the newest entry is always read; pages are
+    ranked by the upper bound of q.k, summed over the query heads of the group.
     """
-    n, q_heads, _, head_dim = query.shape
-    grouped = query.reshape(n, keys.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(n, q_heads, 1, head_dim)
+    n, _, head_dim = query.shape
+    count = lowest.shape[1]
+    page = keys.shape[1] // count
+    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
+    rank = bound.float().sum(dim=1)
+    newest = (lengths - 1) // page
+    at = torch.arange(count, device=query.device)
+    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
+    chosen = rank.topk(min(most, count), dim=-1).indices  # [n, most]
+    entries = chosen[..., None] * page + torch.arange(page, device=query.device)
+    read = torch.arange(chosen.shape[1], device=query.device) < pages[:, None]
+    seen = (entries < lengths[:, None, None]) & read[..., None]
+    index = entries.reshape(n, -1, 1).expand(-1, -1, head_dim)
+    return attend_rows(query, keys.gather(1, index), values.gather(1, index), seen.reshape(n, -1), scale)
 
 
 def rotate(keys: Tensor, angles: Tensor) -> Tensor:

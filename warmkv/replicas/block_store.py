@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.budgets import KVShape
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache
+from warmkv.policies.slot_sizes import KVShape
 from warmkv.prefixes.record import Candidate, Mark
 
 
@@ -29,11 +30,12 @@ class BlockStore:
         clock: Callable[[], float],
         publish: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, evicted: None,
     ) -> None:
-        self._size, self._clock, self._publish = config.block_size, clock, publish
+        self.enabled, self.block_size, self._clock, self._publish = config.enabled, config.block_size, clock, publish
         self._cache: PrefixCache | None = None
         if config.enabled:
             self._cache = PrefixCache(config.memory_bytes, shape.token_bytes, Lifetimes.of(config))
         self._blocks: dict[bytes, Tensor] = {}  # [2, layers, kv_heads, tokens, head_dim]
+        self._sums: dict[bytes, Tensor] = {}  # column sums [layers, kv_heads, tokens] by prefix
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -44,11 +46,11 @@ class BlockStore:
 
     def full_blocks(self) -> list[bytes]:
         """Keys of the resident full blocks, for a snapshot."""
-        return [key for key, block in self._blocks.items() if block.shape[3] == self._size]
+        return [key for key, block in self._blocks.items() if block.shape[3] == self.block_size]
 
     def match(self, hashes: Sequence[bytes], reads: Sequence[Candidate]) -> Match:
         """Find the longest stored prefix of a prompt and pin it; `reads` are breakpoints, highest first."""
-        return self._cache.match(hashes, reads, self._size, self._clock()) if self._cache else Match()
+        return self._cache.match(hashes, reads, self.block_size, self._clock()) if self._cache else Match()
 
     def attach(self, match: Match, tokens: int, keys: Tensor, values: Tensor) -> None:
         """Copy the first `tokens` tokens of a match into a prompt's workspace [layers, kv_heads, T, head_dim]."""
@@ -62,18 +64,43 @@ class BlockStore:
             values[:, :, start:end] = block[1, :, :, : end - start]
             start = end
 
+    def column_sums(self, match: Match, most: int) -> tuple[int, Tensor | None]:
+        """The longest part of a match within `most` tokens whose column sums are stored, and these; (0, None) if none.
+
+        They are what the part's own queries gave each of its tokens: [layers, kv_heads, tokens].
+        """
+        ends: list[int] = []
+        for key in match.chain:
+            ends.append((ends[-1] if ends else 0) + self._blocks[key].shape[3])
+        for at in range(len(ends) - 1, -1, -1):
+            sums = self._sums.get(_sums_key(match.chain[at]))
+            if sums is not None and ends[at] <= most:
+                assert self._cache is not None
+                self._cache.ledger.touch((_sums_key(match.chain[at]),), self._clock())
+                return ends[at], sums
+        return 0, None
+
     def release(self, match: Match) -> None:
         if self._cache:
             self._cache.release(match)
 
-    def store(self, hashes: Sequence[bytes], marks: Sequence[Mark], keys: Tensor, values: Tensor) -> int:
+    def store(
+        self,
+        hashes: Sequence[bytes],
+        marks: Sequence[Mark],
+        keys: Tensor,
+        values: Tensor,
+        column_sums: Mapping[int, Tensor] | None = None,
+    ) -> int:
         """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
+
+        `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is.
 
         Returns the position of the highest mark that is stored now, 0 if none is: memory may not suffice for all.
         """
         if not self._cache:
             return 0
-        for change in self._cache.store(hashes, marks, self._size, self._clock()):
+        for change in self._cache.store(hashes, marks, self.block_size, self._clock()):
             gone = self._remove(change.evicted)
             try:
                 for span in change.stored:
@@ -84,8 +111,21 @@ class BlockStore:
                 raise
             finally:
                 held = [span for span in change.stored if span.key in self._blocks]
-                self._tell([span.key for span in held if span.end - span.start == self._size], gone)
+                self._tell([span.key for span in held if span.end - span.start == self.block_size], gone)
+        self._store_sums(hashes, marks, column_sums or {})
         return self._cache.highest_mark(marks, self._clock())
+
+    def _store_sums(self, hashes: Sequence[bytes], marks: Sequence[Mark], column_sums: Mapping[int, Tensor]) -> None:
+        assert self._cache is not None
+        tails = {mark.position: mark.key for mark in marks}
+        for position, sums in column_sums.items():
+            blocks, rest = divmod(position, self.block_size)
+            chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
+            key = _sums_key(chain[-1])
+            change = self._cache.keep_beside(chain, key, sums.nbytes, self._clock())
+            self._tell([], self._remove(change.evicted))
+            if change.stored:
+                self._sums[key] = sums
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
@@ -93,9 +133,15 @@ class BlockStore:
             self._tell([], self._remove(self._cache.ledger.expire(self._clock())))
 
     def _remove(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Free the blocks of some keys; the keys of full blocks among them."""
-        return [key for key in keys if self._blocks.pop(key).shape[3] == self._size]
+        """Free what is kept under some keys; the keys of full blocks among them."""
+        blocks = [key for key in keys if self._sums.pop(key, None) is None]
+        return [key for key in blocks if self._blocks.pop(key).shape[3] == self.block_size]
 
     def _tell(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
         if stored or gone:
             self._publish(stored, gone)
+
+
+def _sums_key(key: bytes) -> bytes:
+    """The key under which the column sums of a prefix are kept, given the key of its last block or tail."""
+    return hashlib.blake2b(key, digest_size=len(key), person=b"column sums").digest()

@@ -15,7 +15,7 @@ import torch
 from warmkv import telemetry
 from warmkv.config import Config, parse
 from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, Event, GenerateRequest
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.streaming import stream
@@ -41,6 +41,7 @@ class Replica:
             config.prefix_cache,
             clock=time.monotonic,
             name=self._name,
+            classes=token_classes(self._tokenizer),
             publish=lambda stored, evicted: self._publisher.delta(stored, evicted),
         )
         self._publisher = Publisher(config.directory, self._send, self._snapshot, self._status)

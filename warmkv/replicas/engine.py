@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warmkv.config import EngineConfig, PolicySpec, PrefixCacheConfig
+from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies import budgets, compression
-from warmkv.replicas.attention import PrefillState
+from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.loading import LoadedModel
 from warmkv.replicas.protocol import (
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
 FAILURES_IN_A_ROW = 5  # failed steps after which the device is taken for lost
 NO_TOKEN = -1
+TURNING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class Engine:
         *,
         clock: Callable[[], float],
         name: str = "",
+        classes: TokenClasses | None = None,
         publish: Callable[[Items[bytes], Items[bytes]], None] = lambda stored, evicted: None,
     ) -> None:
-        self.model, self.config, self.name, self._clock = model, engine, name, clock
+        self.model, self.config, self.name, self._clock, self._classes = model, engine, name, clock, classes
         if engine.max_context is not None and engine.max_context > model.max_context:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
         self.max_context = engine.max_context or model.max_context
@@ -86,8 +89,10 @@ class Engine:
 
         Raises RequestTooLargeError or QueueFullError at once where the request cannot be taken.
         """
-        policy = compression.build(request.policy)
-        if policy.sinks and not self.model.fixed_rotation:
+        policy = compression.build(
+            budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
+        )
+        if policy.spec.name in TURNING and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         sequence = Sequence(request, policy, emit, self._clock(), random)
@@ -200,34 +205,65 @@ class Engine:
         values = torch.empty_like(keys)
         request = sequence.request
         sequence.admitted = self._clock()
-        sequence.match = self.store.match(request.hashes, request.reads)
-        sequence.reused = min(sequence.match.tokens, tokens - budgets.recomputed_tokens(request.policy, tokens))
-        self.store.attach(sequence.match, sequence.reused, keys, values)
-        observed = sequence.policy.observed_queries(tokens)
-        sequence.prefill = PrefillState(keys, values, observed, self.model.q_heads, sequence.reused)
+        sequence.match = match = self.store.match(request.hashes, request.reads)
+        spec = sequence.policy.spec
+        sequence.prefill = prompt = Prompt(
+            keys,
+            values,
+            q_heads=self.model.q_heads,
+            observed=min(tokens, budgets.observed_queries(spec, tokens)),
+            column_sums=budgets.needs_column_sums(spec, tokens),
+            inv_freq=self.model.inv_freq,
+            token_ids=request.token_ids,
+            classes=self._classes,
+        )
+        reused, sums = min(match.tokens, tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))), None
+        if prompt.column_sums is not None:
+            reused, sums = self.store.column_sums(match, reused)
+        sequence.reused = reused
+        self.store.attach(match, reused, keys, values)
+        prompt.reuse(reused, sums)
 
     def _prefill_chunk(self, sequence: Sequence) -> None:
         prefill = sequence.prefill
         assert prefill is not None
         start = prefill.computed
         end = min(start + self.config.prefill_chunk, prefill.tokens)
+        summed = self._summed_positions(sequence)
+        if between := [position for position in summed if start < position < end]:
+            end = between[0]
         prefill.begin_chunk(end - start)
         ids = torch.tensor([sequence.request.token_ids[start:end]], device=self.model.device)
         logits = self._forward(ids, torch.arange(start, end, device=self.model.device)[None], prefill)
         prefill.end_chunk()
+        if end in summed:
+            assert prefill.column_sums is not None
+            sequence.column_sums[end] = prefill.column_sums[..., :end].clone()
         if end == prefill.tokens:
             self._hand_off(sequence, logits)
+
+    def _summed_positions(self, sequence: Sequence) -> list[int]:
+        """Where a later prompt can go on with this one's column sums: at the last full block and at every mark."""
+        request, prompt = sequence.request, sequence.prefill
+        if prompt is None or prompt.column_sums is None or not self.store.enabled:
+            return []
+        blocks = len(request.hashes) * self.store.block_size
+        return sorted({blocks, *(mark.position for mark in request.marks)} - {0})
 
     def _hand_off(self, sequence: Sequence, logits: Tensor) -> None:
         """From prefill to decode: keep the prefix for others whole, compress this request's own copy, draw a token."""
         prefill, match, request = sequence.prefill, sequence.match, sequence.request
         assert prefill is not None
         assert match is not None
-        written = self.store.store(request.hashes, request.marks, prefill.keys, prefill.values)
+        written = self.store.store(
+            request.hashes, request.marks, prefill.keys, prefill.values, column_sums=sequence.column_sums
+        )
         self._release_match(sequence)
-        kept = sequence.policy.kept(prefill.tokens)
+        kept = budgets.kept_tokens(sequence.policy.spec, prefill.tokens)
         if sequence.slot is not None:
-            self._fill_slot(sequence, prefill, kept)
+            selections = sequence.policy.select(prefill)
+            kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prefill.layers / prefill.kv_heads)
+            self.pool.fill(sequence.slot, prefill, selections)
         (token,) = self._draw([sequence], logits)
         if sequence.slot is not None:
             self.scheduler.decoding[sequence.slot] = sequence
@@ -249,40 +285,19 @@ class Engine:
         else:
             self._deliver(sequence, token)
 
-    def _fill_slot(self, sequence: Sequence, prefill: PrefillState, kept: int) -> None:
-        slot, scale = sequence.slot, prefill.scale
-        assert slot is not None
-        for layer in range(prefill.keys.shape[0]):
-            keys, values = prefill.keys[layer], prefill.values[layer]
-            if kept < prefill.tokens:
-                queries = prefill.queries[layer] if prefill.queries is not None else None
-                positions = sequence.policy.select(keys, queries, scale)[..., None].expand(-1, -1, keys.shape[-1])
-                keys, values = keys.gather(1, positions), values.gather(1, positions)
-            slot.slab.fill(slot.row, layer, keys, values)
-        slot.slab.start(
-            slot.row,
-            limit=sequence.capacity,
-            filled=kept,
-            dropped=prefill.tokens - kept if sequence.policy.ring else 0,
-            ring=sequence.policy.ring,
-        )
-
     def _decode(self) -> None:
         """One token for every sequence that decodes."""
-        order = self.pool.batch()
-        state = DecodeState(self.pool.slabs, self.model.inv_freq)
-        rows = [self.scheduler.decoding.get(slot) for slot in order]
-        ids = [[row.last_token if row else 0] for row in rows]
-        positions = [[row.prompt_tokens + row.drawn - 1 if row else 0] for row in rows]
+        sequences, slots = list(self.scheduler.decoding.values()), list(self.scheduler.decoding)
+        for slot in slots:
+            self.pool.rebase(slot, self.max_context, self.model.inv_freq)
         device = self.model.device
-        logits = self._forward(torch.tensor(ids, device=device), torch.tensor(positions, device=device), state)
-        active = [index for index, row in enumerate(rows) if row]
-        sequences = [row for row in rows if row]
-        tokens = self._draw(sequences, logits if len(active) == len(rows) else logits[active])
-        for sequence, token in zip(sequences, tokens, strict=True):
+        ids = torch.tensor([[sequence.last_token] for sequence in sequences], device=device)
+        positions = torch.tensor([[slot.tokens - slot.shift] for slot in slots], device=device)
+        state = DecodeState(self.pool, slots, self.model.inv_freq)
+        for sequence, token in zip(sequences, self._draw(sequences, self._forward(ids, positions, state)), strict=True):
             self._deliver(sequence, token)
 
-    def _forward(self, ids: Tensor, positions: Tensor, state: PrefillState | DecodeState) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, state: Prompt | DecodeState) -> Tensor:
         """Logits [batch, vocabulary] of the last position of ids [batch, n]."""
         output = self.model.module(
             input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, warmkv=state

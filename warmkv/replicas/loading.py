@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from warmkv.config import ModelConfig
-from warmkv.policies.budgets import KVShape
-from warmkv.replicas.attention import ATTENTION
+from warmkv.policies.compression.hook import ATTENTION
+from warmkv.policies.compression.prompt import TokenClasses
+from warmkv.policies.slot_sizes import KVShape
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -127,3 +129,13 @@ def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
     cos, _ = rotary(torch.zeros(1, device=rotary.inv_freq.device), torch.ones(1, 1, device=rotary.inv_freq.device))
     first, second = cos.chunk(2, dim=-1)
     return torch.equal(first, second)  # interleaved rotations repeat every frequency beside itself instead
+
+
+def token_classes(tokenizer: Any) -> TokenClasses:
+    """Which tokens of a vocabulary are special, only punctuation, or end a passage with a blank line."""
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    special = torch.zeros(len(texts), dtype=torch.bool)
+    flagged = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    special[[token for token in {*flagged, *tokenizer.all_special_ids} if token < len(texts)]] = True
+    marks = [bool(text.strip()) and all(c in string.punctuation for c in text.strip()) for text in texts]
+    return TokenClasses(special, torch.tensor(marks) & ~special, torch.tensor(["\n\n" in text for text in texts]))

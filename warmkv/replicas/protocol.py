@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from warmkv.config import PolicySpec
+from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Candidate, Mark
 
 FinishReason = Literal["end", "length", "stop", "cancelled"]

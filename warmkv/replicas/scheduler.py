@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from warmkv.config import EngineConfig
-from warmkv.policies import budgets
-from warmkv.policies.budgets import KVShape
+from warmkv.policies.budgets import needs_column_sums
 from warmkv.policies.compression.base import Policy
+from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.prefix_cache import Match
-from warmkv.replicas.attention import PrefillState
+from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -22,7 +23,7 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.slots import Slot, SlotPool
+from warmkv.replicas.slots import Demand, Slot, SlotPool
 
 EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
 Emit = Callable[[EngineEvent], None]
@@ -40,7 +41,8 @@ class Sequence:
     slot: Slot | None = None
     match: Match | None = None
     reused: int = 0  # prompt tokens whose KV was attached
-    prefill: PrefillState | None = None
+    prefill: Prompt | None = None
+    column_sums: dict[int, Tensor] = field(default_factory=dict)  # copies for the store, by prompt position
     admitted: float = 0.0
     drawn: int = 0  # tokens drawn so far
     last_token: int = 0
@@ -50,14 +52,10 @@ class Sequence:
         return len(self.request.token_ids)
 
     @property
-    def capacity(self) -> int:
-        """Entries of its slot; 0 if it draws at most the token that follows from the prompt itself."""
+    def demand(self) -> Demand | None:
+        """What its slot must hold; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
-        return budgets.slot_capacity(self.request.policy, self.prompt_tokens, new) if new > 1 else 0
-
-    @property
-    def sinks(self) -> int:
-        return self.policy.sinks
+        return Demand(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
 
 
 @dataclass(slots=True)
@@ -81,13 +79,16 @@ class Scheduler:
         tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
         if not tokens or not all(0 <= token < self.vocabulary for token in sequence.request.token_ids):
             raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
+        demand = sequence.demand
+        if demand is not None and demand.is_endless(self.max_context):
+            new = 1
         if tokens + new > self.max_context:
             raise UnservableRequestError(
                 f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
         needed = self.workspace_bytes(sequence)
-        if sequence.capacity:
-            needed += budgets.slot_bytes(self.shape, budgets.size_class(sequence.capacity), sequence.sinks)
+        if demand is not None:
+            needed += slot_bytes(demand.spec, self.shape, tokens, demand.new_tokens)
         if needed > self.config.kv_bytes:
             raise UnservableRequestError(
                 f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"
@@ -97,7 +98,10 @@ class Scheduler:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
 
     def workspace_bytes(self, sequence: Sequence) -> int:
-        return sequence.prompt_tokens * self.shape.token_bytes
+        """Bytes of the whole prompt while it is computed, and of the column sums that its policy asks for."""
+        tokens = sequence.prompt_tokens
+        sums = 4 * self.shape.layers * self.shape.kv_heads if needs_column_sums(sequence.policy.spec, tokens) else 0
+        return tokens * (self.shape.token_bytes + sums)
 
     def admit(self) -> Sequence | None:
         """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""
@@ -106,9 +110,9 @@ class Scheduler:
         # Out of the queue before memory is asked for: whatever goes wrong then goes wrong with this request alone.
         sequence = self.prefilling = self.waiting.popleft()
         room = self.config.kv_bytes - self.workspace_bytes(sequence)
-        if sequence.capacity:
-            sequence.slot = self.pool.claim(sequence.capacity, sequence.sinks, room)
-        if sequence.slot or (not sequence.capacity and self.pool.fit(room)):
+        if demand := sequence.demand:
+            sequence.slot = self.pool.claim(demand, room)
+        if sequence.slot or (demand is None and self.pool.fit(room)):
             return sequence
         self.prefilling = None
         self.waiting.appendleft(sequence)
@@ -128,5 +132,5 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.slot is not None:
             self.decoding.pop(sequence.slot, None)
-            sequence.slot.release()
+            self.pool.release(sequence.slot)
             sequence.slot = None

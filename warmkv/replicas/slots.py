@@ -1,235 +1,299 @@
-"""Decode slots: fixed-size pieces of KV memory, so that what a request needs is known at admission and never grows.
+"""Decode slots: what a request keeps while it decodes, in every layer and KV head, known in size at admission.
 
-Slots of one size class live in slabs of a few rows; a decode batch is the used rows of all slabs. Nothing is moved
-while decoding: a new token is appended, or overwrites the oldest entry of a ring behind the sinks.
+A slot is a row for each layer and KV head. Where all of them are alike they lie side by side in one slab that spans
+all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from warmkv.policies.budgets import KVShape, size_class, slot_bytes
-from warmkv.replicas.attention import attend_grouped, rotate
+from warmkv.policies import budgets
+from warmkv.policies.compression.base import Selection
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind, slot_bytes
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slabs import Slab, Step
 
-SLAB_ROWS = 4
-
-
-@dataclass(slots=True)
-class Row:
-    """One slot's bookkeeping, in entries of its slab."""
-
-    limit: int = 0  # entries it may use; 0 while its prompt is being computed
-    filled: int = 0  # entries in use
-    ring: bool = False  # whether it overwrites when all are in use
-    cursor: int = 0  # entry of the ring to overwrite next
-    dropped: int = 0  # tokens that left its cache, at the hand-off or since
-
-
-class Slab:
-    """Rows of slots of one size class: keys and values [layers, rows, kv_heads, capacity, head_dim].
-
-    The sinks of a ring keep their cached keys apart, [layers, rows, kv_heads, sinks, head_dim], and enter attention
-    rotated on by what has been dropped: always from the original, so that no error adds up.
-    """
-
-    def __init__(self, shape: KVShape, capacity: int, sinks: int, rows: int, dtype: torch.dtype, device: torch.device):
-        self.capacity, self.sinks = capacity, sinks
-        size = (shape.layers, rows, shape.kv_heads)
-        self.keys = torch.zeros(*size, capacity, shape.head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        self._sink_keys = torch.zeros(*size, sinks, shape.head_dim, dtype=dtype, device=device)
-        self.row_bytes = slot_bytes(shape, capacity, sinks)
-        self._rows: list[Row | None] = [None] * rows
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self.row_bytes * len(self._rows)
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows up to the highest one that decodes: the part of the slab that a step computes."""
-        return max((index + 1 for index in range(len(self._rows)) if self.is_active(index)), default=0)
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(self._rows)
-
-    def free_row(self) -> int | None:
-        """The lowest free row, so that used rows stay together."""
-        return next((index for index, row in enumerate(self._rows) if row is None), None)
-
-    def claim(self, index: int) -> None:
-        self._rows[index] = Row()
-
-    @torch.inference_mode()
-    def release(self, index: int) -> None:
-        """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
-        self._rows[index] = None
-        self.keys[:, index].zero_()
-        self.values[:, index].zero_()
-
-    def is_active(self, index: int) -> bool:
-        """Whether the row decodes; a claimed row does from `start` on."""
-        row = self._rows[index]
-        return row is not None and row.limit > 0
-
-    def row(self, index: int) -> Row:
-        row = self._rows[index]
-        assert row is not None
-        return row
-
-    def fill(self, index: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Hand over what a layer keeps of a prompt: keys and values [kv_heads, n, head_dim]."""
-        count = keys.shape[1]
-        self.keys[layer, index, :, :count] = keys
-        self.values[layer, index, :, :count] = values
-
-    def start(self, index: int, *, limit: int, filled: int, dropped: int, ring: bool) -> None:
-        """Begin to decode a row whose layers have all been filled."""
-        self._rows[index] = Row(limit, filled, ring, self.sinks, dropped)
-        if dropped:
-            self._keep_sinks(index)
-
-    def advance(self, index: int) -> int:
-        """Entry for the row's next token."""
-        row = self.row(index)
-        if row.filled < row.limit:
-            row.filled += 1
-            return row.filled - 1
-        if not row.ring:
-            raise RuntimeError(f"a slot of {row.limit} entries is full and its policy does not overwrite")
-        if not row.dropped:
-            self._keep_sinks(index)
-        row.dropped += 1
-        entry = row.cursor
-        row.cursor = entry + 1 if entry + 1 < row.limit else self.sinks
-        return entry
-
-    def length(self, index: int) -> int:
-        """Entries that attention may see; 1 for an unused row, whose output nobody reads."""
-        return self.row(index).filled if self.is_active(index) else 1
-
-    def rolled(self) -> list[int]:
-        """Rows of a ring whose sinks must be rotated on."""
-        return [index for index, row in enumerate(self._rows) if row and row.ring and row.dropped and self.sinks]
-
-    def _keep_sinks(self, index: int) -> None:
-        self._sink_keys[:, index] = self.keys[:, index, :, : self.sinks]
-
-    def place_sinks(self, layer: int, rows: Tensor, angles: Tensor) -> None:
-        """Write the sinks of `rows` [n] rotated on by `angles` [n, head_dim / 2]."""
-        self.keys[layer, rows, :, : self.sinks] = rotate(self._sink_keys[layer, rows], angles[:, None, None])
+SLAB_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A claimed row."""
+class Demand:
+    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
 
-    slab: Slab
-    row: int
+    spec: PolicySpec
+    prompt_tokens: int
+    new_tokens: int
+
+    def limit(self, kept: int) -> int:
+        return budgets.slot_limit(self.spec, kept, self.prompt_tokens, self.new_tokens)
+
+    def is_endless(self, most: int) -> bool:
+        """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
+        return (
+            self.spec.name == "streaming_llm" and self.limit(budgets.kept_tokens(self.spec, self.prompt_tokens)) < most
+        )
+
+    def kind(self, kept: int) -> RowKind:
+        return row_kind(self.spec, self.prompt_tokens, self.limit(kept))
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A request's rows, or before its hand-off the bytes set aside for them."""
+
+    id: int
+    demand: Demand
+    reserved: int = 0  # bytes
+    places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
+    active: bool = False  # whether it decodes
+    tokens: int = 0  # of the sequence, what has been evicted included
+    shift: int = 0  # by how much the model sees smaller positions (an endless stream)
 
     @property
     def resident_bytes(self) -> int:
-        return self.slab.row_bytes
-
-    def release(self) -> None:
-        self.slab.release(self.row)
+        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
 
 
 class SlotPool:
     """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self.shape, self._dtype, self._device = shape, dtype, device
         self.slabs: list[Slab] = []
+        self.slots: dict[int, Slot] = {}
+        self._next = 0
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(slab.allocated_bytes for slab in self.slabs)
+        """Bytes of all slabs, and those set aside."""
+        return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
-    def batch(self) -> list[Slot]:
-        """The rows of a decode step in their order, idle ones between active ones included."""
-        return [Slot(slab, row) for slab in self.slabs for row in range(slab.batch_rows)]
+    def claim(self, demand: Demand, limit: int) -> Slot | None:
+        """A slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
-    def claim(self, capacity: int, sinks: int, limit: int) -> Slot | None:
-        """A slot of at least `capacity` entries, or None if all slabs with it would take more than `limit` bytes.
-
-        Empty slabs of other sizes are given back before the answer is None. A new slab takes at most a quarter of
-        the room that is left, so that one size does not starve the others.
+        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
+        Empty slabs of other sizes are given back before the answer is None.
         """
-        capacity = size_class(capacity)
-        for slab in self.slabs:
-            if (slab.capacity, slab.sinks) == (capacity, sinks) and (row := slab.free_row()) is not None:
-                if not self.fit(limit, but=slab):
-                    return None
-                slab.claim(row)
-                return Slot(slab, row)
-        one = slot_bytes(self._shape, capacity, sinks)
-        if not self.fit(limit - one):
-            return None
-        rows = max(1, min(SLAB_ROWS, (limit - self.allocated_bytes) // (4 * one)))
-        slab = Slab(self._shape, capacity, sinks, rows, self._dtype, self._device)
-        self.slabs.append(slab)
-        slab.claim(0)
-        return Slot(slab, 0)
+        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
+        slot = Slot(self._next, demand)
+        if budgets.follows_content(demand.spec, demand.prompt_tokens):
+            needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
+            if not self.fit(limit - needed):
+                return None
+            slot.reserved = needed
+        elif len(set(layers)) == 1:
+            if not self._claim_uniform(slot, demand.kind(layers[0]), limit):
+                return None
+        else:
+            kinds = [[demand.kind(kept)] * self.shape.kv_heads for kept in layers]
+            if not self._claim_ragged(slot, kinds, limit):
+                return None
+        self._next += 1
+        self.slots[slot.id] = slot
+        return slot
 
-    def fit(self, limit: int, but: Slab | None = None) -> bool:
-        """Whether all slabs take at most `limit` bytes, after empty ones (`but` one) were given back if need be."""
+    def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
+        """Neighbouring rows for all KV heads, in a slab over all layers.
+
+        A new slab takes at most a quarter of the room that is left, so that one size does not starve the others.
+        """
+        heads, layers = self.shape.kv_heads, range(self.shape.layers)
+        for slab in self.slabs:
+            if slab.kind == kind and slab.layers == layers:
+                free = next((r for r in range(0, slab.rows, heads) if slab.owners[r] is None), None)
+                if free is not None:
+                    if not self.fit(limit, but=[slab]):
+                        return False
+                    self._take(slot, slab, list(range(free, free + heads)), list(range(heads)))
+                    return True
+        one = row_bytes(kind, self.shape) * heads * len(layers)
+        if not self.fit(limit - one):
+            return False
+        count = max(1, min(SLAB_SLOTS, (limit - self.allocated_bytes) // (4 * one)))
+        slab = self._allocate(kind, layers, count * heads)
+        self._take(slot, slab, list(range(heads)), list(range(heads)))
+        return True
+
+    def _claim_ragged(self, slot: Slot, kinds: Sequence[Sequence[RowKind]], limit: int | None) -> bool:
+        """Rows of the kinds that each layer's heads ask for; exactly as many new ones as are missing."""
+        wanted: list[tuple[range, RowKind, list[int]]] = []
+        for layer, of_heads in enumerate(kinds):
+            for kind in dict.fromkeys(of_heads):
+                wanted.append((range(layer, layer + 1), kind, [h for h, k in enumerate(of_heads) if k == kind]))
+        found: list[list[tuple[Slab, int]]] = []
+        missing = 0
+        for layers, kind, heads in wanted:
+            of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+            rows = [(slab, row) for slab in of_kind for row in slab.free_rows()][: len(heads)]
+            missing += (len(heads) - len(rows)) * row_bytes(kind, self.shape)
+            found.append(rows)
+        if limit is not None and not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
+            return False
+        for (layers, kind, heads), rows in zip(wanted, found, strict=True):
+            if len(rows) < len(heads):
+                fresh = self._allocate(kind, layers, len(heads) - len(rows))
+                rows = rows + [(fresh, row) for row in range(fresh.rows)]
+            for slab in dict.fromkeys(slab for slab, _ in rows):
+                at = [i for i, (of, _) in enumerate(rows) if of is slab]
+                self._take(slot, slab, [rows[i][1] for i in at], [heads[i] for i in at])
+        return True
+
+    def _allocate(self, kind: RowKind, layers: range, rows: int) -> Slab:
+        slab = Slab(kind, layers, rows, self.shape, self._dtype, self._device)
+        self.slabs.append(slab)
+        return slab
+
+    @staticmethod
+    def _take(slot: Slot, slab: Slab, rows: list[int], heads: list[int]) -> None:
+        for row, head in zip(rows, heads, strict=True):
+            slab.claim(row, slot.id, head)
+        slot.places.append((slab, rows))
+
+    def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
+        """Whether all slabs take at most `limit` bytes, after empty ones (`but` some) were given back if need be."""
         if self.allocated_bytes > limit:
-            self.slabs = [slab for slab in self.slabs if slab is but or not slab.is_empty]
+            self.slabs = [slab for slab in self.slabs if slab in but or not slab.is_empty]
         return self.allocated_bytes <= limit
+
+    def release(self, slot: Slot) -> None:
+        """Free everything a slot holds; nothing happens if that was done already."""
+        if self.slots.pop(slot.id, None) is None:
+            return
+        for slab, rows in slot.places:
+            for row in rows:
+                slab.release(row)
+        slot.places, slot.reserved, slot.active = [], 0, False
+
+    def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
+        """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
+
+        Only distances matter to rotary attention, and angles of far positions lose precision in float32.
+        """
+        if slot.tokens - slot.shift < most:
+            return
+        slab, rows = slot.places[0]
+        back = slot.tokens - slot.shift - int(slab.state.limit[rows[0]])
+        for slab, rows in slot.places:
+            slab.rebase(rows, back * inv_freq)
+        slot.shift += back
+
+    def fill(self, slot: Slot, prompt: Prompt, selections: Sequence[Selection]) -> None:
+        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on."""
+        demand = slot.demand
+        counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
+        if slot.reserved:
+            kinds = [[demand.kind(kept) for kept in layer] for layer in counts]
+            slot.reserved = 0
+            alike = len({kept for layer in counts for kept in layer}) == 1
+            if not (alike and self._claim_uniform_exact(slot, kinds[0][0])):
+                self._claim_ragged(slot, kinds, None)
+        budget = budgets.resolve_budget(demand.spec, prompt.tokens)
+        pages = 0
+        if demand.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
+            pages = budget // budgets.rocket_page(budget, prompt.tokens)
+        for slab, rows in slot.places:
+            for row in rows:
+                kept = counts[slab.layers[0]][slab.state.head[row]]
+                limit = demand.limit(kept)
+                slab.start(
+                    row,
+                    kept=kept,
+                    limit=limit,
+                    packed_limit=packed_limit(demand.spec, limit),
+                    recent=budgets.recent_entries(demand.spec, limit),
+                    pages=pages,
+                )
+            for layer in slab.layers:
+                for run in _alike(rows, [counts[layer][slab.state.head[row]] for row in rows]):
+                    of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
+                    kept = counts[layer][of.start]
+                    selection = selections[layer]
+                    positions = selection.positions[of, :kept]
+                    keys, values = prompt.keys[layer, of], prompt.values[layer, of]
+                    if kept < prompt.tokens:
+                        index = positions[..., None].expand(-1, -1, keys.shape[-1])
+                        keys, values = keys.gather(1, index), values.gather(1, index)
+                    scores = None if selection.attention is None else selection.attention[of, :kept]
+                    slab.fill(layer, run, keys, values, positions, scores)
+        slot.tokens, slot.active = prompt.tokens, True
+
+    def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
+        one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
+        return self._claim_uniform(slot, kind, self.allocated_bytes + one)
+
+
+def _alike(rows: list[int], kept: list[int]) -> list[slice]:
+    """Runs of neighbouring rows that keep the same number of entries."""
+    runs: list[slice] = []
+    for row, count, before in zip(rows, kept, [-1, *kept[:-1]], strict=True):
+        if runs and runs[-1].stop == row and count == before:
+            runs[-1] = slice(runs[-1].start, row + 1)
+        else:
+            runs.append(slice(row, row + 1))
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one slab does in a step, as tensors made once for all layers."""
+    """What one slab does in a step."""
 
     slab: Slab
-    batch: slice  # its rows of the batch
-    rows: Tensor  # [n] 0..n-1
-    entries: Tensor  # [n] where each row's new token goes
-    mask: Tensor  # [n, 1, 1, capacity] True is seen
-    rolled: Tensor  # rows whose sinks are rotated on
-    angles: Tensor  # [rolled, head_dim / 2] by how much
+    step: Step
+    index: Tensor | None  # [n] (slot, KV head) of each row, counted through; None if rows are just these in order
+    written: Tensor | None  # [n] the same with idle rows sent to a place of their own
 
 
 class DecodeState:
-    """One decode step over the used rows of all slabs; the batch is their concatenation, slab by slab."""
+    """One decode step over `slots`, in their order in the batch."""
 
-    def __init__(self, slabs: list[Slab], inv_freq: Tensor) -> None:
-        self._parts: list[_Part] = []
-        first, device = 0, inv_freq.device
-        for slab in slabs:
-            n = slab.batch_rows
-            if not n:
+    def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
+        self._heads, device = pool.shape.kv_heads, inv_freq.device
+        of = {slot.id: at for at, slot in enumerate(slots)}
+        tokens = np.array([slot.tokens for slot in slots], dtype=np.int64)
+        seen = tokens - np.array([slot.shift for slot in slots], dtype=np.int64)
+        self._rows = len(slots) * self._heads
+        self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
+        for slab in pool.slabs:
+            at = np.array([of.get(owner, -1) if owner is not None else -1 for owner in slab.owners], dtype=np.int64)
+            active = np.flatnonzero(at >= 0)
+            if not len(active):
                 continue
-            entries = [slab.advance(i) if slab.is_active(i) else 0 for i in range(n)]
-            lengths = torch.tensor([slab.length(i) for i in range(n)], device=device)
-            mask = torch.arange(slab.capacity, device=device) < lengths[:, None]
-            rolled = slab.rolled()
-            dropped = torch.tensor([slab.row(i).dropped for i in rolled], dtype=torch.float64, device=device)
-            part = _Part(
-                slab=slab,
-                batch=slice(first, first + n),
-                rows=torch.arange(n, device=device),
-                entries=torch.tensor(entries, device=device),
-                mask=mask[:, None, None],
-                rolled=torch.tensor(rolled, dtype=torch.long, device=device),
-                angles=dropped[:, None] * inv_freq,
-            )
-            self._parts.append(part)
-            first += n
+            at = at[: active[-1] + 1]
+            step = slab.plan(at >= 0, seen[at], tokens[at], inv_freq)
+            index = at * self._heads + slab.state.head[: len(at)]
+            part = _Part(slab, step, None, None)
+            if len(index) != self._rows or (index != np.arange(self._rows)).any():
+                part = _Part(
+                    slab,
+                    step,
+                    torch.from_numpy(np.maximum(index, 0)).to(device),
+                    torch.from_numpy(np.where(at >= 0, index, self._rows)).to(device),
+                )
+            for layer in slab.layers:
+                self._parts[layer].append(part)
+        for slot in slots:
+            slot.tokens += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        outputs = []
-        for part in self._parts:
-            keys, values, n = part.slab.keys[layer], part.slab.values[layer], len(part.rows)
-            keys[part.rows, :, part.entries] = key[part.batch, :, 0]
-            values[part.rows, :, part.entries] = value[part.batch, :, 0]
-            if len(part.rolled):
-                part.slab.place_sinks(layer, part.rolled, part.angles)
-            outputs.append(attend_grouped(query[part.batch], keys[:n], values[:n], part.mask, scale))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        """q [batch, q_heads, 1, head_dim], k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
+        head_dim = query.shape[-1]
+        queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
+        keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
+        out: Tensor | None = None
+        for part in self._parts[layer]:
+            if part.index is None:
+                out = part.slab.attend(layer, part.step, queries, keys, values, scale)
+                return out.view_as(query)
+            if out is None:
+                out = queries.new_empty(self._rows + 1, *queries.shape[1:])
+            picked = queries[part.index], keys[part.index], values[part.index]
+            out[part.written] = part.slab.attend(layer, part.step, *picked, scale)
+        assert out is not None
+        return out[:-1].reshape(query.shape)

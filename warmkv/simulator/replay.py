@@ -8,11 +8,12 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from warmkv.config import Config, PolicySpec, describe
-from warmkv.policies import budgets
+from warmkv.config import Config, describe
+from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.costs import StepCost
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
+from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.breakpoints import Breakpoint, bill
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -78,10 +79,10 @@ def replay(
     ]
 
 
-def kv_shape(config: Config) -> budgets.KVShape:
+def kv_shape(config: Config) -> slot_sizes.KVShape:
     """The configured size of the model's KV cache."""
     simulator = config.simulator
-    return budgets.KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
+    return slot_sizes.KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
 
 
 def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
@@ -126,8 +127,9 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 )
         prompt, new = record.input_tokens, record.output_tokens
         allowed = max(new, record.max_tokens)  # the live slot is sized for what the request allowed
+        spec = budgets.in_force(spec, prompt, allowed)
         capacity = budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0
-        slot = budgets.slot_bytes(shape, budgets.size_class(capacity), budgets.ring_sinks(spec)) if capacity else 0
+        slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed) if allowed > 1 else 0
         jobs.append(
             Job(
                 record=record,

@@ -10,9 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.config import Config, PolicySpec
+from warmkv.config import Config
 from warmkv.policies import budgets
 from warmkv.policies.costs import StepCost, fit_step_cost
+from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 
 Floats = NDArray[np.float64]

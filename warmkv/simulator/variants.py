@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from warmkv.config import KNOBS, PolicySpec, describe
+from warmkv.config import describe
+from warmkv.policy_spec import METHODS, PolicySpec
 
 TTLS = (300.0, 3600.0)
 BUDGETS: tuple[int | float, ...] = (0.2, 0.5)
@@ -36,7 +37,7 @@ class Variant:
 
 def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
     """The policy `name` at `budget`, with those knobs of `base` that it has. Raises VariantError."""
-    knobs = {knob: getattr(base, knob) for knob, owner in KNOBS.items() if owner == name == base.name}
+    knobs = {knob: getattr(base, knob) for knob in METHODS[base.name]} if name == base.name else {}
     try:
         return PolicySpec.model_validate({"name": name, "budget": budget, **knobs})
     except ValidationError as error:

@@ -1,47 +1,88 @@
-"""Slow, obvious definitions of the policies, written from the papers, on plain transformers.
+"""Slow, obvious decoding under a policy, written from the papers, on plain transformers.
 
-The prompt is computed whole with transformers' own eager attention; keys are taken before rotation by hooking the
-projections; every decode step rotates all kept keys anew and attends by explicit loops over heads.
+The prompt is computed whole with explicit attention; keys are taken before rotation by calling the projections; each
+KV head keeps a Python list of entries, and every decode step attends by explicit loops over heads and entries.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from warmkv.config import PolicySpec
+from tests.unit.replicas.slow_methods import Entry, LayerView, SlowCache, attend, kept, received, resolve
+from warmkv.policies.compression.storage import Codec, codec
+from warmkv.policy_spec import PolicySpec
+
+GROUP = 32
 
 
-def kept_positions(spec: PolicySpec, budget: int, queries: Tensor, keys: Tensor) -> list[list[int]]:
-    """Positions each KV head keeps; queries [q_heads, T, d] and keys [kv_heads, T, d] of a layer after rotation."""
-    kv_heads, tokens, head_dim = keys.shape
-    group = queries.shape[0] // kv_heads
-    if budget >= tokens or spec.name == "full":
-        return [list(range(tokens)) for _ in range(kv_heads)]
-    if spec.name == "streaming_llm":
-        return [list(range(spec.sinks)) + list(range(tokens - (budget - spec.sinks), tokens))] * kv_heads
-    window = min(spec.window, budget)
-    kept = []
-    for head in range(kv_heads):
-        votes = [0.0] * (tokens - window)
-        for member in range(head * group, (head + 1) * group):
-            for query in range(tokens - window, tokens):
-                logits = [float(queries[member, query] @ keys[head, k]) / math.sqrt(head_dim) for k in range(query + 1)]
-                top = max(logits)
-                weights = [math.exp(logit - top) for logit in logits]
-                for position in range(tokens - window):
-                    votes[position] += weights[position] / sum(weights)
-        half = spec.kernel // 2
-        pooled = []
-        for position in range(len(votes)):
-            near = [votes[p] if 0 <= p < len(votes) else 0.0 for p in range(position - half, position + half + 1)]
-            pooled.append(sum(near) / spec.kernel if spec.pooling == "avg" else max(near))
-        best = sorted(range(len(votes)), key=lambda p: -pooled[p])[: budget - window]
-        kept.append(sorted(best) + list(range(tokens - window, tokens)))
-    return kept
+def roundtrip(codec: Codec, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, d] as they come back from storage; n is a multiple of the codec's group."""
+    back = codec.from_basis(codec.decode_keys(codec.encode_keys(keys), keys.dtype))
+    return back, codec.from_basis(codec.decode_values(codec.encode_values(values), values.dtype))
+
+
+class StoredCache(SlowCache):
+    """A cache whose entries each go through storage as they are put in."""
+
+    codec: Codec
+
+    def fill(self, unrotated: Tensor, keys: Tensor, values: Tensor, positions: list[int], scores: list[float]) -> None:
+        keys, values = roundtrip(self.codec, keys, values)
+        super().fill(unrotated, keys, values, positions, scores)
+
+    def add(self, unrotated: Tensor, key: Tensor, value: Tensor, position: int) -> None:
+        keys, values = roundtrip(self.codec, key[None], value[None])
+        super().add(unrotated, keys[0], values[0], position)
+
+
+class GroupedCache(SlowCache):
+    """KIVI: entries are packed in groups of 32; the most recent ones wait until they are a group."""
+
+    codec: Codec
+    residual: int
+
+    def fill(self, unrotated: Tensor, keys: Tensor, values: Tensor, positions: list[int], scores: list[float]) -> None:
+        super().fill(unrotated, keys, values, positions, scores)
+        self.front, self.waiting = [], self.entries  # entries: front, then packed, then waiting
+        if self.rule == "ring":
+            self.front, self.waiting = self.waiting[: self.sinks], self.waiting[self.sinks :]
+        room = self.limit - self.sinks - self.residual
+        self.most_packed = room // GROUP * GROUP if self.rule != "append" else 10**9
+        self.most_waiting = self.residual + (room % GROUP if self.rule != "append" else 0)
+        self.packed: list[Entry] = []
+        while len(self.waiting) > self.most_waiting:
+            self.pack(0)
+        self.entries = [*self.front, *self.packed, *self.waiting]
+
+    def pack(self, newest: int) -> None:
+        fresh, self.waiting = self.waiting[:GROUP], self.waiting[GROUP:]
+        if len(self.packed) < self.most_packed:
+            self.packed += fresh
+        elif self.rule == "ring":  # the oldest group leaves
+            self.packed = self.packed[GROUP:] + fresh
+        else:
+            by_score = sorted(self.packed, key=lambda entry: (entry.position > newest - self.recent, entry.score))
+            places = [self.packed.index(entry) for entry in by_score[:GROUP]]
+            for place, entry in zip(places, fresh, strict=True):
+                self.packed[place] = entry
+        for first in range(0, len(self.packed), GROUP):
+            group = self.packed[first : first + GROUP]
+            keys, values = roundtrip(
+                self.codec, torch.stack([e.key for e in group]), torch.stack([e.value for e in group])
+            )
+            for entry, key, value in zip(group, keys, values, strict=True):
+                entry.key, entry.value = key, value
+
+    def add(self, unrotated: Tensor, key: Tensor, value: Tensor, position: int) -> None:
+        if len(self.waiting) == self.most_waiting:
+            self.pack(position)
+        self.waiting = [*self.waiting, Entry(unrotated, key, value, position)]
+        self.entries = [*self.front, *self.packed, *self.waiting]
 
 
 class Reference:
@@ -86,46 +127,95 @@ class Reference:
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], new: int, spec: PolicySpec, budget: int) -> tuple[list[int], list[Tensor]]:
+    def generate(
+        self, prompt: list[int], new: int, spec: PolicySpec, **classes: AbstractSet[int]
+    ) -> tuple[list[int], list[Tensor]]:
         """Greedy tokens and the logits [vocabulary] each was drawn from."""
         hidden = self.model.model.embed_tokens(torch.tensor(prompt))
-        cache = []  # per layer and KV head: keys before rotation, values, original positions
         positions = torch.arange(len(prompt))
+        views, unrotated = [], []
         for layer in self.layers:
             q, k, v = self.project(layer, layer.input_layernorm(hidden))
-            rotated_q, rotated_k = self.rotate(q, positions), self.rotate(k, positions)
-            kept = kept_positions(spec, budget, rotated_q, rotated_k)
-            cache.append([(k[h, kept[h]], v[h, kept[h]], list(kept[h])) for h in range(len(kept))])
-            hidden = self.block(layer, hidden, self.attend(rotated_q, rotated_k, v, causal=True))
+            views.append(LayerView(self.rotate(q, positions), self.rotate(k, positions), v))
+            unrotated.append(k)
+            hidden = self.block(layer, hidden, self.attend(views[-1].queries, views[-1].keys, v, causal=True))
+        inv_freq = self.model.model.rotary_emb.inv_freq.double()
+        chosen = kept(spec, views, inv_freq=inv_freq, **classes)
+        caches = [
+            [self.cache(spec, view, keys, head, chosen[at][head]) for head in range(view.kv_heads)]
+            for at, (view, keys) in enumerate(zip(views, unrotated, strict=True))
+        ]
         logits = [self.model.lm_head(self.model.model.norm(hidden[-1]))]
         tokens = [int(logits[-1].argmax())]
         for step in range(new - 1):
-            logits.append(self.decode(tokens[-1], len(prompt) + step, cache, spec, budget))
+            logits.append(self.decode(tokens[-1], len(prompt) + step, caches, spec))
             tokens.append(int(logits[-1].argmax()))
         return tokens, logits
 
-    def decode(self, token: int, position: int, cache: list[Any], spec: PolicySpec, budget: int) -> Tensor:
+    def cache(self, spec: PolicySpec, view: LayerView, unrotated: Tensor, head: int, positions: list[int]) -> SlowCache:
+        """One KV head's cache at the hand-off."""
+        cache = SlowCache()
+        if spec.storage.startswith("kivi") and self.limit(spec, view, positions) - (
+            spec.sinks or 0 if spec.decode == "ring" else 0
+        ) >= spec.residual + (GROUP if spec.decode != "append" else 1):
+            cache = GroupedCache()
+            cache.codec, cache.residual = codec(spec.storage), spec.residual
+        elif spec.storage != "model" and not spec.storage.startswith("kivi"):
+            cache = StoredCache()
+            cache.codec = codec(spec.storage)
+        cache.rule, cache.limit = spec.decode, self.limit(spec, view, positions)
+        cache.sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
+        cache.recent = cache.limit - math.floor(cache.limit * spec.heavy) if spec.heavy is not None else 1
+        cache.accumulate = spec.name != "tova"
+        looked_at = 0
+        if spec.name == "h2o":
+            looked_at = view.tokens
+        elif spec.name == "tova":
+            looked_at = 1
+        elif spec.window is not None and len(positions) < view.tokens and spec.window < resolve(spec, view.tokens):
+            looked_at = spec.window
+        scores = received(view, head, looked_at) if looked_at else [0.0] * view.tokens
+        cache.fill(
+            unrotated[head, positions],
+            view.keys[head, positions],
+            view.values[head, positions],
+            positions,
+            [scores[position] for position in positions],
+        )
+        return cache
+
+    @staticmethod
+    def limit(spec: PolicySpec, view: LayerView, positions: list[int]) -> int:
+        if spec.decode == "append":
+            return 10**9
+        return len(positions) if len(positions) < view.tokens else max(resolve(spec, view.tokens), view.tokens)
+
+    def rotate_one(self, key: Tensor, position: int) -> Tensor:
+        return self.rotate(key[None, None], torch.tensor([position]))[0, 0]
+
+    def rotate_sinks_on(self, cache: SlowCache, dropped: int) -> None:
+        by_age = sorted(cache.entries, key=lambda entry: entry.position)
+        for index, entry in enumerate(by_age[: cache.sinks]):
+            entry.key = self.rotate_one(entry.unrotated, index + dropped)
+            if isinstance(cache, StoredCache):
+                entry.key = roundtrip(cache.codec, entry.key[None], entry.value[None])[0][0]
+
+    def decode(self, token: int, position: int, caches: list[list[SlowCache]], spec: PolicySpec) -> Tensor:
         hidden = self.model.model.embed_tokens(torch.tensor([token]))
-        for layer, heads in zip(self.layers, cache, strict=True):
+        for layer, heads in zip(self.layers, caches, strict=True):
             q, k, v = self.project(layer, layer.input_layernorm(hidden))
-            keys, values, query_position = [], [], position
-            for head, (old_k, old_v, old_positions) in enumerate(heads):
-                new_k, new_v = torch.cat([old_k, k[head]]), torch.cat([old_v, v[head]])
-                where = [*old_positions, position]
-                if spec.name == "streaming_llm":
-                    if len(where) > budget:  # the oldest token behind the sinks leaves
-                        drop = spec.sinks
-                        new_k = torch.cat([new_k[:drop], new_k[drop + 1 :]])
-                        new_v = torch.cat([new_v[:drop], new_v[drop + 1 :]])
-                        where = where[:drop] + where[drop + 1 :]
-                    at = torch.arange(len(where))  # positions within the cache
-                    query_position = len(where) - 1
-                else:
-                    at = torch.tensor(where)
-                heads[head] = (new_k, new_v, where)
-                keys.append(self.rotate(new_k[None], at)[0])
-                values.append(new_v)
-            rotated_q = self.rotate(q, torch.tensor([query_position]))
-            hidden = self.block(layer, hidden, self.attend(rotated_q, torch.stack(keys), torch.stack(values), False))
+            rotated = self.rotate(k, torch.tensor([position]))
+            for head, cache in enumerate(heads):
+                cache.add(k[head, 0], rotated[head, 0], v[head, 0], position)
+            at = position
+            if spec.name == "streaming_llm" and spec.storage == "model":  # positions within the cache
+                for cache in heads:
+                    cache.rotate_at_index(self.rotate_one)
+                at = len(heads[0].entries) - 1
+            elif spec.name == "streaming_llm":  # the same distances, but what is stored keeps its rotation
+                for cache in heads:
+                    self.rotate_sinks_on(cache, position - len(cache.entries) + 1)
+            rotated_q = self.rotate(q, torch.tensor([at]))
+            hidden = self.block(layer, hidden, attend(heads, rotated_q[:, 0]).flatten()[None])
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden[-1]))
         return logits

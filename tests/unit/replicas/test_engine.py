@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.replicas.conftest import BLOCK, FAMILIES, VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
-from warmkv.config import PolicySpec
 from warmkv.policies import budgets
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
 
 POLICIES = ["full", "streaming_llm@20", "snapkv@20", "snapkv@0.5", PolicySpec(name="snapkv", budget=24, window=6)]
@@ -49,8 +49,7 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(driver, refer
 def test_policies_equal_the_slow_reference(models, references, family, spec, length):
     spec = PolicySpec.model_validate(spec)
     tokens = prompt(length)
-    budget = budgets.resolve_budget(spec, length) or length
-    expected, expected_logits = Reference(references[family]).generate(tokens, 30, spec, budget)
+    expected, expected_logits = Reference(references[family]).generate(tokens, 30, spec)
     seen: list[torch.Tensor] = []
     driver = Driver(models[family])
     draw = driver.engine._draw
@@ -62,7 +61,7 @@ def test_policies_equal_the_slow_reference(models, references, family, spec, len
     driver.engine._draw = watched  # type: ignore[method-assign]
     assert driver.run(make_request(tokens, new=30, policy=spec)) == [expected]
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected_logits), rtol=1e-4, atol=1e-4)
-    assert driver.started("request").kept_tokens == min(budget, length)
+    assert driver.started("request").kept_tokens == budgets.kept_tokens(spec, length)
 
 
 @pytest.mark.parametrize("spec", POLICIES, ids=str)
@@ -202,7 +201,7 @@ def fail_once(engine: Any, monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr(engine, name, failing)
 
 
-@pytest.mark.parametrize("place", ["_begin", "_prefill_chunk", "_hand_off", "_fill_slot"])
+@pytest.mark.parametrize("place", ["_begin", "_prefill_chunk", "_hand_off", "fill"])
 def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypatch, place):
     shaky = driver()
     tokens = prompt(40)
@@ -210,7 +209,7 @@ def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypat
     shaky.run(make_request(tokens, new=1, marks={37: "5m"}, name="before"))
     shaky.submit(make_request(prompt(9), new=20, name="decodes"))
     shaky.engine.step()
-    fail_once(shaky.engine, monkeypatch, place)
+    fail_once(shaky.engine.pool if place == "fill" else shaky.engine, monkeypatch, place)
     shaky.run(make_request(tokens, name="lost", reads=[37]))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     assert shaky.tokens("decodes") == expected
@@ -257,8 +256,8 @@ def test_logits_that_are_no_numbers_fail_their_request_and_poison_no_slot(driver
     shaky.engine.step()
     (slab,) = shaky.engine.pool.slabs
     with torch.inference_mode():
-        slab.keys[:, 0] = float("nan")
-        slab.values[:, 0] = float("nan")
+        slab.keys[0][:, 0] = float("nan")
+        slab.values[0][:, 0] = float("nan")
     shaky.run()
     assert "not finite" in shaky.told["poisoned"][-1].message
     assert shaky.run(make_request(tokens, new=8, name="same row")) == expected

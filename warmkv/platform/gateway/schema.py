@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from warmkv.config import PolicySpec
+from warmkv.policy_spec import PolicySpec
 
 
 class Body(BaseModel):

@@ -1,43 +1,123 @@
-"""What a compression policy is: a prefill rule and a decode rule."""
+"""What a compression policy is: which tokens are always kept, and a score for the others."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from warmkv.config import PolicySpec
 from warmkv.policies import budgets
+from warmkv.policies.compression import shotkv, structural
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.scoring import best, window_attention
+from warmkv.policy_spec import PolicySpec
+
+NONE = -1
+"""Fills up the positions of a head that keeps fewer than the others."""
 
 
-class Policy(ABC):
-    """A compression policy for one spec. Stateless: everything about a request is an argument."""
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What one layer keeps of a prompt.
+
+    `positions` int64 [kv_heads, n], ascending, ends filled up with NONE where heads differ. `attention` float32 of the
+    same shape is what each kept token received from the queries that were looked at, where the decode rule needs it.
+    """
+
+    positions: Tensor
+    attention: Tensor | None = None
+
+
+class Policy:
+    """A compression policy for one spec. Stateless: everything about a request is an argument.
+
+    A method overrides `ends` and `score`; one that shares its budget unevenly `layer_budgets` or `choose` too.
+    """
 
     def __init__(self, spec: PolicySpec) -> None:
         self.spec = spec
 
-    @property
-    def sinks(self) -> int:
-        """First cache entries that a ring never overwrites."""
-        return 0
+    def ends(self, budget: int) -> tuple[int, int]:
+        """Tokens at the beginning and at the end of the prompt that are always kept, of a budget of so many."""
+        return 0, 0
 
-    @property
-    def ring(self) -> bool:
-        """Whether new tokens overwrite the oldest entry behind the sinks once the budget is used up."""
-        return False
+    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        """How much each token of a layer is worth keeping: float32 [kv_heads, T]."""
+        raise NotImplementedError
 
-    def observed_queries(self, prompt_tokens: int) -> int:
-        """Queries at the end of the prompt that `select` wants to see."""
-        return budgets.observed_queries(self.spec, prompt_tokens)
+    def layer_budgets(self, prompt: Prompt) -> list[int]:
+        """Tokens per KV head (the average where heads differ) that each layer keeps."""
+        return budgets.layer_budgets(self.spec, prompt.tokens, prompt.layers)
 
-    def kept(self, prompt_tokens: int) -> int:
-        """Entries per KV head that survive the hand-off."""
-        return budgets.kept_tokens(self.spec, prompt_tokens)
+    def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: Prompt) -> Tensor:
+        """Positions [kv_heads, n], ascending, of the best tokens between the ends and of the ends themselves."""
+        first, last = ends
+        tokens = scores.shape[1]
+        between = scores[:, first : tokens - last]
+        if self.spec.shots:
+            chosen = shotkv.best_units(between, budget - first - last, prompt.members("separators")[first:])
+        else:
+            chosen = best(between, budget - first - last).sort(dim=-1).values
+        return torch.cat([*self._both(tokens, ends, chosen)], dim=-1)
 
-    @abstractmethod
-    def select(self, keys: Tensor, queries: Tensor | None, scale: float) -> Tensor:
-        """Positions that a layer keeps of a prompt that exceeds its budget.
+    def select(self, prompt: Prompt) -> list[Selection]:
+        """What each layer keeps of a prompt."""
+        if not budgets.is_compressed(self.spec, prompt.tokens):
+            everything = torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
+            return [self._with_attention(prompt, layer, everything) for layer in range(prompt.layers)]
+        return [
+            self._with_attention(prompt, layer, self.select_layer(prompt, layer, budget))
+            for layer, budget in enumerate(self.layer_budgets(prompt))
+        ]
 
-        keys [kv_heads, T, head_dim] and queries [q_heads, observed, head_dim] of the prompt's last tokens, both after
-        rotation; `scale` is the factor of the attention logits. Returns int64 [kv_heads, kept], ascending.
-        """
+    def select_layer(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        """Positions [kv_heads, n] that a layer keeps of a prompt that exceeds its budget."""
+        budget = min(budget, prompt.tokens)
+        first, last = self.protected_ends(budget)
+        if first + last >= budget or budget == prompt.tokens:  # nothing is left to choose
+            head, tail = self._both(prompt.tokens, (first, budget - first))
+            return torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)
+        return self.choose(self.score(prompt, layer, budget), (first, last), budget, prompt)
+
+    def protected_ends(self, budget: int) -> tuple[int, int]:
+        """The method's ends, those of a ring's sinks and of structural protection, within the budget."""
+        first, last = self.ends(budget)
+        if self.spec.decode == "ring":
+            first = max(first, self.spec.sinks or 0)
+        return structural.protect((first, last), self.spec.protect, budget)
+
+    def votes_window(self, budget: int) -> int:
+        """Last queries that vote: the window, unless a small budget or a protected beginning leaves less room."""
+        assert self.spec.window is not None
+        first, _ = structural.protect((0, 0), self.spec.protect, budget)
+        return min(self.spec.window, budget - first)
+
+    def _with_attention(self, prompt: Prompt, layer: int, positions: Tensor) -> Selection:
+        if self.spec.decode != "argmin":
+            return Selection(positions)
+        received = received_attention(self.spec, prompt, layer)
+        return Selection(positions, received.gather(1, positions.clamp(min=0)))
+
+    @staticmethod
+    def _both(tokens: int, ends: tuple[int, int], chosen: Tensor | None = None) -> list[Tensor]:
+        """Positions of both ends, with those chosen between them (counted from the first that is not an end)."""
+        first, last = ends
+        device = chosen.device if chosen is not None else None
+        head = torch.arange(first, device=device)
+        tail = torch.arange(tokens - last, tokens, device=device)
+        if chosen is None:
+            return [head, tail]
+        rows = chosen.shape[0]
+        return [head.expand(rows, -1), chosen + first, tail.expand(rows, -1)]
+
+
+def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:
+    """What each token received so far, float32 [kv_heads, T]: from all queries or from those the policy observes."""
+    if budgets.needs_column_sums(spec, prompt.tokens):
+        assert prompt.column_sums is not None
+        return prompt.column_sums[layer]
+    if observed := budgets.observed_queries(spec, prompt.tokens):
+        queries = prompt.last_queries(layer, min(observed, prompt.tokens))
+        return window_attention(prompt.keys[layer], queries, prompt.scale).sum(dim=(1, 2))
+    return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.scoring import pool_positions, window_attention
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.scoring import pool_positions, window_votes
 
 
 class SnapKV(Policy):
@@ -16,15 +17,12 @@ class SnapKV(Policy):
     neighbours of a vote survive with it (section 3.2). A budget within the window keeps the last tokens only.
     """
 
-    def select(self, keys: Tensor, queries: Tensor | None, scale: float) -> Tensor:
-        heads, tokens, _ = keys.shape
-        kept = self.kept(tokens)
-        window = min(self.spec.window, kept)
-        last = torch.arange(tokens - window, tokens, device=keys.device).expand(heads, window)
-        if kept == window:
-            return last
-        assert queries is not None
-        votes = window_attention(keys, queries, scale).sum(dim=(1, 2))[:, : tokens - window]
-        votes = pool_positions(votes, self.spec.kernel, self.spec.pooling)
-        chosen = votes.topk(kept - window, dim=-1).indices.sort(dim=-1).values
-        return torch.cat([chosen, last], dim=-1)
+    def ends(self, budget: int) -> tuple[int, int]:
+        return 0, self.votes_window(budget)
+
+    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        assert self.spec.kernel is not None
+        assert self.spec.pooling is not None
+        window = self.votes_window(budget)
+        votes = window_votes(prompt, layer, window)
+        return F.pad(pool_positions(votes, self.spec.kernel, self.spec.pooling), (0, window))

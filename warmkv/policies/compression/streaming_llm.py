@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from warmkv.policies import budgets
 from warmkv.policies.compression.base import Policy
 
 
@@ -16,17 +12,6 @@ class StreamingLLM(Policy):
     rotation they were cached with and the sinks are rotated on by what has been dropped between the two.
     """
 
-    @property
-    def sinks(self) -> int:
-        return budgets.ring_sinks(self.spec)
-
-    @property
-    def ring(self) -> bool:
-        return True
-
-    def select(self, keys: Tensor, queries: Tensor | None, scale: float) -> Tensor:
-        heads, tokens, _ = keys.shape
-        kept = self.kept(tokens)
-        first = torch.arange(self.sinks, device=keys.device)
-        recent = torch.arange(tokens - (kept - self.sinks), tokens, device=keys.device)
-        return torch.cat([first, recent]).expand(heads, kept)
+    def ends(self, budget: int) -> tuple[int, int]:
+        sinks = self.spec.sinks or 0
+        return sinks, budget - sinks

@@ -1,0 +1,140 @@
+"""What each method keeps, against slow definitions written from the papers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.replicas import slow_methods
+from warmkv.policies import budgets
+from warmkv.policies.compression import build
+from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policy_spec import PolicySpec
+
+LAYERS, HEAD_DIM = 3, 8
+INV_FREQ = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+SPECS = [
+    "full",
+    "window@9",
+    "window@0.4",
+    "streaming_llm@9",
+    "streaming_llm@0.3:sinks=2",
+    "h2o@12",
+    "h2o@0.3",
+    "h2o@12:heavy=0.25",
+    "snapkv@12:window=5",
+    "snapkv@0.5:window=4,kernel=3,pooling=max",
+    "snapkv@40",
+    "pyramidkv@14:window=4,beta=3",
+    "pyramidkv@0.5:window=4",
+    "adakv@14:window=4",
+    "adakv@0.3:window=3,floor=0.5,kernel=1",
+    "tova@10",
+    "knorm@10",
+    "keydiff@0.3",
+    "expected_attention@12:window=16,horizon=32",
+    "expected_attention@0.4:sinks=2",
+    "rocketkv@8:window=4,kernel=5",
+    "rocketkv@0.1:window=2,kernel=3",
+    "fastgen",
+    "fastgen:recovery=0.7",
+    "fastgen:recovery=0.3",
+    "cake@14:window=4",
+    "cake@0.4:window=3,gamma=5",
+    "adaptive@0.6:window=4,target=0.7",
+    "adaptive@0.9:window=3,target=0.5,least=0.1",
+    "snapkv@20+protect:window=4",
+    "h2o@20+protect",
+    "knorm@0.3:protect=0.3",
+    "adakv@20+protect:window=4",
+    "cake@20+protect:window=4",
+    "pyramidkv@20+protect:window=4",
+    "snapkv@16+shots:window=4",
+    "h2o@20+protect+shots",
+    "keydiff@0.4+shots",
+    "rocketkv@9+protect:window=3,kernel=3",
+    "snapkv@12+ring:window=4",
+    "knorm@10+argmin",
+    "tova@0.3+protect",
+    "expected_attention@20+protect:window=16",
+]
+
+
+def computed(
+    seed: int, tokens: int, kv_heads: int, group: int, spec: PolicySpec, chunk: int
+) -> tuple[Prompt, Any, Any]:
+    """A prompt of random queries, keys and values, the same for the slow definitions, and its token classes."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(LAYERS, heads, tokens, HEAD_DIM, generator=random) * 1.5
+
+    queries, keys, values = draw(kv_heads * group), draw(kv_heads), draw(kv_heads)
+    ids = torch.randint(0, 20, (tokens,), generator=random).tolist()
+    vocabulary = torch.arange(20)
+    classes = TokenClasses(vocabulary < 1, (vocabulary > 0) & (vocabulary < 4), vocabulary == 5)
+    prompt = Prompt(
+        torch.empty_like(keys),
+        torch.empty_like(values),
+        q_heads=kv_heads * group,
+        observed=min(tokens, budgets.observed_queries(spec, tokens)),
+        column_sums=budgets.needs_column_sums(spec, tokens),
+        inv_freq=INV_FREQ,
+        token_ids=ids,
+        classes=classes,
+    )
+    for start in range(0, tokens, chunk):
+        part = slice(start, min(start + chunk, tokens))
+        prompt.begin_chunk(part.stop - part.start)
+        for layer in range(LAYERS):
+            prompt.attend(layer, *(x[layer, None, :, part] for x in (queries, keys, values)), HEAD_DIM**-0.5)
+        prompt.end_chunk()
+    views = [slow_methods.LayerView(*parts) for parts in zip(queries, keys, values, strict=True)]
+    members = {
+        kind: {at for at, token in enumerate(ids) if getattr(classes, kind)[token]}
+        for kind in ("special", "punctuation", "separators")
+    }
+    return prompt, views, members
+
+
+def positions(selections: Any) -> list[list[list[int]]]:
+    return [[[p for p in head if p >= 0] for head in selection.positions.tolist()] for selection in selections]
+
+
+@pytest.mark.parametrize("text", SPECS)
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 10_000),
+    tokens=st.integers(1, 60),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (1, 4)]),
+    chunk=st.sampled_from([7, 64]),
+)
+def test_kept_positions_equal_the_slow_definition(text, seed, tokens, heads, chunk):
+    spec = PolicySpec.model_validate(text)
+    prompt, views, members = computed(seed, tokens, *heads, spec, chunk)
+    expected = slow_methods.kept(spec, views, inv_freq=INV_FREQ, **members)
+    got = positions(build(spec).select(prompt))
+    if got != expected:  # a score may round to another's; nothing but the order of equals may then differ
+        assert [[len(head) for head in layer] for layer in got] == [[len(head) for head in layer] for layer in expected]
+    assert got == expected
+
+
+@pytest.mark.parametrize("text", SPECS)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10_000), tokens=st.integers(1, 200))
+def test_budgets_hold(text, seed, tokens):
+    spec = PolicySpec.model_validate(text)
+    prompt, _, _ = computed(seed, tokens, 2, 2, spec, 256)
+    counts = [[len(head) for head in layer] for layer in positions(build(spec).select(prompt))]
+    total, allowed = sum(map(sum, counts)), 2 * LAYERS * budgets.kept_tokens(spec, tokens)
+    assert total <= allowed
+    if spec.name not in ("fastgen", "adaptive", "pyramidkv"):
+        assert total == allowed
+    if not budgets.follows_content(spec, tokens):
+        assert counts == [[kept, kept] for kept in budgets.layer_budgets(spec, tokens, LAYERS)]
+    if not budgets.is_compressed(spec, tokens):
+        assert counts == [[tokens, tokens]] * LAYERS

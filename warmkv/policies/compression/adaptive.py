@@ -1,0 +1,46 @@
+"""A budget for each prompt: as many tokens as its own attention needs.
+
+How much a prompt needs is an open problem of the literature; this takes the observation window as witness.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.scoring import window_votes
+from warmkv.policies.compression.snapkv import SnapKV
+
+
+class Adaptive(SnapKV):
+    """SnapKV under the smallest budget at which the window's queries keep `target` of their attention.
+
+    The mean over layers and KV heads decides. `budget` is the most that is kept, `least` the smallest share.
+    """
+
+    def layer_budgets(self, prompt: Prompt) -> list[int]:
+        most = budgets.kept_tokens(self.spec, prompt.tokens)
+        assert self.spec.window is not None
+        assert self.spec.target is not None
+        assert self.spec.least is not None
+        window = min(self.spec.window, most)
+        if window == most:
+            return [most] * prompt.layers
+        covered = torch.zeros(prompt.tokens - window, dtype=torch.float64, device=prompt.keys.device)
+        own = 0.0
+        for layer in range(prompt.layers):
+            votes = window_votes(prompt, layer, window).double()
+            total = self._queries(prompt) * window
+            covered += votes.sort(dim=-1, descending=True).values.cumsum(dim=-1).sum(dim=0) / total
+            own += float((total - votes.sum(dim=-1)).sum()) / total
+        rows = prompt.layers * prompt.kv_heads
+        enough = int(((covered + own) / rows < self.spec.target).sum()) + 1 if own / rows < self.spec.target else 0
+        least = min(most, max(window + 1, budgets.share(self.spec.least, prompt.tokens)))
+        return [min(most, max(least, enough + window))] * prompt.layers
+
+    @staticmethod
+    def _queries(prompt: Prompt) -> int:
+        """Query heads of a KV head."""
+        assert prompt.queries is not None
+        return prompt.queries.shape[1] // prompt.kv_heads

@@ -1,0 +1,14 @@
+"""Auto: the method that the literature advises for a prompt of this length and task (`policies/budgets.py`)."""
+
+from __future__ import annotations
+
+from warmkv.policies import budgets, compression
+from warmkv.policies.compression.base import Policy, Selection
+from warmkv.policies.compression.prompt import Prompt
+
+
+class Auto(Policy):
+    """Hands every prompt to the policy that its length calls for."""
+
+    def select(self, prompt: Prompt) -> list[Selection]:
+        return compression.build(budgets.concrete(self.spec, prompt.tokens)).select(prompt)

@@ -1,0 +1,75 @@
+"""CAKE (Qin et al., 2025, arXiv 2503.12491): layers whose attention is spread and shifting keep more."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.base import Policy
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.scoring import pool_positions, window_rows
+
+
+class Cake(Policy):
+    """Layers share the budget in proportion to the entropy times the variance of their attention (section 4.1).
+
+    A token's score is its mean attention plus `gamma` times its variance over the window (section 4.3). The exponents
+    of entropy and variance, which the paper tunes for each model, are 1.
+    """
+
+    def ends(self, budget: int) -> tuple[int, int]:
+        return 0, self.votes_window(budget)
+
+    def layer_budgets(self, prompt: Prompt) -> list[int]:
+        budget = budgets.kept_tokens(self.spec, prompt.tokens)
+        assert self.spec.window is not None
+        window = min(self.spec.window, budget)
+        if window == budget:
+            return [budget] * prompt.layers
+        preferences = [_preference(window_rows(prompt, layer, window)) for layer in range(prompt.layers)]
+        room = prompt.tokens - window
+        return [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
+
+    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        assert self.spec.gamma is not None
+        assert self.spec.kernel is not None
+        assert self.spec.pooling is not None
+        window = self.votes_window(budget)
+        rows = window_rows(prompt, layer, window)
+        scores = (rows.mean(dim=2) + self.spec.gamma * rows.var(dim=2, correction=0)).sum(dim=1)
+        return F.pad(pool_positions(scores, self.spec.kernel, self.spec.pooling), (0, window))
+
+
+def _preference(rows: Tensor) -> float:
+    """Entropy times variance of attention [kv_heads, group, w, n] on the tokens before the window."""
+    mean = rows.mean(dim=2)
+    entropy = -torch.xlogy(mean, mean).sum(dim=-1).mean()
+    variance = rows.var(dim=2, correction=0).sum(dim=-1).mean()
+    return float(entropy.double() * variance.double())
+
+
+def divide(total: int, weights: list[float], most: int) -> list[int]:
+    """Share `total` in proportion to weights, none above `most`; largest remainders are rounded up first."""
+    open_, shares = set(range(len(weights))), [0.0] * len(weights)
+    left = float(total)
+    while open_:
+        of = {i: weights[i] for i in open_}
+        if not sum(of.values()):
+            of = dict.fromkeys(open_, 1.0)
+        each = left / sum(of.values())
+        full = {i for i in open_ if each * of[i] >= most}
+        if not full:
+            for i in open_:
+                shares[i] = each * of[i]
+            break
+        for i in full:
+            shares[i] = float(most)
+        left -= most * len(full)
+        open_ -= full
+    whole = [int(s + 1e-9) for s in shares]
+    order = sorted(range(len(weights)), key=lambda i: (whole[i] - shares[i], i))
+    for i in order[: max(0, total - sum(whole))]:
+        whole[i] += whole[i] < most
+    return whole

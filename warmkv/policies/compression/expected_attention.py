@@ -1,0 +1,51 @@
+"""Expected Attention (Devoto et al., 2025, arXiv 2510.00636): what queries yet to come will attend to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.base import Policy
+from warmkv.policies.compression.prompt import Prompt
+
+
+class ExpectedAttention(Policy):
+    """Keep the tokens whose expected contribution to the next `horizon` queries is largest, per KV head.
+
+    Queries before rotation are taken as normally distributed, with mean and covariance of the prompt's last `window`
+    ones; their rotation is averaged over the positions to come. The expected logit is then that of the mean plus half
+    the variance, and the score softmax(logit) * |v| (section 3.1). The paper takes all queries of the prompt; the
+    last ones make the choice independent of what was cached.
+    """
+
+    def ends(self, budget: int) -> tuple[int, int]:
+        return min(self.spec.sinks or 0, budget), 0
+
+    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        assert self.spec.window is not None
+        assert prompt.inv_freq is not None
+        assert self.spec.horizon is not None
+        queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens)).double()  # [q_heads, w, d]
+        keys = prompt.keys[layer].double()  # [kv_heads, T, d]
+        kv_heads, tokens, head_dim = keys.shape
+        window = queries.shape[1]
+        past = torch.arange(tokens - window, tokens, dtype=torch.float64, device=keys.device)
+        future = torch.arange(tokens, tokens + self.spec.horizon, dtype=torch.float64, device=keys.device)
+        angles, ahead = past[:, None] * prompt.inv_freq, future[:, None] * prompt.inv_freq
+        queries = _rotate(queries, angles.cos(), -angles.sin())
+        mean = queries.mean(dim=1)
+        centred = queries - mean[:, None]
+        cos, sin = ahead.cos().mean(dim=0), ahead.sin().mean(dim=0)
+        mean, centred = _rotate(mean, cos, sin), _rotate(centred, cos, sin)
+        logits = prompt.scale * torch.einsum("hgd,htd->hgt", mean.view(kv_heads, -1, head_dim), keys)
+        spread = torch.einsum("hgwd,htd->hgwt", centred.view(kv_heads, -1, window, head_dim), keys)
+        logits += prompt.scale**2 / 2 * spread.square().mean(dim=2)
+        expected = logits.softmax(dim=-1).sum(dim=1)
+        norm: Tensor = torch.linalg.vector_norm(prompt.values[layer].double(), dim=-1)
+        return (expected * norm).float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., d] by angles of which cosine and sine [..., d/2] are given (halves convention)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

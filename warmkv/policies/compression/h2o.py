@@ -1,0 +1,25 @@
+"""H2O (Zhang et al., 2023, arXiv 2306.14048): heavy hitters and the most recent tokens."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from warmkv.policies.compression.base import Policy
+from warmkv.policies.compression.prompt import Prompt
+
+
+class H2O(Policy):
+    """Keep the most recent tokens and, per KV head, those before them that received most attention from all queries.
+
+    While decoding, attention is added up and a new token takes the place of the least attended one that is not recent
+    (Algorithm 1). `heavy` is the share of the budget that is not the most recent.
+    """
+
+    def ends(self, budget: int) -> tuple[int, int]:
+        return 0, budget - math.floor(budget * self.spec.heavy) if self.spec.heavy is not None else budget
+
+    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+        assert prompt.column_sums is not None
+        return prompt.column_sums[layer]

@@ -1,0 +1,68 @@
+"""Computing a prompt outside the engine, to look at what a policy would keep of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.hook import ATTENTION
+from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policy_spec import PolicySpec
+
+CHUNK = 512
+
+
+@torch.inference_mode()
+def compute_prompt(
+    model: Any,
+    input_ids: Tensor | Sequence[int],
+    spec: PolicySpec,
+    *,
+    classes: TokenClasses | None = None,
+    chunk: int = CHUNK,
+) -> Prompt:
+    """Run a prompt through a transformers causal LM and keep what the policy's rule looks at.
+
+    Raises ValueError if input_ids [T] or [1, T] are not exactly one prompt.
+    """
+    model = getattr(model, "module", model)
+    ids = torch.as_tensor(input_ids, dtype=torch.long, device=model.device)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or not len(ids):
+        raise ValueError(f"input_ids must be one prompt, [T] or [1, T], got {list(ids.shape)}")
+    text = model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    tokens = len(ids)
+    keys = torch.empty(
+        (text.num_hidden_layers, kv_heads, tokens, head_dim),
+        dtype=model.get_input_embeddings().weight.dtype,
+        device=model.device,
+    )
+    prompt = Prompt(
+        keys,
+        torch.empty_like(keys),
+        q_heads=text.num_attention_heads,
+        observed=min(tokens, budgets.observed_queries(spec, tokens)),
+        column_sums=budgets.needs_column_sums(spec, tokens),
+        inv_freq=model.get_decoder().rotary_emb.inv_freq.to(model.device, torch.float64),
+        token_ids=ids.tolist(),
+        classes=classes,
+    )
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        for start in range(0, tokens, chunk):
+            piece = ids[None, start : start + chunk]
+            positions = torch.arange(start, start + piece.shape[1], device=model.device)[None]
+            prompt.begin_chunk(piece.shape[1])
+            model(input_ids=piece, position_ids=positions, use_cache=False, logits_to_keep=1, warmkv=prompt)
+            prompt.end_chunk()
+    finally:
+        model.set_attn_implementation(before)
+    return prompt

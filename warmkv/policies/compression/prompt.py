@@ -1,0 +1,130 @@
+"""A prompt on its way through the model: its keys and values, and what the rules of hand-off look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOGITS_AT_ONCE = 1 << 24
+"""Attention logits computed at a time where column sums are asked for: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClasses:
+    """What kinds of tokens a vocabulary has; each is a bool tensor [vocabulary]."""
+
+    special: Tensor
+    punctuation: Tensor
+    separators: Tensor  # tokens that end a passage (a blank line)
+
+
+class Prompt:
+    """The whole-prompt keys and values of one request while its chunks are computed, and what was seen meanwhile.
+
+    keys, values: [layers, kv_heads, T, head_dim], keys after rotation. `queries` [layers, q_heads, observed, head_dim]
+    are those of the last `observed` tokens. `column_sums` [layers, kv_heads, T] in float32, if asked for, is the
+    attention that each token received from all queries so far, summed over the query heads of its KV head. `inv_freq`
+    [head_dim / 2] in radians per position is that of the rotary embedding, for rules that undo the rotation.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        q_heads: int,
+        observed: int = 0,
+        column_sums: bool = False,
+        inv_freq: Tensor | None = None,
+        token_ids: Sequence[int] = (),
+        classes: TokenClasses | None = None,
+    ) -> None:
+        self.keys, self.values = keys, values
+        self.layers, self.kv_heads, self.tokens, self.head_dim = keys.shape
+        self.computed = 0  # tokens whose KV is in place
+        self.inv_freq = inv_freq
+        self.scale = 1.0  # of the attention logits, as the model gives it
+        self._observed = observed
+        self.queries = keys.new_empty(self.layers, q_heads, observed, self.head_dim) if observed else None
+        self.column_sums: Tensor | None = None
+        if column_sums:
+            self.column_sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        self._ids, self._classes = token_ids, classes
+        self._mask: Tensor | None = None
+
+    def last_queries(self, layer: int, count: int) -> Tensor:
+        """Queries [q_heads, count, head_dim] of the last tokens, of those that were observed."""
+        assert self.queries is not None
+        assert 0 < count <= self._observed
+        return self.queries[layer][:, -count:]
+
+    def members(self, kind: str) -> Tensor:
+        """Which positions hold tokens of a class ("special", "punctuation", "separators"): bool [T]."""
+        if self._classes is None or not self._ids:
+            return torch.zeros(self.tokens, dtype=torch.bool, device=self.keys.device)
+        of: Tensor = getattr(self._classes, kind)
+        return of.to(self.keys.device)[torch.tensor(self._ids, device=self.keys.device)]
+
+    def reuse(self, tokens: int, column_sums: Tensor | None = None) -> None:
+        """The first `tokens` tokens are in place already; with them what their own queries gave as column sums."""
+        self.computed = tokens
+        if self.column_sums is not None and tokens:
+            assert column_sums is not None
+            self.column_sums[..., :tokens] = column_sums
+
+    def begin_chunk(self, tokens: int) -> None:
+        """Prepare to compute the next `tokens` tokens."""
+        self._chunk = tokens
+        if self.computed == 0:
+            self._mask = None
+        else:
+            reach = torch.arange(self.computed, self.computed + tokens, device=self.keys.device)
+            seen = torch.arange(self.computed + tokens, device=self.keys.device)
+            self._mask = seen[None, :] <= reach[:, None]
+
+    def end_chunk(self) -> None:
+        self.computed += self._chunk
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """q [1, q_heads, n, head_dim], k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of q."""
+        start, end, self.scale = self.computed, self.computed + self._chunk, scale
+        self.keys[layer, :, start:end] = key[0]
+        self.values[layer, :, start:end] = value[0]
+        if self.queries is not None:
+            first = self.tokens - self._observed  # position of the first observed query
+            if end > first:
+                begin = max(start, first)
+                self.queries[layer, :, begin - first : end - first] = query[0, :, begin - start :]
+        if self.column_sums is not None:
+            add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, scale)
+        return F.scaled_dot_product_attention(
+            query,
+            self.keys[layer, None, :, :end],
+            self.values[layer, None, :, :end],
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+
+
+def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float) -> None:
+    """Add to `sums` [kv_heads, T] what keys [kv_heads, end, d] receive from queries [q_heads, n, d] at start..start+n.
+
+    The queries go in pieces, so that no matrix of T x T logits ever exists.
+    """
+    kv_heads, end, head_dim = keys.shape
+    grouped = queries.reshape(kv_heads, -1, queries.shape[1], head_dim)
+    group, count = grouped.shape[1:3]
+    piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * end))
+    seen = torch.arange(end, device=keys.device)
+    for first in range(0, count, piece):
+        rows = grouped[:, :, first : first + piece]
+        reach = torch.arange(start + first, start + first + rows.shape[2], device=keys.device)
+        logits = (rows.flatten(1, 2) @ keys.transpose(1, 2)).float().mul_(scale).view(kv_heads, group, -1, end)
+        logits.masked_fill_(seen > reach[:, None], float("-inf"))
+        sums[:, :end] += logits.softmax(dim=-1).sum(dim=(1, 2))

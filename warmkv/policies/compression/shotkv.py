@@ -1,0 +1,33 @@
+"""ShotKV (arXiv 2502.01941): few-shot examples are kept as whole units.
+
+A unit is a passage that ends at a blank line. Tokens of the answer are appended and never compete with the prompt's:
+prefill and decode are scored apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.scoring import best
+
+
+def best_units(scores: Tensor, budget: int, separators: Tensor) -> Tensor:
+    """Positions [kv_heads, budget], ascending, of scores [kv_heads, n]: whole units by mean score as long as they fit.
+
+    `separators` bool [at least n] marks the last token of each unit. What room is left goes to the best single tokens.
+    """
+    count = scores.shape[1]
+    last = separators[:count].roll(1).cumsum(0) - separators[count - 1].long()  # unit of every position
+    units = int(last[-1]) + 1
+    sizes = torch.bincount(last, minlength=units)
+    means = torch.zeros(scores.shape[0], units, dtype=scores.dtype, device=scores.device)
+    means = means.index_add(1, last, scores) / sizes
+    rank = scores.clone()
+    for head in range(scores.shape[0]):
+        left = budget
+        for unit in means[head].argsort(descending=True).tolist():
+            if sizes[unit] <= left:
+                left -= int(sizes[unit])
+                rank[head, last == unit] = float("inf")
+    return best(rank, budget).sort(dim=-1).values

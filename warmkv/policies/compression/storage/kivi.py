@@ -1,0 +1,99 @@
+"""KIVI (Liu et al., 2024, arXiv 2402.02750): asymmetric integers, keys by channel and values by token."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.storage.base import Codec
+from warmkv.policies.compression.storage.packing import pack, unpack
+from warmkv.policies.storage_bytes import KIVI_GROUP
+
+# Below float16's 65504 by more than the rounding of a step, 15 times, can add: decoding gives no infinity.
+_LARGEST = 65_000.0
+# A group whose step is smaller counts as constant. Below, float16 has so few bits left that rounding the step could
+# cost the largest number its highest code; encoding what was decoded would then give other codes.
+_SMALLEST_STEP = 2.0**-20
+
+
+class Kivi(Codec):
+    """Round to 2^bits steps between the least and the greatest number of a group of 32 (section 3).
+
+    Keys are grouped per channel over 32 tokens, because some channels of keys are large in all tokens; values per token
+    over 32 channels, or gcd(32, head_dim) where 32 does not divide head_dim. The paper's residual of recent tokens in
+    full precision is the caller's: entries are encoded once their group is complete.
+
+    Codes [*lead, n/32, 32*bits/8, head_dim] are packed along the tokens of a group; zero points and steps are float16,
+    [*lead, n/32, head_dim] of keys and [*lead, n/32, 32, head_dim/32] of values. Encoding what was decoded gives the
+    same codes, provided that the type decoded to resolves a step. Beyond ±65000 numbers are clamped.
+    """
+
+    group = KIVI_GROUP
+
+    def __init__(self, bits: Literal[4, 2]) -> None:
+        self.name = f"kivi{bits}"
+        self._bits = bits
+
+    def encode_keys(self, keys: Tensor) -> tuple[Tensor, ...]:
+        codes, zero, step = _quantise(_grouped(keys), dim=-2, bits=self._bits)
+        return pack(codes, self._bits, dim=-2), zero.squeeze(-2), step.squeeze(-2)
+
+    def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        packed, zero, step = parts
+        codes = unpack(packed, self._bits, dim=-2)
+        return _dequantise(codes, zero.unsqueeze(-2), step.unsqueeze(-2)).flatten(-3, -2).to(dtype)
+
+    def encode_values(self, values: Tensor) -> tuple[Tensor, ...]:
+        channels = gcd(KIVI_GROUP, values.shape[-1])
+        by_token = torch.unflatten(_grouped(values), -1, (values.shape[-1] // channels, channels))
+        codes, zero, step = _quantise(by_token, dim=-1, bits=self._bits)
+        return pack(codes.flatten(-2), self._bits, dim=-2), zero.squeeze(-1), step.squeeze(-1)
+
+    def decode_values(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        packed, zero, step = parts
+        groups = zero.shape[-1]
+        codes = torch.unflatten(unpack(packed, self._bits, dim=-2), -1, (groups, packed.shape[-1] // groups))
+        return _dequantise(codes, zero.unsqueeze(-1), step.unsqueeze(-1)).flatten(-2).flatten(-3, -2).to(dtype)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[*lead, n, head_dim] as float32 [*lead, n/32, 32, head_dim]."""
+    entries = x.shape[-2]
+    if entries % KIVI_GROUP:
+        raise ValueError(f"KIVI encodes groups of {KIVI_GROUP} entries, not {entries}: keep the last ones as they are")
+    clamped = x.float().clamp(-_LARGEST, _LARGEST)
+    return torch.unflatten(clamped, -2, (entries // KIVI_GROUP, KIVI_GROUP))
+
+
+def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 codes of float32 `x`, and a float16 zero point and step for each group, which is all of dimension `dim`.
+
+    Codes are computed with the zero point and the step as stored, so that the rounding of these adds next to no error.
+    The least number has code 0 and the greatest the highest, so encoding what was decoded finds the same range.
+    """
+    highest = 2**bits - 1
+    least = x.amin(dim, keepdim=True)
+    spacing = _half_spacing(least)
+    zero = (least / spacing).ceil() * spacing  # upwards: one that is below the least number might not give it code 0
+    step = (x.amax(dim, keepdim=True) - zero) / highest
+    spacing = _half_spacing(step)
+    step = (step / spacing).round() * spacing
+    step = torch.where(step < _SMALLEST_STEP, 0.0, step)  # or negative: the zero point may be above a narrow group
+    codes = ((x - zero) / torch.where(step == 0, 1.0, step)).round().clamp(0, highest).to(torch.uint8)
+    return codes, zero.half(), step.half()
+
+
+def _dequantise(codes: Tensor, zero: Tensor, step: Tensor) -> Tensor:
+    return torch.addcmul(zero.float(), step.float(), codes.float())
+
+
+def _half_spacing(x: Tensor) -> Tensor:
+    """The distance between neighbouring float16 numbers at float32 `x`, by its exponent.
+
+    Rounding to it stays in float32, because a compiler that fuses `x.half().float()` leaves out the rounding.
+    """
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # the greatest power of two that is not beyond |x|
+    return power.clamp(min=2.0**-14) * 2.0**-10

@@ -1,0 +1,127 @@
+"""How much memory a decode slot takes. Pure: admission, the simulator and the slots themselves share it.
+
+A slot is a row for every layer and KV head; a row holds the entries (keys and values) of one KV head. Rows of one kind
+have the same capacity, storage and decode rule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from warmkv.policies import budgets
+from warmkv.policies.storage_bytes import entry_bytes
+from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
+
+GROUP = 32
+"""Entries that kivi packs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Size of a model's KV cache: a token takes keys and values in every layer and KV head."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What the rows of a slab have in common. Entries: the packed ones, then the front, then the tail."""
+
+    capacity: int  # entries of a row, all parts together
+    storage: Storage = "model"  # of the packed entries
+    tail: int = 0  # most recent entries, in the model's dtype until a group of them is packed
+    front: int = 0  # sinks of a ring that is packed in groups, in the model's dtype
+    decode: DecodeRule = "append"
+    replaces: bool = False  # argmin: scores are those of the last step only, not summed over all
+    sinks: int = 0  # entries that a ring never overwrites
+    rebased: bool = False  # whether positions are those within the cache: sinks are rotated on
+    page: int = 0  # entries of a page of which only the promising are read; 0 reads everything
+
+    @property
+    def packed(self) -> int:
+        return self.capacity - self.tail - self.front
+
+    @property
+    def grouped(self) -> bool:
+        """Whether new entries wait in the tail until a whole group of them is packed."""
+        return self.tail > 0
+
+
+def size_class(capacity: int) -> int:
+    """Entries that a row of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
+    step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
+    return -(-capacity // step) * step
+
+
+def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
+    """The kind of row for a KV head that needs at most `limit` entries."""
+    spec = budgets.concrete(spec, prompt_tokens)
+    sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
+    kind = RowKind(
+        capacity=size_class(limit),
+        storage=spec.storage,
+        decode=spec.decode,
+        replaces=spec.name == "tova" and spec.decode == "argmin",
+        sinks=sinks,
+        rebased=spec.name == "streaming_llm",
+    )
+    if spec.name == "rocketkv":
+        budget = budgets.resolve_budget(spec, prompt_tokens)
+        assert budget is not None
+        if budget < prompt_tokens:
+            page = budgets.rocket_page(budget, prompt_tokens)
+            return replace(kind, capacity=-(-size_class(limit) // page) * page, page=page)
+    if spec.storage.startswith("kivi"):
+        packed = packed_limit(spec, limit)
+        if packed == 0:  # everything it may hold is recent
+            return replace(kind, storage="model")
+        packed = -(-size_class(packed) // GROUP) * GROUP
+        tail = spec.residual + (0 if spec.decode == "append" else GROUP - 1)
+        return replace(kind, capacity=sinks + packed + tail, tail=tail, front=sinks)
+    return kind
+
+
+def packed_limit(spec: PolicySpec, limit: int) -> int:
+    """Entries of a grouped row, beside sinks and tail, that may be in use: whole groups, never above a budget."""
+    beside = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
+    if spec.decode == "append":
+        return -(-beside // GROUP) * GROUP
+    return beside // GROUP * GROUP
+
+
+def row_bytes(kind: RowKind, shape: KVShape) -> int:
+    """Bytes of a row, everything counted."""
+    entry = 2 * shape.head_dim * shape.dtype_bytes
+    size = kind.packed * entry_bytes(kind.storage, shape.head_dim, shape.dtype_bytes)
+    size += (kind.tail + kind.front) * entry
+    if kind.rebased and not kind.front:
+        size += kind.sinks * entry / 2  # the keys of the sinks as they were cached
+    if kind.decode == "argmin":
+        size += kind.capacity * 8  # a score and an age
+    if kind.page:
+        size += kind.capacity // kind.page * entry  # smallest and largest key of every page
+    return math.ceil(size)
+
+
+def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
+    """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content."""
+    spec = budgets.concrete(spec, prompt_tokens)
+    if not budgets.follows_content(spec, prompt_tokens):
+        kinds = [
+            row_kind(spec, prompt_tokens, budgets.slot_limit(spec, kept, prompt_tokens, new_tokens))
+            for kept in budgets.layer_budgets(spec, prompt_tokens, shape.layers)
+        ]
+        return shape.kv_heads * sum(row_bytes(kind, shape) for kind in kinds)
+    limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
+    kind = row_kind(spec, prompt_tokens, limit)
+    # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.
+    spread = replace(kind, capacity=limit + limit // 4 + 2 * GROUP + kind.tail + kind.front)
+    return shape.layers * shape.kv_heads * row_bytes(spread, shape)
