@@ -109,7 +109,7 @@ class Slab:
             for parts in (self.codec.encode_keys(example), self.codec.encode_values(example))
         )
         self.beside_keys, self.beside_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
-        self._sink_keys = room(kind.sinks if kind.rebased else 0)  # as they were cached
+        self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
         scored = kind.capacity if kind.decode == "argmin" else 0
         self._scores = torch.zeros(len(layers), rows, scored, dtype=torch.float32, device=device)
         self._ages = torch.zeros(len(layers), rows, scored, dtype=torch.int32, device=device)

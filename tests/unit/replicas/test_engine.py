@@ -16,7 +16,19 @@ from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
 
-POLICIES = ["full", "streaming_llm@20", "snapkv@20", "snapkv@0.5", PolicySpec(name="snapkv", budget=24, window=6)]
+POLICIES = [
+    "full",
+    "streaming_llm@20",
+    "snapkv@20",
+    "snapkv@0.5",
+    PolicySpec(name="snapkv", budget=24, window=6),
+    "pyramidkv@20:window=4",
+    "expected_attention@20:window=16",
+    "adakv@16:window=4",
+    "tova@16",
+    "rocketkv@8:window=4",
+]
+SLOW_POLICIES = POLICIES[:5]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -44,7 +56,7 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(driver, refer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", POLICIES, ids=str)
+@pytest.mark.parametrize("spec", SLOW_POLICIES, ids=str)
 @pytest.mark.parametrize("length", [3, 21, 50])
 def test_policies_equal_the_slow_reference(models, references, family, spec, length):
     spec = PolicySpec.model_validate(spec)
@@ -338,3 +350,43 @@ def test_store_tells_of_every_full_block_that_comes_and_goes(driver, models):
         assert resident >= set(evicted)
         resident = (resident | set(stored)) - set(evicted)
     assert resident == set(small.engine.store.full_blocks())
+
+
+SCORED = ["h2o@20", "h2o@0.4+kivi4", "fastgen:recovery=0.7"]
+
+
+@pytest.mark.parametrize("spec", SCORED)
+def test_what_all_queries_gave_is_the_same_for_a_cached_prefix(driver, spec):
+    """Sums of attention are kept with a prefix at its last full block and at marks, and gone on with from there."""
+    tokens = prompt(61)
+    fresh = driver(prefix_cache={"enabled": False}).run(make_request(tokens, new=30, policy=spec))
+    for cut, reused in ((43, 43), (40, 40), (24, 24), (60, 60)):
+        warm = driver()
+        warm.run(make_request(tokens[:cut], new=1, policy=spec, marks={cut: "5m"}, name="first"))
+        assert warm.run(make_request(tokens, new=30, policy=spec, reads=[cut], name="second")) == fresh
+        assert warm.started("second").cached_tokens == reused
+    unseen = driver()
+    unseen.run(make_request(tokens, new=1, name="first"))  # the full cache has no use for such sums
+    assert unseen.run(make_request(tokens, new=30, policy=spec, name="second")) == fresh
+    assert unseen.started("second").cached_tokens == 0
+    assert unseen.run(make_request(tokens, new=30, policy=spec, name="third")) == fresh
+    assert unseen.started("third").cached_tokens == 56  # the last full block
+
+
+def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_their_prefix(driver, models):
+    shape = models["llama"].kv_shape
+    now = [0.0]
+    warm = driver(clock=lambda: now[0])
+    warm.run(make_request(prompt(40), new=1, name="plain"))
+    plain = warm.engine.store.resident_bytes
+    warm.run(make_request(prompt(40), new=1, policy="h2o@20", name="scored"))
+    assert warm.engine.store.resident_bytes == plain + 4 * shape.layers * shape.kv_heads * 40
+    now[0] = 1000.0
+    warm.engine.store.expire()
+    assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store._sums)) == (0, 0, 0)
+    tight = driver(prefix_cache={"memory_bytes": 5 * BLOCK * shape.token_bytes})
+    for i in range(6):
+        tight.run(make_request(prompt(30, seed=i), new=2, policy="h2o@20", name=str(i)))
+        assert tight.engine.store.resident_bytes <= 5 * BLOCK * shape.token_bytes
+        held = sum(t.nbytes for t in [*tight.engine.store._blocks.values(), *tight.engine.store._sums.values()])
+        assert held == tight.engine.store.resident_bytes

@@ -94,7 +94,7 @@ def test_streaming_is_refused_where_sinks_cannot_be_rotated_on_and_the_rest_is_s
     torch.manual_seed(0)
     driver = Driver(prepare(make()))
     with pytest.raises(UnservableRequestError, match="streaming_llm"):
-        driver.submit(make_request([1, 2, 3], policy="streaming_llm@10"))
+        driver.submit(make_request([1, 2, 3], new=20, policy="streaming_llm@10"))
     with torch.no_grad():
         expected = plain.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
     assert driver.run(make_request([1, 2, 3], new=6)) == [expected]

@@ -10,7 +10,7 @@ from torch import Tensor
 from warmkv.policies import budgets
 from warmkv.policies.compression import shotkv, structural
 from warmkv.policies.compression.prompt import Prompt
-from warmkv.policies.compression.scoring import best, window_attention
+from warmkv.policies.compression.scoring import best, window_sums
 from warmkv.policy_spec import PolicySpec
 
 NONE = -1
@@ -119,5 +119,5 @@ def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:
         return prompt.column_sums[layer]
     if observed := budgets.observed_queries(spec, prompt.tokens):
         queries = prompt.last_queries(layer, min(observed, prompt.tokens))
-        return window_attention(prompt.keys[layer], queries, prompt.scale).sum(dim=(1, 2))
+        return window_sums(prompt.keys[layer], queries, prompt.scale)
     return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)

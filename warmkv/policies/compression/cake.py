@@ -9,7 +9,7 @@ from torch import Tensor
 from warmkv.policies import budgets
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
-from warmkv.policies.compression.scoring import pool_positions, window_rows
+from warmkv.policies.compression.scoring import pool_positions, window_moments
 
 
 class Cake(Policy):
@@ -28,7 +28,7 @@ class Cake(Policy):
         window = min(self.spec.window, budget)
         if window == budget:
             return [budget] * prompt.layers
-        preferences = [_preference(window_rows(prompt, layer, window)) for layer in range(prompt.layers)]
+        preferences = [_preference(*window_moments(prompt, layer, window)) for layer in range(prompt.layers)]
         room = prompt.tokens - window
         return [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
 
@@ -37,17 +37,15 @@ class Cake(Policy):
         assert self.spec.kernel is not None
         assert self.spec.pooling is not None
         window = self.votes_window(budget)
-        rows = window_rows(prompt, layer, window)
-        scores = (rows.mean(dim=2) + self.spec.gamma * rows.var(dim=2, correction=0)).sum(dim=1)
+        mean, variance = window_moments(prompt, layer, window)
+        scores = (mean + self.spec.gamma * variance).sum(dim=1)
         return F.pad(pool_positions(scores, self.spec.kernel, self.spec.pooling), (0, window))
 
 
-def _preference(rows: Tensor) -> float:
-    """Entropy times variance of attention [kv_heads, group, w, n] on the tokens before the window."""
-    mean = rows.mean(dim=2)
+def _preference(mean: Tensor, variance: Tensor) -> float:
+    """Entropy times variance of attention [kv_heads, group, n] on the tokens before the window."""
     entropy = -torch.xlogy(mean, mean).sum(dim=-1).mean()
-    variance = rows.var(dim=2, correction=0).sum(dim=-1).mean()
-    return float(entropy.double() * variance.double())
+    return float(entropy * variance.sum(dim=-1).mean())
 
 
 def divide(total: int, weights: list[float], most: int) -> list[int]:

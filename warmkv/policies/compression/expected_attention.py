@@ -8,6 +8,9 @@ from torch import Tensor
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
 
+PIECE = 4096
+"""Keys that are looked at together."""
+
 
 class ExpectedAttention(Policy):
     """Keep the tokens whose expected contribution to the next `horizon` queries is largest, per KV head.
@@ -26,23 +29,29 @@ class ExpectedAttention(Policy):
         assert prompt.inv_freq is not None
         assert self.spec.horizon is not None
         queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens)).double()  # [q_heads, w, d]
-        keys = prompt.keys[layer].double()  # [kv_heads, T, d]
-        kv_heads, tokens, head_dim = keys.shape
-        window = queries.shape[1]
-        past = torch.arange(tokens - window, tokens, dtype=torch.float64, device=keys.device)
-        future = torch.arange(tokens, tokens + self.spec.horizon, dtype=torch.float64, device=keys.device)
+        window, tokens, device = queries.shape[1], prompt.tokens, queries.device
+        past = torch.arange(tokens - window, tokens, dtype=torch.float64, device=device)
+        future = torch.arange(tokens, tokens + self.spec.horizon, dtype=torch.float64, device=device)
         angles, ahead = past[:, None] * prompt.inv_freq, future[:, None] * prompt.inv_freq
         queries = _rotate(queries, angles.cos(), -angles.sin())
         mean = queries.mean(dim=1)
         centred = queries - mean[:, None]
         cos, sin = ahead.cos().mean(dim=0), ahead.sin().mean(dim=0)
         mean, centred = _rotate(mean, cos, sin), _rotate(centred, cos, sin)
-        logits = prompt.scale * torch.einsum("hgd,htd->hgt", mean.view(kv_heads, -1, head_dim), keys)
-        spread = torch.einsum("hgwd,htd->hgwt", centred.view(kv_heads, -1, window, head_dim), keys)
-        logits += prompt.scale**2 / 2 * spread.square().mean(dim=2)
-        expected = logits.softmax(dim=-1).sum(dim=1)
-        norm: Tensor = torch.linalg.vector_norm(prompt.values[layer].double(), dim=-1)
-        return (expected * norm).float()
+        covariance = centred.transpose(1, 2) @ centred / window
+        group = len(queries) // prompt.kv_heads
+        score = torch.zeros(prompt.kv_heads, tokens, dtype=torch.float64, device=device)
+        for member in range(group):  # one query head of every group at a time
+            mu, spread = mean[member::group], covariance[member::group]
+            logits = torch.empty_like(score)
+            for first in range(0, tokens, PIECE):
+                keys = prompt.keys[layer, :, first : first + PIECE].double()
+                expected = prompt.scale * (keys @ mu[..., None])[..., 0]
+                expected += prompt.scale**2 / 2 * ((keys @ spread) * keys).sum(dim=-1)
+                logits[:, first : first + PIECE] = expected
+            score += logits.softmax(dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(prompt.values[layer], dim=-1, dtype=torch.float64)
+        return (score * norm).float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 1 << 24
-"""Attention logits computed at a time where column sums are asked for: 64 MiB in float32."""
+from warmkv.policies.compression.scoring import LOGITS_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,32 +12,61 @@ from torch import Tensor
 if TYPE_CHECKING:
     from warmkv.policies.compression.prompt import Prompt
 
+LOGITS_AT_ONCE = 1 << 22
+"""Attention logits that a rule computes at a time: 16 MiB in float32, so that none needs a matrix of T x T."""
 
-def window_attention(keys: Tensor, queries: Tensor, scale: float) -> Tensor:
-    """Attention of the prompt's last queries, softmax in float32, causal inside the window.
+
+def window_attention(keys: Tensor, queries: Tensor, scale: float) -> Iterator[Tensor]:
+    """Attention of the prompt's last queries, softmax in float32, causal inside the window; a few queries at a time.
 
     keys [kv_heads, T, head_dim], queries [q_heads, w, head_dim] of positions T-w..T-1, both after rotation.
-    Returns [kv_heads, group, w, T], where `group` is the query heads of a KV head.
+    Yields [kv_heads, group, some queries, T], where `group` is the query heads of a KV head.
     """
     kv_heads, tokens, head_dim = keys.shape
     window = queries.shape[1]
-    grouped = queries.reshape(kv_heads, -1, head_dim)  # heads of a group are neighbours: [kv_heads, group * w, d]
-    logits = (grouped @ keys.transpose(1, 2)).float().mul_(scale).view(kv_heads, -1, window, tokens)
-    row = torch.arange(window, device=keys.device)
-    future = row[None, :] > row[:, None]
-    logits[..., tokens - window :].masked_fill_(future, float("-inf"))
-    return logits.softmax(dim=-1)
+    grouped = queries.reshape(kv_heads, -1, window, head_dim)  # heads of a group are neighbours
+    seen = torch.arange(tokens, device=keys.device)
+    piece = max(1, LOGITS_AT_ONCE // (len(queries) * tokens))
+    for first in range(0, window, piece):
+        rows = grouped[:, :, first : first + piece]
+        count = rows.shape[2]
+        logits = (rows.flatten(1, 2) @ keys.transpose(1, 2)).float().mul_(scale).view(kv_heads, -1, count, tokens)
+        reach = torch.arange(tokens - window + first, tokens - window + first + count, device=keys.device)
+        yield logits.masked_fill_(seen > reach[:, None], float("-inf")).softmax(dim=-1)
 
 
-def window_rows(prompt: Prompt, layer: int, window: int) -> Tensor:
-    """Attention of the last `window` queries on the tokens before them: [kv_heads, group, window, T - window]."""
-    queries = prompt.last_queries(layer, window)
-    return window_attention(prompt.keys[layer], queries, prompt.scale)[..., : prompt.tokens - window]
+def window_sums(keys: Tensor, queries: Tensor, scale: float) -> Tensor:
+    """What each token receives from the last queries, summed over them and over the group: [kv_heads, T]."""
+    return sum_pieces(rows.sum(dim=(1, 2)) for rows in window_attention(keys, queries, scale))
 
 
 def window_votes(prompt: Prompt, layer: int, window: int) -> Tensor:
-    """The same, summed over the window and over the query heads of a KV head: [kv_heads, T - window]."""
-    return window_rows(prompt, layer, window).sum(dim=(1, 2))
+    """The same of a prompt's last `window` queries, for the tokens before them: [kv_heads, T - window]."""
+    sums = window_sums(prompt.keys[layer], prompt.last_queries(layer, window), prompt.scale)
+    return sums[:, : prompt.tokens - window]
+
+
+def window_moments(prompt: Prompt, layer: int, window: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the last `window` queries of the attention on the tokens before them.
+
+    Both float64 [kv_heads, group, T - window]; the variance is that of the window itself (divided by its length).
+    """
+    total = square = torch.zeros((), dtype=torch.float64, device=prompt.keys.device)
+    for rows in window_attention(prompt.keys[layer], prompt.last_queries(layer, window), prompt.scale):
+        before = rows[..., : prompt.tokens - window]
+        total = total + before.sum(dim=2, dtype=torch.float64)
+        square = square + before.square_().sum(dim=2, dtype=torch.float64)
+    mean = total / window
+    return mean, (square / window - mean.square()).clamp_(min=0)
+
+
+def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, one of them in memory at a time."""
+    pieces = iter(pieces)
+    total = next(pieces)
+    for piece in pieces:
+        total += piece
+    return total
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -1,0 +1,175 @@
+"""Bytes: what a slot promises is what it takes, and no rule needs more memory than the full cache beside it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.test_matrix import POLICIES
+from warmkv.policies import budgets
+from warmkv.policies.compression import build
+from warmkv.policies.compression.base import Selection
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.slot_sizes import KVShape, slot_bytes
+from warmkv.policy_spec import METHODS, PolicySpec
+from warmkv.replicas.slots import Demand, SlotPool
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype_bytes=4)
+MORE = ["rocketkv@10:window=4,kernel=3", "full", *POLICIES]
+
+
+def pool() -> SlotPool:
+    return SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+
+
+def tensor_bytes(slots: SlotPool) -> int:
+    return sum(tensor.nbytes for slab in slots.slabs for tensor in slab.tensors())
+
+
+def fake_prompt(tokens: int) -> Prompt:
+    keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
+    return Prompt(keys, keys, q_heads=4)
+
+
+def selections(counts: list[list[int]]) -> list[Selection]:
+    """Selections of so many first positions by layer and head."""
+    return [
+        Selection(
+            torch.tensor([[*range(n)] + [-1] * (max(layer) - n) for n in layer]),
+            torch.zeros(len(layer), max(layer)),
+        )
+        for layer in counts
+    ]
+
+
+@pytest.mark.parametrize("policy", MORE)
+@settings(max_examples=20)
+@given(tokens=st.integers(1, 300), new=st.integers(2, 200), seed=st.integers(0, 1000))
+def test_allocated_bytes_are_those_of_the_tensors_and_within_what_was_promised(policy, tokens, new, seed):
+    spec = budgets.in_force(PolicySpec.model_validate(policy), tokens, new)
+    demand, slots = Demand(spec, tokens, new), pool()
+    promised = slot_bytes(spec, SHAPE, tokens, new)
+    slot = slots.claim(demand, 1 << 40)
+    assert slot is not None
+    if budgets.follows_content(spec, tokens):  # any split of the budget over layers and heads
+        kept, heads = budgets.kept_tokens(spec, tokens), SHAPE.layers * SHAPE.kv_heads
+        cuts = torch.rand(heads, generator=torch.Generator().manual_seed(seed))
+        parts = [max(1, min(tokens, int(kept * heads * float(cut / cuts.sum())))) for cut in cuts]
+        counts = [parts[i : i + SHAPE.kv_heads] for i in range(0, heads, SHAPE.kv_heads)]
+    else:
+        counts = [[kept] * SHAPE.kv_heads for kept in budgets.layer_budgets(spec, tokens, SHAPE.layers)]
+        assert slot.resident_bytes <= promised
+    slots.fill(slot, fake_prompt(tokens), selections(counts))
+    assert slot.resident_bytes <= promised
+    rows = sum(slab.rows * len(slab.layers) for slab in slots.slabs)
+    assert tensor_bytes(slots) <= slots.allocated_bytes <= tensor_bytes(slots) + rows
+    slots.release(slot)
+    assert slots.fit(0)
+    assert not slots.slots
+
+
+def test_heads_that_keep_less_take_less():
+    spec = PolicySpec.model_validate("adakv@100:window=4")
+    slots = pool()
+    slot = slots.claim(Demand(spec, 1000, 20), 1 << 40)
+    assert slot is not None
+    slots.fill(slot, fake_prompt(1000), selections([[20, 180], [100, 100], [4, 196]]))
+    sizes = {(slab.layers[0], slab.kind.capacity): len(slab.owners) for slab in slots.slabs}
+    assert sizes == {(0, 48): 1, (0, 224): 1, (1, 128): 2, (2, 32): 1, (2, 224): 1}
+    pyramid = slots.claim(Demand(PolicySpec.model_validate("pyramidkv@100:window=4"), 1000, 20), 1 << 40)
+    assert pyramid is not None
+    assert [slab.kind.capacity for slab, _ in pyramid.places] == sorted(
+        (slab.kind.capacity for slab, _ in pyramid.places), reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [("full+kivi4", 5.5), ("full+kivi2", 8.0), ("full+turbo4", 7.0), ("full+turbo3", 9.0), ("full+fp8", 3.9)],
+)
+def test_packed_storage_is_really_smaller(policy, least):
+    shape = KVShape(layers=2, kv_heads=2, head_dim=64, dtype_bytes=4)
+    whole = slot_bytes(PolicySpec(), shape, 8000, 100)
+    assert whole / slot_bytes(PolicySpec.model_validate(policy), shape, 8000, 100) > least
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside take at once, beside `there`."""
+
+    def __init__(self, *there: torch.Tensor | None) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in there if tensor is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self._known or not size:
+            return
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def gone() -> None:
+            self._known.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("full", "auto")])
+def test_no_rule_takes_more_than_the_full_cache_beside_it_at_32k_tokens(name):
+    spec = PolicySpec(name=name) if name == "fastgen" else PolicySpec(name=name, budget=0.1)
+    layers, kv_heads, group, head_dim, tokens, chunk = 6, 2, 4, 32, 32_768, 64
+    random = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(layers, kv_heads, tokens, head_dim, generator=random) for _ in range(2))
+    full = keys.nbytes + values.nbytes
+    computed = Prompt(
+        keys,
+        values,
+        q_heads=kv_heads * group,
+        observed=budgets.observed_queries(spec, tokens),
+        column_sums=budgets.needs_column_sums(spec, tokens),
+        inv_freq=10_000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim),
+    )
+    query = torch.randn(1, kv_heads * group, chunk, head_dim, generator=random)
+    if computed.queries is not None:
+        computed.queries.copy_(torch.randn(computed.queries.shape, generator=random))
+    with Peak(keys, values, query, computed.queries, computed.column_sums) as peak:
+        if computed.column_sums is not None:  # the sums of a last chunk, the longest
+            computed.column_sums.uniform_(generator=random)
+            computed.computed = tokens - chunk
+            computed.begin_chunk(chunk)
+            for layer in range(layers):
+                own = (x[layer, None, :, -chunk:].clone() for x in (keys, values))
+                computed.attend(layer, query, *own, head_dim**-0.5)
+        build(spec).select(computed)
+    assert peak.most < full
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha"])
+def test_all_policies_in_one_batch_answer_as_they_do_alone(models, family):
+    lengths = [5, 30, 61, 100]
+    requests = [
+        make_request(prompt(lengths[i % 4], seed=i), new=12 + i % 5, policy=policy, name=policy)
+        for i, policy in enumerate([*MORE, "auto", "rocketkv@0.2:window=4"])
+    ]
+    alone = [Driver(models[family]).run(request)[0] for request in requests]
+    busy = Driver(models[family], max_slots=7)
+    assert busy.run(*requests) == alone
+    assert busy.engine.pool.slots == {}
+    assert all(slab.is_empty for slab in busy.engine.pool.slabs)

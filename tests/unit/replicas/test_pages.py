@@ -1,0 +1,79 @@
+"""RocketKV's second stage against explicit loops: which pages a step reads, and what attention makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.base import Selection
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots import DecodeState, Demand, SlotPool
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4)
+GROUP, SCALE = 3, 8**-0.5
+
+
+def slow_attention(
+    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], page: int, count: int
+) -> torch.Tensor:
+    """Queries [group, d] on the `count` best pages of one KV head, its newest page always among them."""
+    pages = [range(first, min(first + page, len(keys))) for first in range(0, len(keys), page)]
+    bounds = []
+    for entries in pages:
+        bound = 0.0
+        for query in queries:
+            for i, q in enumerate(query.tolist()):
+                column = [float(keys[entry][i]) for entry in entries]
+                bound += max(q * min(column), q * max(column))
+        bounds.append(bound)
+    bounds[-1] = math.inf
+    read = sorted(sorted(range(len(pages)), key=lambda p: -bounds[p])[:count])
+    entries = [entry for p in read for entry in pages[p]]
+    logits = queries @ torch.stack([keys[entry] for entry in entries]).T * SCALE
+    return logits.softmax(-1) @ torch.stack([values[entry] for entry in entries])
+
+
+@pytest.mark.parametrize("budget", [4, 8, 13])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_step_reads_the_pages_that_can_match_best(budget, others):
+    random = torch.Generator().manual_seed(budget)
+    tokens, new = 60, 25
+    spec = PolicySpec(name="rocketkv", budget=budget, window=3)
+    kept, page = budgets.rocket_kept(budget, tokens), budgets.rocket_page(budget, tokens)
+    assert kept > budget
+    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+    slots, caches = [], []
+    for i in range(1 + others):  # slots of other budgets beside it, whose pages differ in size and number
+        mine = Demand(spec if not i else PolicySpec(name="rocketkv", budget=budget + 3 * i, window=3), tokens, new)
+        slot = pool.claim(mine, 1 << 30)
+        assert slot is not None
+        keys, values = (
+            torch.randn(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim, generator=random) for _ in range(2)
+        )
+        left = budgets.kept_tokens(mine.spec, tokens)
+        positions = torch.stack([torch.randperm(tokens, generator=random)[:left].sort().values for _ in range(2)])
+        pool.fill(slot, Prompt(keys, values, q_heads=2 * GROUP), [Selection(positions)] * SHAPE.layers)
+        slots.append(slot)
+        if not i:
+            caches = [
+                [([*keys[at, h, positions[h]]], [*values[at, h, positions[h]]]) for h in range(SHAPE.kv_heads)]
+                for at in range(SHAPE.layers)
+            ]
+    for _ in range(new - 1):
+        state = DecodeState(pool, slots, torch.zeros(4, dtype=torch.float64))
+        for layer in range(SHAPE.layers):
+            batch = len(slots)
+            query = torch.randn(batch, 2 * GROUP, 1, SHAPE.head_dim, generator=random)
+            key, value = (torch.randn(batch, SHAPE.kv_heads, 1, SHAPE.head_dim, generator=random) for _ in range(2))
+            out = state.attend(layer, query, key, value, SCALE)
+            for head, (keys, values) in enumerate(caches[layer]):
+                keys.append(key[0, head, 0])
+                values.append(value[0, head, 0])
+                group = slice(head * GROUP, (head + 1) * GROUP)
+                expected = slow_attention(query[0, group, 0], keys, values, page, budget // page)
+                torch.testing.assert_close(out[0, group, 0], expected)
