@@ -8,6 +8,11 @@ KIVI_GROUP = 32  # numbers that share a zero point and a step (KIVI, arXiv 2402.
 _HALF = 2  # bytes of a zero point, a step or a scale: float16
 
 
+def head_dim_multiple(storage: str) -> int:
+    """What a model's head_dim must be a multiple of, for the codes of a vector to fill whole bytes."""
+    return {"turbo4": 2, "turbo3": 8}.get(storage, 1)
+
+
 def entry_bytes(storage: str, head_dim: int, dtype_bytes: int) -> float:
     """Bytes of the key and the value of one entry of one KV head, with its share of what a group stores once.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.loading import LoadedModel
@@ -94,6 +95,12 @@ class Engine:
         )
         if policy.spec.name in TURNING and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
+        multiple = head_dim_multiple(policy.spec.storage)
+        if self.model.kv_shape.head_dim % multiple:
+            raise UnservableRequestError(
+                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
+                f"this model has {self.model.kv_shape.head_dim}"
+            )
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         sequence = Sequence(request, policy, emit, self._clock(), random)
         self.scheduler.check(sequence, self._arrivals.qsize())

@@ -12,6 +12,7 @@ import pytest
 import requests
 
 from warmkv.platform.tenants import hash_key
+from warmkv.policy_spec import METHODS
 
 LONG = "def rotate(keys, angles):\n    return keys * angles.cos()\n" * 40
 GREEDY = {"temperature": 0}
@@ -129,6 +130,22 @@ def test_a_cached_prefix_never_changes_the_answer(server, policy):
     assert warm.usage.cache_read_input_tokens > 0
     assert [block.text for block in warm.content] == [block.text for block in fresh.content]
     assert warm.usage.warmkv["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(name if name in ("fastgen", "auto") else f"{name}@0.2" for name in METHODS if name != "full"),
+        *("snapkv@128+ring+kivi4", "h2o@0.3+turbo3+protect", "full+fp8", "snapkv@0.2+shots"),
+    ],
+)
+def test_every_policy_is_served_on_request(server, policy):
+    extra = {"warmkv": {"policy": policy}}
+    answer = ask(server, [marked(LONG), plain("What next?")], key="every policy", extra=extra, max_tokens=6)
+    assert answer.usage.output_tokens > 0
+    assert answer.usage.warmkv["policy"] == policy
+    assert answer.usage.warmkv["kept_tokens"] > 0
+    assert answer.usage.warmkv["resident_bytes"] > 0
 
 
 def test_compression_frees_memory(server):

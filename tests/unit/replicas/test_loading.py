@@ -98,3 +98,9 @@ def test_streaming_is_refused_where_sinks_cannot_be_rotated_on_and_the_rest_is_s
     with torch.no_grad():
         expected = plain.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
     assert driver.run(make_request([1, 2, 3], new=6)) == [expected]
+
+
+def test_a_storage_whose_codes_do_not_fit_the_head_is_refused(driver):
+    odd = Driver(prepare(LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 4})).eval()))
+    with pytest.raises(UnservableRequestError, match="turbo3 needs a head_dim that is a multiple of 8"):
+        odd.submit(make_request([1, 2, 3], policy="full+turbo3"))

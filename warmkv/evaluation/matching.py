@@ -1,0 +1,100 @@
+"""Budgets matched in bytes: how many tokens each policy may keep so that all of them take the same memory.
+
+Pure. Bytes are those that a slot may have in use until its answer ends: entries in their storage format with what
+belongs to them (scores and ages of argmin, the sinks' second copy, bounds of pages, a packed row's tail). What size
+classes add on top is an allocator's rounding and is left out, so that no method profits from where a class ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from warmkv.policies import budgets
+from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind
+from warmkv.policy_spec import PolicySpec
+
+BUDGETLESS = ("full", "fastgen", "auto")
+"""Methods whose memory follows from the prompt; they are measured once, at what they take."""
+
+
+def full_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
+    """Bytes of the uncompressed cache; the last new token is never written."""
+    return (prompt_tokens + max(0, new_tokens - 1)) * shape.token_bytes
+
+
+def exact_bytes(
+    spec: PolicySpec, shape: KVShape, kept: Iterable[Sequence[int]], prompt_tokens: int, new_tokens: int
+) -> int:
+    """Bytes that a slot may have in use while `new_tokens` are decoded.
+
+    kept: entries that survive the hand-off, for every layer those of its KV heads. With `new_tokens` of 1 it is what
+    is in use right after the hand-off.
+    """
+    spec = budgets.concrete(spec, prompt_tokens)
+    rows = Counter(budgets.slot_limit(spec, of_head, prompt_tokens, new_tokens) for layer in kept for of_head in layer)
+    return sum(count * row_bytes(_exact_kind(spec, prompt_tokens, limit), shape) for limit, count in rows.items())
+
+
+def planned_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
+    """The same before the prompt is computed; where what heads keep follows from the content, as if all kept alike."""
+    spec = budgets.in_force(spec, prompt_tokens, new_tokens)
+    kept = [[of_layer] * shape.kv_heads for of_layer in budgets.layer_budgets(spec, prompt_tokens, shape.layers)]
+    return exact_bytes(spec, shape, kept, prompt_tokens, new_tokens)
+
+
+def _exact_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
+    """The row that holds exactly `limit` entries: whole pages and whole packed groups, but no size class."""
+    kind = row_kind(spec, prompt_tokens, limit)
+    if kind.page:
+        return replace(kind, capacity=-(-limit // kind.page) * kind.page)
+    if kind.grouped:
+        return replace(kind, capacity=kind.front + packed_limit(spec, limit) + kind.tail)
+    return replace(kind, capacity=limit)
+
+
+def has_budget(spec: PolicySpec) -> bool:
+    return spec.name not in BUDGETLESS
+
+
+def smallest_budget(spec: PolicySpec) -> int:
+    """Tokens below which a policy does not work: two, and one beside its sinks."""
+    return max(2, (spec.sinks or 0) + 1)
+
+
+def with_budget(spec: PolicySpec, tokens: int) -> PolicySpec:
+    return spec.model_copy(update={"budget": tokens})
+
+
+def allowed_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int, share: float) -> int:
+    """`share` of the full cache's bytes, rounded down to a byte."""
+    return int(share * full_bytes(shape, prompt_tokens, new_tokens) + 1e-6)
+
+
+def match(
+    spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, allowed: int
+) -> PolicySpec | None:
+    """The policy at the largest budget in tokens that takes at most `allowed` bytes; None if none is small enough."""
+
+    def fits(tokens: int) -> bool:
+        return planned_bytes(with_budget(spec, tokens), shape, prompt_tokens, new_tokens) <= allowed
+
+    most = prompt_tokens + max(0, new_tokens - 1)  # with it nothing is ever given up
+    tokens = largest(fits, smallest_budget(spec), max(most, smallest_budget(spec)))
+    return None if tokens is None else with_budget(spec, tokens)
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number from `low` to `high` that fits, by bisection; None if `low` does not.
+
+    Where `fits` is not quite monotone (a pyramid's rounding), one that fits and whose successor does not.
+    """
+    if not fits(low):
+        return None
+    if fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
