@@ -115,8 +115,10 @@ def conversation(world: World, rng: random.Random, length: int, depth: float, ch
 
     def build(fillers: Sequence[Sequence[str]]) -> Sample:
         texts = ["\n".join([*filler, *head]) for filler, head in zip(fillers, heads, strict=True)]
-        asks = [ask(question.format(noun=noun, key=key), chat) for key in asked]
-        turns = [Turn(f"{text}\n{q}" if at else q, values[k]) for at, (text, q, k) in enumerate(zip(texts, asks, asked))]
+        turns: list[Turn] = []
+        for text, key in zip(texts, asked, strict=True):
+            lead = f"{text}\n" if turns else ""  # the first text is the sample's document
+            turns.append(Turn(lead + ask(question.format(noun=noun, key=key), chat), values[key]))
         return Sample("chat", texts[0], turns[-1].question, turns[-1].answer, chat, tuple(turns[:-1]))
 
     room = max(0, length - world.count(build([()] * count).text())) // count

@@ -25,6 +25,7 @@ class Filled:
     """A slot with what a policy kept of a prompt."""
 
     slot: Slot
+    spec: PolicySpec  # as asked for, or with the budget lowered until it fitted
     bytes: int  # in use at most, until the answer ends
     handoff_bytes: int  # in use right after the hand-off
     kept: float  # entries per KV head and layer that survived it
@@ -60,9 +61,7 @@ def forward_prompt(model: LoadedModel, prompt: Prompt, ids: Tensor, keep: int) -
     start, end = prompt.computed, prompt.computed + ids.shape[1]
     prompt.begin_chunk(end - start)
     positions = torch.arange(start, end, device=model.device)[None]
-    output = model.module(
-        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, warmkv=prompt
-    )
+    output = model.module(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, warmkv=prompt)
     prompt.end_chunk()
     logits: Tensor = output.logits[0]
     return logits
@@ -90,6 +89,7 @@ def fill(
         spec = matching.with_budget(spec, max(least, min(spec.budget - 1, spec.budget * allowed // used)))
     return Filled(
         slot=_claimed(model, pool, prompt, inside, new_tokens, selections),
+        spec=spec,
         bytes=used,
         handoff_bytes=matching.exact_bytes(inside, shape, kept, tokens, 1),
         kept=sum(map(sum, kept)) / (shape.layers * shape.kv_heads),

@@ -72,9 +72,7 @@ def allowed_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int, share: fl
     return int(share * full_bytes(shape, prompt_tokens, new_tokens) + 1e-6)
 
 
-def match(
-    spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, allowed: int
-) -> PolicySpec | None:
+def match(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, allowed: int) -> PolicySpec | None:
     """The policy at the largest budget in tokens that takes at most `allowed` bytes; None if none is small enough."""
 
     def fits(tokens: int) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from warmkv.evaluation import matching, tasks
+from warmkv.evaluation import matching
+from warmkv.evaluation.tasks import NAMES, STREAM, TASKS, Form, Task, forms_of
 from warmkv.policy_spec import METHODS, PolicySpec
 
 FULL = "full"
@@ -29,8 +30,8 @@ class Plan:
     device: str = "auto"
     policies: tuple[str, ...] = ("full", "window", "streaming_llm", "h2o", "snapkv", "full+kivi4")
     budgets: tuple[float, ...] = (1.0, 0.5, 0.2, 0.1, 0.05)  # shares of the full cache's bytes
-    tasks: tuple[str, ...] = tasks.NAMES
-    forms: tuple[tasks.Form, ...] = ()  # none: chat where the model has a template
+    tasks: tuple[str, ...] = NAMES
+    forms: tuple[Form, ...] = ()  # none: chat where the model has a template
     lengths: tuple[int, ...] = (512, 1024, 2048, 3072)  # tokens of a sample, the answer included
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: int = 5  # per task, form, length and depth
@@ -41,17 +42,17 @@ class Plan:
         self.specs()
         if not self.budgets or not all(0 < share <= 1 for share in self.budgets):
             raise EvalError(f"budgets are shares of the full cache's bytes in (0, 1], got {_listed(self.budgets)}")
-        if unknown := [name for name in self.tasks if name not in tasks.NAMES]:
-            raise EvalError(f"no task is called {_listed(unknown)}; there are {_listed(tasks.NAMES)}, or all")
+        if unknown := [name for name in self.tasks if name not in NAMES]:
+            raise EvalError(f"no task is called {_listed(unknown)}; there are {_listed(NAMES)}, or all")
         if not self.tasks:
-            raise EvalError(f"name a task: {_listed(tasks.NAMES)}, or all")
+            raise EvalError(f"name a task: {_listed(NAMES)}, or all")
         if not self.lengths or min(self.lengths) < SHORTEST:
             raise EvalError(f"lengths are tokens, at least {SHORTEST}, got {_listed(self.lengths)}")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise EvalError(f"depths go from 0 (the beginning) to 1 (the end), got {_listed(self.depths)}")
         if self.samples < 1:
             raise EvalError(f"samples must be at least 1, got {self.samples}")
-        if tasks.STREAM in self.tasks and self.stream_tokens < 2 * SHORTEST:
+        if STREAM in self.tasks and self.stream_tokens < 2 * SHORTEST:
             raise EvalError(f"a stream has at least {2 * SHORTEST} tokens, got {self.stream_tokens}")
 
     def specs(self) -> dict[str, PolicySpec]:
@@ -62,10 +63,10 @@ class Plan:
         """The run in pieces that are stored one by one."""
         wanted = self.forms or (("chat",) if has_template else ("plain",))
         for name in self.tasks:
-            if name == tasks.STREAM:
+            if name == STREAM:
                 continue
-            task = tasks.TASKS[name]
-            for form in tasks.forms_of(task, wanted):
+            task = TASKS[name]
+            for form in forms_of(task, wanted):
                 for length in self.lengths:
                     yield Part(task, form, length, task.depths or self.depths, self.samples)
 
@@ -79,8 +80,8 @@ class Plan:
 class Part:
     """All samples of one task in one form and length."""
 
-    task: tasks.Task
-    form: tasks.Form
+    task: Task
+    form: Form
     length: int
     depths: tuple[float | None, ...]
     samples: int

@@ -39,7 +39,6 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
         start = tokenizer.bos_token_id
         self.start: list[int] = [] if start is None else [start]
         self.world = corpus.World("heldout", self.count)
@@ -90,6 +89,11 @@ class Task:
     depths: tuple[float | None, ...] | None = (None,)  # None: those of the run
     forms: tuple[Form, ...] = ("plain", "chat")
     by_token: bool = False  # scored by the share of right tokens, not by whole answers
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows how its model takes chats."""
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def decoded_tokens(length: int) -> int:
@@ -170,7 +174,15 @@ TASKS = {
             (EARLY, MIDDLE, RECENT),
         ),
         Task("passages", "RAG", "one of many numbered passages, asked for in other words", _passages),
-        Task("code", "code completion", f"the next {CODE_TOKENS} tokens of a source file", _code, (None,), ("plain",), True),
+        Task(
+            "code",
+            "code completion",
+            f"the next {CODE_TOKENS} tokens of a source file",
+            _code,
+            (None,),
+            ("plain",),
+            True,
+        ),
     )
 }
 STREAM = "stream"

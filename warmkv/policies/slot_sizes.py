@@ -111,6 +111,12 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
     return math.ceil(size)
 
 
+def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int) -> int:
+    """Bytes of a whole prompt while it is computed, with the column sums that its policy asks for."""
+    sums = 4 * shape.layers * shape.kv_heads if budgets.needs_column_sums(spec, prompt_tokens) else 0
+    return prompt_tokens * (shape.token_bytes + sums)
+
+
 def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
     """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content."""
     spec = budgets.concrete(spec, prompt_tokens)

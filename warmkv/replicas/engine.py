@@ -193,7 +193,7 @@ class Engine:
 
     def _drain(self) -> None:
         while not self._arrivals.empty():
-            self.scheduler.waiting.append(self._arrivals.get())
+            self.scheduler.enqueue(self._arrivals.get())
         while not self._inbox.empty():
             if action := self._inbox.get():
                 action()

@@ -36,6 +36,7 @@ class GenerateRequest:
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()  # highest position first
     replica: str | None = None  # id of the replica that the client prefers
+    tenant: str = ""  # whose request it is, for fairness among those that wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Who is computed when: first come, first served, admitted when slot and workspace fit, one prompt at a time."""
+"""Who is computed when: fair among tenants, admitted when slot and workspace fit, one prompt at a time."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from warmkv.config import EngineConfig
-from warmkv.policies.budgets import needs_column_sums
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
-from warmkv.policies.slot_sizes import KVShape, slot_bytes
+from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -67,7 +66,7 @@ class Scheduler:
     max_context: int
     vocabulary: int
     pool: SlotPool
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: FairQueue[Sequence] = field(default_factory=FairQueue)
     prefilling: Sequence | None = None
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
 
@@ -97,25 +96,26 @@ class Scheduler:
         if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
 
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a request wait; its work is its prompt and what it may draw."""
+        request = sequence.request
+        self.waiting.push(sequence, request.tenant, sequence.prompt_tokens + request.sampling.max_tokens)
+
     def workspace_bytes(self, sequence: Sequence) -> int:
-        """Bytes of the whole prompt while it is computed, and of the column sums that its policy asks for."""
-        tokens = sequence.prompt_tokens
-        sums = 4 * self.shape.layers * self.shape.kv_heads if needs_column_sums(sequence.policy.spec, tokens) else 0
-        return tokens * (self.shape.token_bytes + sums)
+        return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens)
 
     def admit(self) -> Sequence | None:
         """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""
         if self.prefilling or not self.waiting or len(self.decoding) >= self.config.max_slots:
             return None
-        # Out of the queue before memory is asked for: whatever goes wrong then goes wrong with this request alone.
-        sequence = self.prefilling = self.waiting.popleft()
+        # Already the prefilling one when memory is asked for: whatever goes wrong goes wrong with this request alone.
+        sequence = self.prefilling = self.waiting.peek()
         room = self.config.kv_bytes - self.workspace_bytes(sequence)
         if demand := sequence.demand:
             sequence.slot = self.pool.claim(demand, room)
         if sequence.slot or (demand is None and self.pool.fit(room)):
-            return sequence
+            return self.waiting.pop()
         self.prefilling = None
-        self.waiting.appendleft(sequence)
         return None
 
     def everyone(self) -> list[Sequence]:
@@ -128,8 +128,7 @@ class Scheduler:
         """Take a sequence out, wherever it is, and free its slot."""
         if sequence is self.prefilling:
             self.prefilling = None
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.waiting.remove(sequence)
         if sequence.slot is not None:
             self.decoding.pop(sequence.slot, None)
             self.pool.release(sequence.slot)

@@ -139,7 +139,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 capacity=capacity,
                 recomputed=budgets.recomputed_tokens(spec, prompt),
                 slot_bytes=slot,
-                workspace_bytes=prompt * shape.token_bytes,
+                workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt),
             )
         )
     return jobs, lifetimes

@@ -1,6 +1,6 @@
 """One simulated replica: continuous batching in virtual time.
 
-It follows the live engine: first come, first served; one prompt at a time, admitted when its slot and its workspace
+It follows the live engine: fair among tenants; one prompt at a time, admitted when its slot and its workspace
 fit; a step computes at most one chunk of that prompt and then one token of every sequence that decodes. While
 nothing joins or leaves the batch, many steps are taken at once: their times add up in closed form.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import simpy
 
 from warmkv.config import EngineConfig
 from warmkv.policies.costs import StepCost
+from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache import ReplicaCache
@@ -49,6 +49,11 @@ class Job:
     computed: int = 0  # prompt tokens that are warm or computed so far
 
     @property
+    def work(self) -> int:
+        """Tokens that it may take in all, by which the queue is fair among tenants."""
+        return self.record.input_tokens + max(self.record.output_tokens, self.record.max_tokens)
+
+    @property
     def decode_steps(self) -> int:
         """Steps after the one that gives the first token."""
         return max(0, self.record.output_tokens - 1)
@@ -71,7 +76,7 @@ class Replica:
         self._env, self._config, self._cost, self._slots = env, config, cost, slots
         self._fast_forward = fast_forward
         self.in_flight = 0
-        self.waiting: deque[Job] = deque()
+        self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
         self._used = 0  # bytes of slots and workspace
 
@@ -105,11 +110,11 @@ class Replica:
     def submit(self, job: Job) -> None:
         job.replica = self.name
         self.in_flight += 1
-        self.waiting.append(job)
+        self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
             self._idle = False
             self._wake.succeed()
-        elif self._run_steps and len(self.waiting) == 1 and self._fits(job):
+        elif self._run_steps and self.waiting.peek() is job and self._fits(job):
             self._cut_run()
 
     # --- the process
@@ -146,10 +151,10 @@ class Replica:
         return self._batch < self._config.max_slots and needed <= self._config.kv_bytes
 
     def _admit(self) -> Job | None:
-        if not self.waiting or not self._fits(self.waiting[0]):
+        if not self.waiting or not self._fits(self.waiting.peek()):
             return None
         now: float = self._env.now
-        job = self._prefilling = self.waiting.popleft()
+        job = self._prefilling = self.waiting.pop()
         job.started = now
         self.cache.expire(now)
         job.match = self.cache.match(job.record, now)

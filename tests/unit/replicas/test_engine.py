@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -390,3 +391,19 @@ def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_
         assert tight.engine.store.resident_bytes <= 5 * BLOCK * shape.token_bytes
         held = sum(t.nbytes for t in [*tight.engine.store._blocks.values(), *tight.engine.store._sums.values()])
         assert held == tight.engine.store.resident_bytes
+
+
+def test_a_tenant_with_many_requests_does_not_make_others_wait_for_all_of_them(driver):
+    busy = driver(max_slots=1)
+    order: list[str] = []
+    requests = [(f"many {i}", "many") for i in range(6)] + [("one", "few"), ("two", "few")]
+    for i, (name, tenant) in enumerate(requests):
+        request = dataclasses.replace(make_request(prompt(12, seed=i), new=3, name=name), tenant=tenant)
+        busy.engine.submit(
+            request, lambda event, name=name: order.append(name) if isinstance(event, Finished) else None
+        )
+    while busy.engine.step():
+        pass
+    assert len(order) == 8
+    assert order.index("one") <= 2
+    assert order.index("two") <= 4

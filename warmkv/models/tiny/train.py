@@ -2,7 +2,7 @@
 
 Example:
 
-    python -m warmkv.models.tiny.train --minutes 100 --out runs/tiny --seed 0 --device auto
+    python -m warmkv.models.tiny.train --minutes 145 --out runs/tiny --seed 0 --device auto
 
 The folder given by --out holds a loadable model from the first save on; a run that was stopped goes on with --resume.
 """
@@ -57,16 +57,15 @@ class Phase:
 _FIRST = {"repeat": 0.6, "multi": 0.4}
 _SOON = {"repeat": 0.1, "single": 0.15, "multi": 0.65, "copying": 0.1}
 _ALL = {"single": 0.2, "multi": 0.44, "two_hop": 0.09, "copying": 0.09, "scratch": 0.09, "passages": 0.09}
-_LAST = {"single": 0.12, "multi": 0.6, "two_hop": 0.07, "copying": 0.07, "scratch": 0.07, "passages": 0.07}
+_LAST = {"single": 0.1, "multi": 0.66, "two_hop": 0.06, "copying": 0.06, "scratch": 0.06, "passages": 0.06}
 PHASES = (
-    Phase(0.16, {128: 1.0}, _FIRST, language=0.15),
-    Phase(0.26, {128: 0.6, 256: 0.4}, _SOON, language=0.2),
-    Phase(0.35, {128: 0.3, 256: 0.7}, {"multi": 0.8, "single": 0.1, "copying": 0.1}, language=0.1, easy=0.6),
-    Phase(0.47, {256: 0.4, 512: 0.6}, _ALL, easy=0.2),
-    Phase(0.64, {256: 0.2, 512: 0.2, 1024: 0.6}, _ALL),
-    Phase(0.80, {256: 0.1, 512: 0.1, 1024: 0.15, 2048: 0.65}, _LAST, language=0.55),
-    Phase(0.88, {256: 0.1, 512: 0.54, 1024: 0.1, 2048: 0.23, 4096: 0.03}, _LAST, language=0.4),
-    Phase(1.00, {512: 0.3, 1024: 0.15, 2048: 0.52, 4096: 0.03}, _LAST, language=0.4),
+    Phase(0.11, {128: 1.0}, _FIRST, language=0.15),
+    Phase(0.18, {128: 0.6, 256: 0.4}, _SOON, language=0.2),
+    Phase(0.24, {128: 0.3, 256: 0.7}, {"multi": 0.8, "single": 0.1, "copying": 0.1}, language=0.1, easy=0.6),
+    Phase(0.32, {256: 0.4, 512: 0.6}, _ALL, easy=0.2),
+    Phase(0.44, {256: 0.2, 512: 0.2, 1024: 0.6}, _ALL),
+    Phase(0.55, {256: 0.1, 512: 0.1, 1024: 0.15, 2048: 0.65}, _ALL, language=0.55),
+    Phase(1.00, {256: 0.08, 512: 0.12, 1024: 0.2, 2048: 0.55, 4096: 0.05}, _LAST, language=0.5),
 )
 
 
@@ -261,7 +260,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=100, help="training time (default 100)")
+    parser.add_argument("--minutes", type=float, default=145, help="training time (default 145)")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -133,6 +133,7 @@ class Service:
             marks=tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks),
             reads=tuple(Candidate(at, key) for at, key in keys.items()),
             replica=options.replica,
+            tenant=tenant.label,
         )
 
     async def _limited(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:

@@ -1,0 +1,63 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.policies.fair_queue import FairQueue
+
+WORK = st.integers(1, 100)
+
+
+@given(st.lists(WORK))
+def test_one_tenant_is_served_in_the_order_of_arrival(works):
+    queue: FairQueue[int] = FairQueue()
+    for number, work in enumerate(works):
+        queue.push(number, "only", work)
+    assert list(queue) == list(range(len(works))) == [queue.pop() for _ in works]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORK), max_size=60))
+def test_backlogged_tenants_get_equal_work_up_to_one_request(requests):
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for tenant, work in requests:
+        queue.push((tenant, work), tenant, work)
+    served = dict.fromkeys("abc", 0)
+    largest = max((work for _, work in requests), default=0)
+    left = {tenant: sum(1 for name, _ in requests if name == tenant) for tenant in "abc"}
+    while queue:
+        waiting = [tenant for tenant in "abc" if left[tenant]]
+        assert max(served[t] for t in waiting) - min(served[t] for t in waiting) <= 2 * largest
+        tenant, work = queue.pop()
+        served[tenant] += work
+        left[tenant] -= 1
+
+
+def test_a_newcomer_waits_for_nobodys_backlog_and_brings_no_credit():
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20):
+        queue.push(f"big {number}", "big", 100)
+    for _ in range(5):
+        queue.pop()
+    queue.push("small 0", "small", 100)
+    queue.push("small 1", "small", 100)
+    taken = [queue.pop() for _ in range(6)]
+    assert taken.index("small 0") <= 1
+    assert taken.index("small 1") <= 4
+    assert sum(name.startswith("big") for name in taken) == 4
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), WORK), min_size=1), st.data())
+def test_what_is_removed_is_never_served(requests, data):
+    queue: FairQueue[int] = FairQueue()
+    for number, (tenant, work) in enumerate(requests):
+        queue.push(number, tenant, work)
+    gone = data.draw(st.sampled_from(range(len(requests))))
+    assert queue.remove(gone)
+    assert not queue.remove(gone)
+    assert sorted(queue) == sorted(set(range(len(requests))) - {gone})
+
+
+def test_tenants_that_come_and_go_leave_nothing_behind():
+    queue: FairQueue[int] = FairQueue()
+    for number in range(10_000):
+        queue.push(number, f"tenant {number}", 5)
+        queue.pop()
+    assert not queue._finish

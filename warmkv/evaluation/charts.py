@@ -1,0 +1,234 @@
+"""The report's charts as SVG text: heat maps, quality against bytes, the Pareto front, perplexity along the stream."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from warmkv.evaluation.plan import FULL
+from warmkv.evaluation.results import RECOMPUTED
+from warmkv.evaluation.summary import Cell, Entry, Row, mean, pareto
+
+# Okabe and Ito's palette, told apart with any colour vision; markers repeat the distinction in print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+INK, GRID = "#222222", "#DDDDDD"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: it can be searched and read out
+    "svg.hashsalt": "warmkv",  # the same figures give the same file
+}
+
+
+def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of every policy, the same in all charts; the full cache is black."""
+    out: dict[str, dict[str, Any]] = {}
+    others = [policy for policy in dict.fromkeys(policies) if policy not in (FULL, RECOMPUTED)]
+    for at, policy in enumerate(others):
+        line = ("-", "--", ":")[at // len(COLOURS) % 3]
+        out[policy] = {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linestyle": line}
+    out[FULL] = {"color": INK, "marker": "*", "linestyle": "--"}
+    out[RECOMPUTED] = {"color": INK, "marker": None, "linestyle": "--"}
+    return out
+
+
+def quality_against_bytes(entries: Sequence[Entry], tasks: Sequence[str], look: dict[str, dict[str, Any]]) -> str:
+    """A panel for the mean over tasks and one for each task: score over bytes, a line per policy."""
+    panels: list[tuple[str, list[Cell]]] = [("mean over tasks", [entry.all for entry in entries])]
+    panels += [(task, [entry.tasks[task] for entry in entries if task in entry.tasks]) for task in tasks]
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.4 * columns, 2.5 * rows + 0.9), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+        for ax, (title, cells) in zip(axes, panels, strict=False):
+            for policy in dict.fromkeys(cell.policy for cell in cells):
+                of = sorted((cell for cell in cells if cell.policy == policy), key=lambda cell: cell.bytes_share)
+                line = look[policy]
+                if policy == FULL:
+                    ax.axhline(of[0].score, color=INK, linewidth=0.9, linestyle="--")
+                ax.plot(
+                    [cell.bytes_share for cell in of],
+                    [cell.score for cell in of],
+                    **{**line, "linestyle": "" if len(of) == 1 else line["linestyle"]},
+                    markersize=9 if policy == FULL else 5,
+                    linewidth=1.6,
+                )
+            ax.set_title(title)
+            ax.set_ylim(-0.04, 1.04)
+            _bytes_axis(ax, [cell.bytes_share for entry in entries for cell in (entry.all, *entry.tasks.values())])
+        for ax in list(axes)[len(panels) :]:
+            ax.set_visible(False)
+        figure.supxlabel("bytes in use, share of the full cache's (log scale)", fontsize=9)
+        figure.supylabel("score", fontsize=9)
+        _legend(figure, dict.fromkeys(entry.all.policy for entry in entries), look)
+        return _svg(figure, "quality")
+
+
+def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> str:
+    """Every policy at every share, and the line of those that none beats in bytes and score at once.
+
+    What is not reached on all samples is drawn hollow and kept off the line: its mean is over other samples.
+    """
+    cells = [entry.all for entry in entries]
+    front = pareto(cell for cell in cells if cell.reached == 1)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8.2, 4.4), layout="constrained")
+        ax = figure.subplots()
+        ax.step([c.bytes_share for c in front], [c.score for c in front], where="post", color="#999999", linewidth=1.2)
+        for cell in cells:
+            line = look[cell.policy]
+            face = line["color"] if cell.reached == 1 else "white"
+            ax.scatter(
+                cell.bytes_share, cell.score, s=120 if cell.policy == FULL else 42, marker=line["marker"],
+                facecolor=face, edgecolor=line["color"], zorder=3,
+            )  # fmt: skip
+        for cell in front:
+            ax.annotate(
+                cell.policy if cell.share is None else f"{cell.policy} {cell.share:.0%}",
+                (cell.bytes_share, cell.score), xytext=(-6, 6), textcoords="offset points", fontsize=8, ha="right",
+            )  # fmt: skip
+        _bytes_axis(ax, [cell.bytes_share for cell in cells])
+        ax.set_xlabel("bytes in use, share of the full cache's (log scale)")
+        ax.set_ylabel("score, mean over tasks")
+        ax.set_ylim(-0.04, 1.08)
+        _legend(figure, dict.fromkeys(cell.policy for cell in cells), look)
+        return _svg(figure, "pareto")
+
+
+def heat_maps(rows: Sequence[Row], shares: Sequence[float]) -> list[tuple[str, str]]:
+    """Needle recall over depth and length: for each policy its label and a row of maps, one a share."""
+    needles = [row for row in rows if row["task"] == "needle"]
+    depths, lengths = (sorted({row[key] for row in needles}) for key in ("depth", "length"))
+    return [
+        (policy, _heat_row([row for row in needles if row["policy"] == policy], policy, shares, depths, lengths))
+        for policy in dict.fromkeys(row["policy"] for row in needles)
+    ]
+
+
+def _heat_row(
+    rows: Sequence[Row], policy: str, shares: Sequence[float], depths: Sequence[float], lengths: Sequence[int]
+) -> str:
+    own = {row["share"] for row in rows} == {None}
+    columns: Sequence[float | None] = (None,) if own else sorted(shares, reverse=True)
+    with mpl.rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(2.15 * max(5, len(columns)), 0.55 + 0.34 * len(depths) + 0.6), layout="constrained")
+        axes = figure.subplots(1, max(5, len(columns)), squeeze=False, sharey=True)[0]
+        for ax, share in zip(axes, columns, strict=False):
+            grid = [[_mean_score(rows, share, depth, length) for length in lengths] for depth in depths]
+            ax.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+            for y, line in enumerate(grid):
+                for x, score in enumerate(line):
+                    text = "–" if math.isnan(score) else f"{score:.2f}".removeprefix("0") if score < 1 else "1"
+                    ax.text(
+                        x,
+                        y,
+                        text,
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color=INK if score > 0.5 or math.isnan(score) else "white",
+                    )
+            ax.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
+            ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+            ax.spines[:].set_visible(False)
+            ax.tick_params(length=0)
+            size = [row["bytes"] / row["full_bytes"] for row in rows if row["share"] == share]
+            head = "as it is" if share is None else f"{share:.0%}"
+            ax.set_title(f"{head}: {mean(size):.1%} of bytes" if size else f"{head}: cannot reach", fontsize=8)
+        for ax in axes[len(columns) :]:
+            ax.set_visible(False)
+        axes[0].set_ylabel("depth")
+        axes[0].set_xlabel("tokens")
+        return _svg(figure, f"heat-{re.sub(r'[^a-z0-9]+', '-', policy)}")
+
+
+def _mean_score(rows: Sequence[Row], share: float | None, depth: float, length: int) -> float:
+    of = [r["score"] for r in rows if r["share"] == share and r["depth"] == depth and r["length"] == length]
+    return mean(of) if of else math.nan
+
+
+def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict[str, Any]]) -> str:
+    """Perplexity of every segment of the stream under every policy."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8.2, 3.8), layout="constrained")
+        ax = figure.subplots()
+        policies = list(dict.fromkeys(row["policy"] for row in rows))
+        for policy in policies:
+            of = [row for row in rows if row["policy"] == policy]
+            at = [row["start"] + row["tokens"] / 2 for row in of]
+            ax.plot(at, [row["perplexity"] for row in of], **look[policy], markersize=4, linewidth=1.5)
+        if max(row["start"] + row["tokens"] for row in rows) > max_context:
+            ax.axvline(max_context, color="#999999", linewidth=1)
+            ax.annotate(
+                "the model's range ",
+                (max_context, 1),
+                xycoords=("data", "axes fraction"),
+                ha="right",
+                va="top",
+                fontsize=8,
+            )
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        ax.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        ax.set_xlabel("tokens of the stream")
+        ax.set_ylabel("perplexity (log scale)")
+        _legend(figure, policies, look)
+        return _svg(figure, "stream")
+
+
+def _bytes_axis(ax: Axes, shares: Sequence[float]) -> None:
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_locator(NullLocator())
+    least = min(shares)
+    ticks = [tick for tick in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= least * 0.8]
+    ax.set_xticks(ticks, [f"{tick:.0%}" if tick >= 0.01 else f"{tick:.1%}" for tick in ticks])
+    ax.set_xlim(least * 0.8, 1.2)
+
+
+def _legend(figure: Figure, policies: Iterable[str], look: dict[str, dict[str, Any]]) -> None:
+    handles = [Line2D([], [], label=policy, markersize=6, linewidth=1.6, **look[policy]) for policy in policies]
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(6, len(handles)), handlelength=2.4)
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1024:g}K" if count >= 1024 and count % 512 == 0 else str(count)
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an element to put into a page; its ids begin with `name`, since a page has them only once."""
+    out = io.StringIO()
+    figure.savefig(
+        out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
+    return re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)

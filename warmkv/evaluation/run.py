@@ -1,0 +1,201 @@
+"""A run: every sample once through the model, for all policies and budgets at a time. What is done is skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from warmkv import __version__
+from warmkv.evaluation import forcing, matching, stream, tasks
+from warmkv.evaluation.plan import FULL, EvalError, Part, Plan, bounded
+from warmkv.evaluation.results import STREAM, Row, RunFolder
+from warmkv.policies import budgets
+from warmkv.policies.compression.prompt import TokenClasses
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.engine import TURNING
+from warmkv.replicas.loading import LoadedModel, token_classes
+from warmkv.replicas.slots import SlotPool
+
+Progress = Callable[[str, int], None]
+"""Told what is done now, and how much work since it was last told: `work` in all."""
+STREAM_WORK = 4
+"""Work of decoding a token of the stream, where that of a sample is its length."""
+MARGIN = 64
+"""Tokens by which a chat template may exceed a sample's length."""
+
+Key = tuple[str, float | None]  # a policy's label and its share; None: whatever it takes
+
+
+def meta_of(plan: Plan, model: LoadedModel) -> Row:
+    """What must be the same for results to belong together. Nothing in it names the machine."""
+    shape = model.kv_shape
+    return {
+        "settings": plan.to_json(),
+        "model": {
+            "name": plan.model,
+            "weights": fingerprint(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": model.device.type,
+            "max_context": model.max_context,
+            "token_bytes": shape.token_bytes,
+        },
+        "versions": {
+            "warmkv": __version__,
+            "python": platform.python_version(),  # its standard library is the text
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """A short hash of every tensor's sum: other weights under the same name are another model."""
+    digest = hashlib.sha256()
+    for name, tensor in model.module.state_dict().items():
+        digest.update(f"{name} {list(tensor.shape)} {float(tensor.double().sum())!r}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def check(plan: Plan, model: LoadedModel) -> None:
+    """Raises EvalError where the model cannot do what the plan asks."""
+    specs = plan.specs()
+    if not model.fixed_rotation:
+        if turning := [label for label, spec in specs.items() if spec.name in TURNING]:
+            raise EvalError(f"the rotary embedding of {plan.model} cannot be turned on, as {', '.join(turning)} must")
+        if tasks.STREAM in plan.tasks and plan.stream_tokens > model.max_context:
+            raise EvalError(f"{plan.model} takes {model.max_context} tokens; give at most so many --stream-tokens")
+    asked = set(plan.tasks) - {tasks.STREAM}
+    longest = model.max_context - MARGIN
+    if asked and max(plan.lengths) > longest:
+        raise EvalError(
+            f"{plan.model} takes {model.max_context} tokens; --lengths go up to {longest}, got {max(plan.lengths)}"
+        )
+
+
+def work(plan: Plan, tokenizer: Any) -> int:
+    """What `evaluate` reports in all, roughly as time passes."""
+    parts = plan.parts(tasks.has_template(tokenizer))
+    stream_work = STREAM_WORK * plan.stream_tokens if tasks.STREAM in plan.tasks else 0
+    return sum(len(part) * part.length for part in parts) + stream_work
+
+
+def evaluate(plan: Plan, model: LoadedModel, tokenizer: Any, folder: RunFolder, progress: Progress) -> None:
+    """Do what is missing in the folder, and merge everything. `plan` and `model` are those of its `meta`."""
+    texts, specs = tasks.Texts(tokenizer), plan.specs()
+    reads_classes = any(spec.shots or spec.name in ("fastgen", "auto") for spec in specs.values())
+    classes = token_classes(tokenizer) if reads_classes else None
+    parts = list(plan.parts(tasks.has_template(tokenizer)))
+    for part in parts:
+        progress(part.name, 0)
+        if folder.has(part.name):
+            progress(part.name, len(part) * part.length)
+            continue
+        rows: list[Row] = []
+        for depth, index in part.cells():
+            rows += _sample_rows(plan, part, model, texts, classes, depth, index)
+            progress(part.name, part.length)
+        folder.store(part.name, rows)
+    if tasks.STREAM in plan.tasks:
+        progress(STREAM, 0)
+        if folder.has(STREAM):
+            progress(STREAM, STREAM_WORK * plan.stream_tokens)
+        else:
+            ids = stream.tokens(texts, plan.seed, plan.stream_tokens)
+            told = lambda tokens: progress(STREAM, STREAM_WORK * tokens)  # noqa: E731
+            folder.store(STREAM, stream.evaluate(model, ids, bounded(specs), plan.seed, told, classes))
+    folder.merge(part.name for part in parts)
+
+
+def _sample_rows(
+    plan: Plan,
+    part: Part,
+    model: LoadedModel,
+    texts: tasks.Texts,
+    classes: TokenClasses | None,
+    depth: float | None,
+    index: int,
+) -> list[Row]:
+    sample = tasks.draw(part.task, texts, seed=plan.seed, length=part.length, depth=depth, form=part.form, index=index)
+    if len(sample.prompt) + len(sample.forced) > model.max_context:
+        raise EvalError(
+            f"a sample of {part.name} has {len(sample.prompt) + len(sample.forced)} tokens in this model's chat "
+            f"template, which takes {model.max_context}; leave out the length {part.length}"
+        )
+    common = {
+        "task": part.task.name,
+        "variant": part.form,
+        "length": part.length,
+        "depth": sample.depth,
+        "sample": index,
+        "seed": plan.seed,
+        "prompt_tokens": len(sample.prompt),
+        "full_bytes": matching.full_bytes(model.kv_shape, len(sample.prompt), len(sample.forced)),
+    }
+    return [{**common, **row} for row in score(plan, model, sample, part.task.by_token, classes)]
+
+
+def score(
+    plan: Plan, model: LoadedModel, sample: tasks.Sample, by_token: bool, classes: TokenClasses | None = None
+) -> list[Row]:
+    """What each policy at each share makes of a sample; those that are one and the same there are computed once."""
+    shape, tokens, new = model.kv_shape, len(sample.prompt), len(sample.forced)
+    wanted = {key: spec for key, spec in _matched(plan, model, tokens, new).items() if spec is not None}
+    inside = {key: budgets.in_force(spec, tokens, new) for key, spec in wanted.items()}
+    prompt, logits = forcing.prefill(model, sample.prompt, inside.values(), classes)
+    pool = SlotPool(shape, model.dtype, model.device)
+    filled: dict[tuple[PolicySpec, int | None], forcing.Filled | None] = {}
+    of: dict[Key, tuple[PolicySpec, int | None]] = {}
+    for key, spec in wanted.items():
+        allowed = None if key[1] is None else matching.allowed_bytes(shape, tokens, new, key[1])
+        follows = budgets.follows_content(inside[key], tokens)
+        of[key] = (inside[key], allowed if follows else None)  # only these may have to be made smaller
+        if of[key] not in filled:
+            filled[of[key]] = forcing.fill(model, pool, prompt, spec, new, of[key][1])
+    there = {which: slot for which, slot in filled.items() if slot is not None}
+    hits, losses = forcing.force(model, pool, [f.slot for f in there.values()], logits, sample.forced)
+    hits, losses = hits[:, -sample.answer :], losses[:, -sample.answer :]
+    rows = {}
+    for at, (which, f) in enumerate(there.items()):
+        right, accuracy = bool(hits[at].all()), float(hits[at].double().mean())
+        rows[which] = {
+            "score": accuracy if by_token else float(right),
+            "right": right,
+            "accuracy": accuracy,
+            "nll": float(losses[at].double().mean()),
+            "bytes": f.bytes,
+            "handoff_bytes": f.handoff_bytes,
+            "slot_bytes": f.slot.resident_bytes,
+            "kept_tokens": f.kept,
+        }
+    return [
+        {
+            "policy": label,
+            "share": share,
+            "budget": _budget(spec if which[1] is None else there[which].spec),
+            **rows[which],
+        }
+        for (label, share), spec in wanted.items()
+        if (which := of[label, share]) in there
+    ]
+
+
+def _matched(plan: Plan, model: LoadedModel, tokens: int, new: int) -> dict[Key, PolicySpec | None]:
+    """The policy at every share; None where it cannot be that small."""
+    out: dict[Key, PolicySpec | None] = {}
+    for label, spec in plan.specs().items():
+        if label == FULL or not matching.has_budget(spec):
+            out[label, None] = spec
+            continue
+        for share in sorted(plan.budgets, reverse=True):
+            allowed = matching.allowed_bytes(model.kv_shape, tokens, new, share)
+            out[label, share] = matching.match(spec, model.kv_shape, tokens, new, allowed)
+    return out
+
+
+def _budget(spec: PolicySpec) -> int | None:
+    return int(spec.budget) if matching.has_budget(spec) else None

@@ -1,0 +1,137 @@
+"""Perplexity along a stream many times longer than the cache: what each policy forgets, and whether it breaks.
+
+The stream is held-out source code, decoded token by token with all policies in one batch, each at the bytes of the
+same number of tokens. The gold standard is the sliding window recomputed for every few tokens: it keeps no stale
+state, and costs quadratically more (StreamingLLM, arXiv 2309.17453, section 4.1).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from warmkv.evaluation import forcing, matching
+from warmkv.evaluation.results import RECOMPUTED, Row
+from warmkv.evaluation.tasks import Texts
+from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.slots import SlotPool
+
+LARGEST_CACHE = 512
+SEGMENTS = 16
+
+
+def tokens(texts: Texts, seed: int, count: int) -> list[int]:
+    """The stream: `count` tokens of source code from a place that the seed decides."""
+    rng = random.Random(f"{seed}/stream")
+    return [*texts.start, *texts.source(rng, count - len(texts.start))]
+
+
+def cache_tokens(model: LoadedModel, count: int) -> int:
+    """Tokens whose full cache's bytes every policy may use: well below the model's range and the stream's length."""
+    return min(LARGEST_CACHE, model.max_context // 4, count // 4)
+
+
+def evaluate(
+    model: LoadedModel,
+    ids: Sequence[int],
+    specs: dict[str, PolicySpec],
+    seed: int,
+    progress: Callable[[int], None],
+    classes: TokenClasses | None = None,
+) -> list[Row]:
+    """Perplexity of every segment under every policy. `progress` is told tokens as they are done, len(ids) in all."""
+    cache = cache_tokens(model, len(ids))
+    prompt, forced = ids[:cache], ids[cache:]
+    allowed = cache * model.kv_shape.token_bytes
+    matched = {label: _matched(model, spec, cache, len(forced), allowed) for label, spec in specs.items()}
+    reached = {label: spec for label, spec in matched.items() if spec is not None and _turns(model, spec)}
+    losses, sizes = _decoded(model, prompt, forced, reached, progress, classes)
+    losses[RECOMPUTED] = recomputed(model, ids, cache, progress)
+    sizes[RECOMPUTED] = allowed
+    rows = []
+    length = -(-len(forced) // SEGMENTS)
+    for label in (RECOMPUTED, *reached):
+        for start in range(0, len(forced), length):
+            piece = losses[label][start : start + length]
+            nll = float(piece.double().mean())
+            rows.append(
+                {
+                    "policy": label,
+                    "start": cache + start,
+                    "tokens": len(piece),
+                    "nll": nll,
+                    "perplexity": math.exp(nll),
+                    "cache_tokens": cache,
+                    "bytes": sizes[label],
+                    "seed": seed,
+                }
+            )
+    return rows
+
+
+def _matched(model: LoadedModel, spec: PolicySpec, prompt: int, new: int, allowed: int) -> PolicySpec | None:
+    if spec.name == "streaming_llm" and not model.fixed_rotation:
+        return None
+    return matching.match(spec, model.kv_shape, prompt, new, allowed)
+
+
+def _turns(model: LoadedModel, spec: PolicySpec) -> bool:
+    """Whether its cache can be turned back to small positions, without which a stream ends at the model's range.
+
+    Sinks beside packed groups stay as they were cached, which only StreamingLLM makes good.
+    """
+    apart = spec.decode == "ring" and bool(spec.sinks) and spec.storage.startswith("kivi")
+    return not apart or spec.name == "streaming_llm"
+
+
+def _decoded(
+    model: LoadedModel,
+    prompt: Sequence[int],
+    forced: Sequence[int],
+    specs: dict[str, PolicySpec],
+    progress: Callable[[int], None],
+    classes: TokenClasses | None,
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Losses [forced] in nats and bytes in use of every policy, decoded in one batch."""
+    pool = SlotPool(model.kv_shape, model.dtype, model.device)
+    computed, logits = forcing.prefill(model, prompt, specs.values(), classes)
+    filled = {}
+    for label, spec in specs.items():
+        filled[label] = forcing.fill(model, pool, computed, spec, len(forced), None)
+        assert filled[label] is not None
+    del computed
+    slots = [f.slot for f in filled.values() if f is not None]
+    _, losses = forcing.force(model, pool, slots, logits, forced, progress=lambda: progress(1))
+    sizes = {label: f.bytes for label, f in filled.items() if f is not None}
+    return dict(zip(filled, losses, strict=True)), sizes
+
+
+@torch.inference_mode()
+def recomputed(
+    model: LoadedModel, ids: Sequence[int], cache: int, progress: Callable[[int], None] = lambda n: None
+) -> Tensor:
+    """Losses [len(ids) - cache] where the last tokens are computed anew, with at most `cache` tokens of context.
+
+    One computation scores an eighth of a window, so the context is between seven eighths of the cache and all of it.
+    `progress` is told cache + 1 in all: what decoding leaves of the stream's length.
+    """
+    stride, shape, out, told = max(1, cache // 8), model.kv_shape, [], 0
+    for start in range(cache, len(ids), stride):
+        end = min(start + stride, len(ids))
+        window = torch.tensor([list(ids[end - 1 - cache : end - 1])], device=model.device)
+        size = (shape.layers, shape.kv_heads, cache, shape.head_dim)
+        keys = torch.empty(size, dtype=model.dtype, device=model.device)
+        prompt = Prompt(keys, torch.empty_like(keys), q_heads=model.q_heads)
+        logits = forcing.forward_prompt(model, prompt, window, end - start).float()
+        wanted = torch.tensor(list(ids[start:end]), device=model.device)
+        out.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+        done = (cache + 1) * (end - cache) // (len(ids) - cache)
+        progress(done - told)
+        told = done
+    return torch.cat(out).cpu()

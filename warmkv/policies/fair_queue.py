@@ -1,0 +1,60 @@
+"""Whose request is next: first come, first served within a tenant, and among tenants by the work they were given.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a tenant that asks for much cannot make others wait for
+more than one of its requests at a time, and an idle tenant saves up no credit. The replica's scheduler and the
+simulator run this same code.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class FairQueue(Generic[Item]):
+    """Waiting requests of several tenants. Work is any additive measure, here tokens."""
+
+    _heap: list[tuple[float, int, Item]] = field(default_factory=list)  # (start tag, order of arrival, item)
+    _finish: dict[str, float] = field(default_factory=dict)  # by tenant, where its last request ends in virtual time
+    _now: float = 0.0  # virtual time: the start tag of the request that was taken last
+    _order: int = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Item]:
+        """The requests in the order in which they would be taken."""
+        return (item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2]))
+
+    def push(self, item: Item, tenant: str, work: float) -> None:
+        """Let a request of a tenant wait; `work` is what serving it will take."""
+        start = max(self._now, self._finish.get(tenant, 0.0))
+        self._finish[tenant] = start + work
+        self._order += 1
+        heapq.heappush(self._heap, (start, self._order, item))
+
+    def peek(self) -> Item:
+        """The next request; it stays. Raises IndexError if none waits."""
+        return self._heap[0][2]
+
+    def pop(self) -> Item:
+        """Take the next request out. Raises IndexError if none waits."""
+        start, _, item = heapq.heappop(self._heap)
+        self._now = start
+        if not self._heap:  # nobody is ahead of anybody
+            self._now, self._finish = 0.0, {}
+        return item
+
+    def remove(self, item: Item) -> bool:
+        """Take a request out that is no longer wanted; whether it was there."""
+        left = [entry for entry in self._heap if entry[2] is not item]
+        found = len(left) < len(self._heap)
+        if found:
+            heapq.heapify(left)
+            self._heap = left
+        return found
