@@ -148,6 +148,9 @@ class ClusterConfig(Section):
 class SimulatorConfig(Section):
     """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step."""
 
+    profile: Path | None = Field(
+        None, description="file of `warmkv profile`: measured step times, which take the place of step_*"
+    )
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)

@@ -45,7 +45,8 @@ _DECODE: dict[PolicyName, DecodeRule] = {"window": "ring", "streaming_llm": "rin
 _WITHOUT_BUDGET = ("full", "fastgen", "auto")
 _ONLY_APPEND = ("full", "rocketkv", "fastgen", "auto")
 _WITHOUT_SCORES = ("full", "window", "streaming_llm", "fastgen", "auto")
-PROTECT, RING_SINKS, RESIDUAL = 0.1, 4, 32
+_RULES: dict[DecodeRule, dict[str, Any]] = {"ring": {"sinks": 4}, "argmin": {"heavy": 0.5}}  # knobs of decode rules
+PROTECT, RESIDUAL = 0.1, 32
 
 
 class PolicySpec(BaseModel):
@@ -100,8 +101,9 @@ class PolicySpec(BaseModel):
         tree.setdefault("decode", _DECODE.get(name, "append"))
         own = own_knobs(name, tree["decode"])
         for knob in sorted(given - own.keys()):
-            owners = ", ".join(method for method, knobs in METHODS.items() if knob in knobs)
-            raise ValueError(f"{knob} is a knob of {owners}; {name} with {tree['decode']} does not have it")
+            owners = [method for method, knobs in METHODS.items() if knob in knobs]
+            owners += [f"any {rule}" for rule, knobs in _RULES.items() if knob in knobs]
+            raise ValueError(f"{knob} is a knob of {', '.join(owners)}; {name} with {tree['decode']} does not have it")
         return {**own, **tree}
 
     @model_validator(mode="after")
@@ -118,6 +120,10 @@ class PolicySpec(BaseModel):
             raise ValueError(f"kernel must be odd, got {self.kernel}")
         if self.decode != "append" and self.name in _ONLY_APPEND:
             raise ValueError(f"{self.name} only appends while decoding, got {self.decode}")
+        if self.name in ("window", "streaming_llm") and self.decode != "ring":
+            raise ValueError(f"{self.name} is a ring while decoding, got {self.decode}")
+        if self.residual != RESIDUAL and self.name != "auto" and not self.storage.startswith("kivi"):
+            raise ValueError(f"residual is a knob of kivi2 and kivi4 storage, got {self.storage}")
         if self.name == "rocketkv" and self.storage != "model":
             raise ValueError(f"rocketkv reads chosen pages in the model's dtype, got {self.storage}")
         if self.name in _WITHOUT_SCORES and (self.protect or self.shots):
@@ -151,9 +157,9 @@ def own_knobs(name: PolicyName, decode: DecodeRule) -> dict[str, Any]:
     """Knobs of a method and of the decode rule it is combined with, with their defaults."""
     knobs = METHODS[name]
     if decode == "ring" and name != "window":
-        knobs = {"sinks": RING_SINKS, **knobs}
+        knobs = {**_RULES["ring"], **knobs}
     if decode == "argmin" and name != "tova":
-        knobs = {"heavy": 0.5, **knobs}
+        knobs = {**_RULES["argmin"], **knobs}
     return knobs
 
 
@@ -167,7 +173,10 @@ def _parse(text: str) -> dict[str, Any]:
         if at:
             tree["budget"] = int(budget) if budget.isdigit() else float(budget)
         for part in parts:
-            tree.update(_part(part))
+            chosen = _part(part)
+            if chosen.keys() & tree.keys():
+                raise ValueError
+            tree.update(chosen)
         for knob in filter(None, knobs.split(",")):
             key, equals, value = knob.partition("=")
             if not equals:
@@ -193,9 +202,17 @@ def _part(part: str) -> dict[str, Any]:
     raise ValueError
 
 
+_BITS = {"kivi": (2, 4), "turboquant": (3, 4)}
+
+
 def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
     """Names that stand for a storage or a wrapper: `kivi` and `turboquant` take bits, the wrappers an inner method."""
-    match tree.get("name"):
+    name = tree.get("name")
+    if name in ("kivi", "turboquant", "fp8") and "storage" in tree:
+        raise ValueError(f"{name} is a storage itself, got {tree['storage']} besides")
+    if name in _BITS and tree.get("bits", 4) not in _BITS[name]:
+        raise ValueError(f"bits of {name} must be one of {_BITS[name]}, got {tree['bits']}")
+    match name:
         case "kivi" | "turboquant" as name:
             storage = f"{name.removesuffix('quant')}{tree.get('bits', 4)}"
             return {**_without(tree, "bits"), "name": "full", "storage": storage}

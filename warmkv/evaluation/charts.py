@@ -65,24 +65,21 @@ def quality_against_bytes(entries: Sequence[Entry], tasks: Sequence[str], look: 
     rows = -(-len(panels) // columns)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * columns, 2.5 * rows + 0.9), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
         for ax, (title, cells) in zip(axes, panels, strict=False):
             for policy in dict.fromkeys(cell.policy for cell in cells):
                 of = sorted((cell for cell in cells if cell.policy == policy), key=lambda cell: cell.bytes_share)
                 line = look[policy]
                 if policy == FULL:
                     ax.axhline(of[0].score, color=INK, linewidth=0.9, linestyle="--")
-                ax.plot(
-                    [cell.bytes_share for cell in of],
-                    [cell.score for cell in of],
-                    **{**line, "linestyle": "" if len(of) == 1 else line["linestyle"]},
-                    markersize=9 if policy == FULL else 5,
-                    linewidth=1.6,
-                )
+                if len(of) > 1:
+                    x, y = [cell.bytes_share for cell in of], [cell.score for cell in of]
+                    ax.plot(x, y, color=line["color"], linestyle=line["linestyle"], linewidth=1.6)
+                _points(ax, of, line, 90 if policy == FULL else 26)
             ax.set_title(title)
             ax.set_ylim(-0.04, 1.04)
             _bytes_axis(ax, [cell.bytes_share for entry in entries for cell in (entry.all, *entry.tasks.values())])
-        for ax in list(axes)[len(panels) :]:
+        for ax in axes[len(panels) :]:
             ax.set_visible(False)
         figure.supxlabel("bytes in use, share of the full cache's (log scale)", fontsize=9)
         figure.supylabel("score", fontsize=9)
@@ -102,16 +99,13 @@ def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> s
         ax = figure.subplots()
         ax.step([c.bytes_share for c in front], [c.score for c in front], where="post", color="#999999", linewidth=1.2)
         for cell in cells:
-            line = look[cell.policy]
-            face = line["color"] if cell.reached == 1 else "white"
-            ax.scatter(
-                cell.bytes_share, cell.score, s=120 if cell.policy == FULL else 42, marker=line["marker"],
-                facecolor=face, edgecolor=line["color"], zorder=3,
-            )  # fmt: skip
+            _points(ax, [cell], look[cell.policy], 120 if cell.policy == FULL else 42)
         for cell in front:
+            left = cell.bytes_share < 0.7
             ax.annotate(
                 cell.policy if cell.share is None else f"{cell.policy} {cell.share:.0%}",
-                (cell.bytes_share, cell.score), xytext=(-6, 6), textcoords="offset points", fontsize=8, ha="right",
+                (cell.bytes_share, cell.score), xytext=(7 if left else -8, 6), textcoords="offset points", fontsize=8,
+                ha="left" if left else "right",
             )  # fmt: skip
         _bytes_axis(ax, [cell.bytes_share for cell in cells])
         ax.set_xlabel("bytes in use, share of the full cache's (log scale)")
@@ -119,6 +113,13 @@ def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> s
         ax.set_ylim(-0.04, 1.08)
         _legend(figure, dict.fromkeys(cell.policy for cell in cells), look)
         return _svg(figure, "pareto")
+
+
+def _points(ax: Axes, cells: Sequence[Cell], line: dict[str, Any], size: int) -> None:
+    """A marker for each cell, hollow where not all samples were reached."""
+    faces = [line["color"] if cell.reached == 1 else "white" for cell in cells]
+    x, y = [cell.bytes_share for cell in cells], [cell.score for cell in cells]
+    ax.scatter(x, y, s=size, marker=line["marker"], facecolors=faces, edgecolors=line["color"], zorder=3)
 
 
 def heat_maps(rows: Sequence[Row], shares: Sequence[float]) -> list[tuple[str, str]]:
@@ -138,24 +139,18 @@ def _heat_row(
     columns: Sequence[float | None] = (None,) if own else sorted(shares, reverse=True)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(2.15 * max(5, len(columns)), 0.55 + 0.34 * len(depths) + 0.6), layout="constrained")
-        axes = figure.subplots(1, max(5, len(columns)), squeeze=False, sharey=True)[0]
+        axes = figure.subplots(1, max(5, len(columns)), squeeze=False, sharey=False)[0]
         for ax, share in zip(axes, columns, strict=False):
             grid = [[_mean_score(rows, share, depth, length) for length in lengths] for depth in depths]
-            ax.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+            ax.pcolormesh(grid, vmin=0, vmax=1, cmap="cividis", edgecolors="white", linewidth=0.5)
+            ax.invert_yaxis()  # the beginning of the text on top
             for y, line in enumerate(grid):
                 for x, score in enumerate(line):
                     text = "–" if math.isnan(score) else f"{score:.2f}".removeprefix("0") if score < 1 else "1"
-                    ax.text(
-                        x,
-                        y,
-                        text,
-                        ha="center",
-                        va="center",
-                        fontsize=8,
-                        color=INK if score > 0.5 or math.isnan(score) else "white",
-                    )
-            ax.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
-            ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+                    ink = "white" if score <= 0.5 else INK
+                    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+            ax.set_xticks([x + 0.5 for x in range(len(lengths))], [_tokens(length) for length in lengths])
+            ax.set_yticks([y + 0.5 for y in range(len(depths))], [f"{depth:.0%}" for depth in depths])
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
             size = [row["bytes"] / row["full_bytes"] for row in rows if row["share"] == share]
@@ -174,31 +169,31 @@ def _mean_score(rows: Sequence[Row], share: float | None, depth: float, length: 
 
 
 def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict[str, Any]]) -> str:
-    """Perplexity of every segment of the stream under every policy."""
+    """Perplexity of every segment of the stream under every policy, and over that of the recomputed window."""
+    base = [row["perplexity"] for row in rows if row["policy"] == RECOMPUTED]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    end = max(row["start"] + row["tokens"] for row in rows)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.2, 3.8), layout="constrained")
-        ax = figure.subplots()
-        policies = list(dict.fromkeys(row["policy"] for row in rows))
+        figure = Figure(figsize=(10.2, 3.6), layout="constrained")
+        both = figure.subplots(1, 2)
         for policy in policies:
             of = [row for row in rows if row["policy"] == policy]
             at = [row["start"] + row["tokens"] / 2 for row in of]
-            ax.plot(at, [row["perplexity"] for row in of], **look[policy], markersize=4, linewidth=1.5)
-        if max(row["start"] + row["tokens"] for row in rows) > max_context:
-            ax.axvline(max_context, color="#999999", linewidth=1)
-            ax.annotate(
-                "the model's range ",
-                (max_context, 1),
-                xycoords=("data", "axes fraction"),
-                ha="right",
-                va="top",
-                fontsize=8,
-            )
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        ax.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        ax.set_xlabel("tokens of the stream")
-        ax.set_ylabel("perplexity (log scale)")
+            height = [row["perplexity"] for row in of]
+            both[0].plot(at, height, **look[policy], markersize=4, linewidth=1.5)
+            ratio = [value / under for value, under in zip(height, base, strict=True)]
+            both[1].plot(at, ratio, **look[policy], markersize=4, linewidth=1.5)
+        for ax, title in zip(both, ("perplexity (log scale)", "over that of the recomputed window"), strict=True):
+            ax.set_title(title)
+            ax.set_xlabel("tokens of the stream")
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+            if end > max_context:
+                ax.axvline(max_context, color="#999999", linewidth=1)
+                place = {"xycoords": ("data", "axes fraction"), "ha": "left", "va": "top", "fontsize": 8}
+                ax.annotate(" the model's range", (max_context, 1), **place)
+        both[0].set_yscale("log")
+        for which in (both[0].yaxis.set_major_formatter, both[0].yaxis.set_minor_formatter):
+            which(FuncFormatter(lambda y, _: f"{y:g}"))
         _legend(figure, policies, look)
         return _svg(figure, "stream")
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from warmkv.replicas.loading import LoadedModel
 
 errors = Console(stderr=True)
-TABLE_WIDTH = 130  # lines of a narrower terminal wrap rather than lose figures
 DEFAULT = Plan()
 
 
@@ -130,19 +129,21 @@ def _run(plan: Plan, out: Path, quiet: bool) -> Row:
         raise EvalError(f"cannot use {out}: {error.strerror or error}") from None
     if not quiet:
         console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
         table.show(plan, entries, stream, console)
         console.print(f"{out}/report.html", highlight=False, soft_wrap=True)
     return document
 
 
 def _load(plan: Plan) -> tuple[LoadedModel, Any]:
+    from transformers.utils import logging
+
     from warmkv.replicas import loading
 
+    logging.disable_progress_bar()
     try:
         config = ModelConfig(path=plan.model, device=plan.device)
         return loading.load_model(config), loading.load_tokenizer(config)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise EvalError(f"cannot load {plan.model}: {str(error).splitlines()[0]}") from None
 
 

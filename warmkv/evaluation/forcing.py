@@ -147,10 +147,3 @@ def _step(model: LoadedModel, pool: SlotPool, slots: Sequence[Slot], token: int)
     output = model.module(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, warmkv=state)
     logits: Tensor = output.logits[:, -1]
     return logits
-
-
-def release(pool: SlotPool, slots: Iterable[Slot]) -> None:
-    """Free slots and the memory behind them."""
-    for slot in slots:
-        pool.release(slot)
-    pool.fit(0)

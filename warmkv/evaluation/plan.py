@@ -14,7 +14,7 @@ from warmkv.evaluation.tasks import NAMES, STREAM, TASKS, Form, Task, forms_of
 from warmkv.policy_spec import METHODS, PolicySpec
 
 FULL = "full"
-QUICK = {"lengths": (512, 1024), "depths": (0.0, 0.5, 1.0), "samples": 1, "stream_tokens": 1536}
+QUICK = {"lengths": (512, 1024), "depths": (0.0, 0.5, 1.0), "samples": 2, "stream_tokens": 1536}
 SHORTEST = 256
 
 

@@ -97,14 +97,14 @@ def _sentence(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _table(plan: Plan, names: Sequence[str], entries: Sequence[Entry]) -> str:
-    found = {(entry.all.policy, entry.all.share): entry for entry in entries}
     head = "".join(f"<th>{escape(name)}</th>" for name in ("mean", "of full", "bytes", *names))
     lines = []
-    for share, policies in table.blocks(plan):
-        for at, policy in enumerate(policies):
+    for share, policies in table.blocks(plan, entries):
+        for at, (policy, entry) in enumerate(policies.items()):
             first = ("as it is" if share is None else f"{share:.0%}") if at == 0 else ""
-            row = f'<tr class="{"first" if at == 0 else ""}"><th>{first}</th><td class="name">{escape(policy)}</td>'
-            if (entry := found.get((policy, share))) is None:
+            row = '<tr class="first">' if at == 0 else "<tr>"
+            row += f'<th>{first}</th><td class="name">{escape(policy)}</td>'
+            if entry is None:
                 lines.append(f'{row}<td class="none name" colspan="{len(names) + 3}">{table.UNREACHED}</td></tr>')
                 continue
             cell = entry.all

@@ -11,15 +11,12 @@ import torch
 import transformers
 
 from warmkv import __version__
-from warmkv.evaluation import forcing, matching, stream, tasks
-from warmkv.evaluation.plan import FULL, EvalError, Part, Plan, bounded
+from warmkv.evaluation import matching, scoring, stream, tasks
+from warmkv.evaluation.plan import EvalError, Part, Plan, bounded
 from warmkv.evaluation.results import STREAM, Row, RunFolder
-from warmkv.policies import budgets
 from warmkv.policies.compression.prompt import TokenClasses
-from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine import TURNING
 from warmkv.replicas.loading import LoadedModel, token_classes
-from warmkv.replicas.slots import SlotPool
 
 Progress = Callable[[str, int], None]
 """Told what is done now, and how much work since it was last told: `work` in all."""
@@ -27,8 +24,6 @@ STREAM_WORK = 4
 """Work of decoding a token of the stream, where that of a sample is its length."""
 MARGIN = 64
 """Tokens by which a chat template may exceed a sample's length."""
-
-Key = tuple[str, float | None]  # a policy's label and its share; None: whatever it takes
 
 
 def meta_of(plan: Plan, model: LoadedModel) -> Row:
@@ -136,66 +131,5 @@ def _sample_rows(
         "prompt_tokens": len(sample.prompt),
         "full_bytes": matching.full_bytes(model.kv_shape, len(sample.prompt), len(sample.forced)),
     }
-    return [{**common, **row} for row in score(plan, model, sample, part.task.by_token, classes)]
-
-
-def score(
-    plan: Plan, model: LoadedModel, sample: tasks.Sample, by_token: bool, classes: TokenClasses | None = None
-) -> list[Row]:
-    """What each policy at each share makes of a sample; those that are one and the same there are computed once."""
-    shape, tokens, new = model.kv_shape, len(sample.prompt), len(sample.forced)
-    wanted = {key: spec for key, spec in _matched(plan, model, tokens, new).items() if spec is not None}
-    inside = {key: budgets.in_force(spec, tokens, new) for key, spec in wanted.items()}
-    prompt, logits = forcing.prefill(model, sample.prompt, inside.values(), classes)
-    pool = SlotPool(shape, model.dtype, model.device)
-    filled: dict[tuple[PolicySpec, int | None], forcing.Filled | None] = {}
-    of: dict[Key, tuple[PolicySpec, int | None]] = {}
-    for key, spec in wanted.items():
-        allowed = None if key[1] is None else matching.allowed_bytes(shape, tokens, new, key[1])
-        follows = budgets.follows_content(inside[key], tokens)
-        of[key] = (inside[key], allowed if follows else None)  # only these may have to be made smaller
-        if of[key] not in filled:
-            filled[of[key]] = forcing.fill(model, pool, prompt, spec, new, of[key][1])
-    there = {which: slot for which, slot in filled.items() if slot is not None}
-    hits, losses = forcing.force(model, pool, [f.slot for f in there.values()], logits, sample.forced)
-    hits, losses = hits[:, -sample.answer :], losses[:, -sample.answer :]
-    rows = {}
-    for at, (which, f) in enumerate(there.items()):
-        right, accuracy = bool(hits[at].all()), float(hits[at].double().mean())
-        rows[which] = {
-            "score": accuracy if by_token else float(right),
-            "right": right,
-            "accuracy": accuracy,
-            "nll": float(losses[at].double().mean()),
-            "bytes": f.bytes,
-            "handoff_bytes": f.handoff_bytes,
-            "slot_bytes": f.slot.resident_bytes,
-            "kept_tokens": f.kept,
-        }
-    return [
-        {
-            "policy": label,
-            "share": share,
-            "budget": _budget(spec if which[1] is None else there[which].spec),
-            **rows[which],
-        }
-        for (label, share), spec in wanted.items()
-        if (which := of[label, share]) in there
-    ]
-
-
-def _matched(plan: Plan, model: LoadedModel, tokens: int, new: int) -> dict[Key, PolicySpec | None]:
-    """The policy at every share; None where it cannot be that small."""
-    out: dict[Key, PolicySpec | None] = {}
-    for label, spec in plan.specs().items():
-        if label == FULL or not matching.has_budget(spec):
-            out[label, None] = spec
-            continue
-        for share in sorted(plan.budgets, reverse=True):
-            allowed = matching.allowed_bytes(model.kv_shape, tokens, new, share)
-            out[label, share] = matching.match(spec, model.kv_shape, tokens, new, allowed)
-    return out
-
-
-def _budget(spec: PolicySpec) -> int | None:
-    return int(spec.budget) if matching.has_budget(spec) else None
+    scored = scoring.score(plan.specs(), plan.budgets, model, sample, part.task.by_token, classes)
+    return [{**common, **row} for row in scored]

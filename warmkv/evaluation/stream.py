@@ -50,13 +50,13 @@ def evaluate(
     prompt, forced = ids[:cache], ids[cache:]
     allowed = cache * model.kv_shape.token_bytes
     matched = {label: _matched(model, spec, cache, len(forced), allowed) for label, spec in specs.items()}
-    reached = {label: spec for label, spec in matched.items() if spec is not None and _turns(model, spec)}
-    losses, sizes = _decoded(model, prompt, forced, reached, progress, classes)
+    reached = {label: spec for label, spec in matched.items() if spec is not None and _turns(spec)}
+    losses, sizes = _decoded(model, prompt, forced, reached, allowed, progress, classes)
     losses[RECOMPUTED] = recomputed(model, ids, cache, progress)
     sizes[RECOMPUTED] = allowed
     rows = []
     length = -(-len(forced) // SEGMENTS)
-    for label in (RECOMPUTED, *reached):
+    for label in (RECOMPUTED, *(label for label in reached if label in losses)):
         for start in range(0, len(forced), length):
             piece = losses[label][start : start + length]
             nll = float(piece.double().mean())
@@ -81,7 +81,7 @@ def _matched(model: LoadedModel, spec: PolicySpec, prompt: int, new: int, allowe
     return matching.match(spec, model.kv_shape, prompt, new, allowed)
 
 
-def _turns(model: LoadedModel, spec: PolicySpec) -> bool:
+def _turns(spec: PolicySpec) -> bool:
     """Whether its cache can be turned back to small positions, without which a stream ends at the model's range.
 
     Sinks beside packed groups stay as they were cached, which only StreamingLLM makes good.
@@ -95,6 +95,7 @@ def _decoded(
     prompt: Sequence[int],
     forced: Sequence[int],
     specs: dict[str, PolicySpec],
+    allowed: int,
     progress: Callable[[int], None],
     classes: TokenClasses | None,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -103,13 +104,12 @@ def _decoded(
     computed, logits = forcing.prefill(model, prompt, specs.values(), classes)
     filled = {}
     for label, spec in specs.items():
-        filled[label] = forcing.fill(model, pool, computed, spec, len(forced), None)
-        assert filled[label] is not None
+        if (one := forcing.fill(model, pool, computed, spec, len(forced), allowed)) is not None:
+            filled[label] = one
     del computed
-    slots = [f.slot for f in filled.values() if f is not None]
+    slots = [one.slot for one in filled.values()]
     _, losses = forcing.force(model, pool, slots, logits, forced, progress=lambda: progress(1))
-    sizes = {label: f.bytes for label, f in filled.items() if f is not None}
-    return dict(zip(filled, losses, strict=True)), sizes
+    return dict(zip(filled, losses, strict=True)), {label: one.bytes for label, one in filled.items()}
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ class Cell:
     nll: float  # nats per token of the answers
     bytes: float  # mean, in use at most
     bytes_share: float  # mean, of the full cache's
+    most_bytes_share: float  # the largest of any sample
     kept_tokens: float  # mean, per KV head and layer
     samples: int
     reached: float  # share of the samples on which it could be that small
@@ -72,6 +73,7 @@ def _entry(of_task: dict[str, list[Row]], full: dict[tuple[Any, ...], float], wa
         nll=mean(cell.nll for cell in cells.values()),
         bytes=mean(cell.bytes for cell in cells.values()),
         bytes_share=mean(cell.bytes_share for cell in cells.values()),
+        most_bytes_share=max(cell.most_bytes_share for cell in cells.values()),
         kept_tokens=mean(cell.kept_tokens for cell in cells.values()),
         samples=samples,
         reached=samples / wanted.total(),
@@ -80,7 +82,7 @@ def _entry(of_task: dict[str, list[Row]], full: dict[tuple[Any, ...], float], wa
 
 
 def _cell(rows: Sequence[Row], base: float, wanted: int) -> Cell:
-    score = mean(row["score"] for row in rows)
+    score, shares = mean(row["score"] for row in rows), [row["bytes"] / row["full_bytes"] for row in rows]
     return Cell(
         policy=rows[0]["policy"],
         share=rows[0]["share"],
@@ -88,7 +90,8 @@ def _cell(rows: Sequence[Row], base: float, wanted: int) -> Cell:
         relative=score / base if base else None,
         nll=mean(row["nll"] for row in rows),
         bytes=mean(row["bytes"] for row in rows),
-        bytes_share=mean(row["bytes"] / row["full_bytes"] for row in rows),
+        bytes_share=mean(shares),
+        most_bytes_share=max(shares),
         kept_tokens=mean(row["kept_tokens"] for row in rows),
         samples=len(rows),
         reached=len(rows) / wanted,
@@ -96,9 +99,12 @@ def _cell(rows: Sequence[Row], base: float, wanted: int) -> Cell:
 
 
 def pareto(cells: Iterable[Cell]) -> list[Cell]:
-    """Those that no other beats in bytes and score at once, the smallest first."""
+    """Those that no other beats in bytes and score at once, the smallest first.
+
+    Bytes are compared to a percent of the full cache's: budgets are whole tokens, so no two policies match to the byte.
+    """
     front: list[Cell] = []
-    for cell in sorted(cells, key=lambda cell: (cell.bytes_share, -cell.score)):
+    for cell in sorted(cells, key=lambda cell: (round(cell.bytes_share, 2), -cell.score)):
         if not front or cell.score > front[-1].score:
             front.append(cell)
     return front

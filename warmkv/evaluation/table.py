@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from warmkv.evaluation import matching
-from warmkv.evaluation.plan import Plan, bounded
+from warmkv.evaluation.plan import FULL, Plan, bounded
 from warmkv.evaluation.summary import Entry, Row, stream_summary
 from warmkv.evaluation.tasks import STREAM
 
@@ -23,9 +24,18 @@ CAPTION = (
 def show(plan: Plan, entries: Sequence[Entry], stream: Sequence[Row], console: Console) -> None:
     """Print a block for every share, policies side by side, and the perplexity along the stream."""
     if entries:
-        console.print(_scores(plan, entries))
+        _print(_scores(plan, entries), console)
     if stream:
-        console.print(_stream(plan, stream))
+        cache, end = stream[0]["cache_tokens"], max(row["start"] + row["tokens"] for row in stream)
+        console.print(f"[italic]Perplexity along {end:,} tokens, at the bytes of {cache:,}[/italic]", highlight=False)
+        _print(_stream(plan, stream), console)
+
+
+def _print(table: Table, console: Console) -> None:
+    """Lines of a narrower terminal wrap rather than lose figures."""
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
@@ -36,13 +46,12 @@ def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
         table.add_column(head, no_wrap=True)
     for head in (*names, "mean", "of full", "bytes"):
         table.add_column(head, justify="right", no_wrap=True)
-    found = {(entry.all.policy, entry.all.share): entry for entry in entries}
-    for share, policies in blocks(plan):
-        for at, policy in enumerate(policies):
+    for share, policies in blocks(plan, entries):
+        for at, (policy, entry) in enumerate(policies.items()):
             first = ("as it is" if share is None else f"{share:.0%}") if at == 0 else ""
-            entry, last = found.get((policy, share)), at == len(policies) - 1
+            last = at == len(policies) - 1
             if entry is None:
-                table.add_row(first, policy, UNREACHED, end_section=last)
+                table.add_row(first, f"{policy}: {UNREACHED}", end_section=last)
                 continue
             scores = [_score(entry, name) for name in names]
             cell = entry.all
@@ -58,12 +67,27 @@ def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
     return table
 
 
-def blocks(plan: Plan) -> list[tuple[float | None, list[str]]]:
-    """Shares from large to small with the policies that are measured at them, first those without a budget."""
+def blocks(plan: Plan, entries: Sequence[Entry]) -> list[tuple[float | None, dict[str, Entry | None]]]:
+    """What is measured at no share of its own, then each share from large to small with what fits into it.
+
+    A policy without a budget is in every block; None is what cannot reach the share.
+    """
+    found = {(entry.all.policy, entry.all.share): entry for entry in entries}
     specs = plan.specs()
     free = [label for label, spec in specs.items() if not matching.has_budget(spec)]
-    rest = [label for label in specs if label not in free]
-    return [(None, free), *((share, rest) for share in sorted(set(plan.budgets), reverse=True) if rest)]
+    out: list[tuple[float | None, dict[str, Entry | None]]] = [(None, {label: found[label, None] for label in free})]
+    for share in sorted(set(plan.budgets), reverse=True):
+        block: dict[str, Entry | None] = {}
+        for label in specs:
+            if label == FULL:
+                continue
+            if label not in free:
+                block[label] = found.get((label, share))
+            else:
+                entry = found[label, None]
+                block[label] = entry if entry.all.most_bytes_share <= share else None
+        out += [(share, block)] if block else []
+    return out
 
 
 def _score(entry: Entry, task: str) -> str:
@@ -74,14 +98,7 @@ def _score(entry: Entry, task: str) -> str:
 
 
 def _stream(plan: Plan, rows: Sequence[Row]) -> Table:
-    cache = rows[0]["cache_tokens"]
-    last = max(row["start"] + row["tokens"] for row in rows)
-    table = Table(
-        title=f"Perplexity along {last:,} tokens, at the bytes of {cache:,}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for head in ("whole stream", "last quarter"):
         table.add_column(head, justify="right")

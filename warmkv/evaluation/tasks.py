@@ -18,6 +18,8 @@ Form = Literal["plain", "chat"]
 CODE_TOKENS = 64
 COPIED_WORDS = 20
 LISTED_KEYS = 6
+TRIES = 20
+MOST_CHARACTERS = 16  # of a token, on the average of any long text
 EARLY, MIDDLE, RECENT = 0.1, 0.5, 0.9
 
 
@@ -44,7 +46,7 @@ class Texts:
         self.world = corpus.World("heldout", self.count)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -68,10 +70,11 @@ class Texts:
         files = corpus.texts("heldout")
         at = rng.randrange(len(files))
         lines = files[at].splitlines(keepends=True)
-        out = self.encode("".join(lines[rng.randrange(len(lines)) :]))
+        text, out = "".join(lines[rng.randrange(len(lines)) :]), list[int]()
         while len(out) < tokens:
+            out += self.encode(text[: MOST_CHARACTERS * tokens])
             at = (at + 1) % len(files)
-            out += self.encode(files[at])
+            text = files[at]
         return out[:tokens]
 
 
@@ -191,9 +194,16 @@ NAMES = (*TASKS, STREAM)
 
 
 def draw(task: Task, texts: Texts, *, seed: int, length: int, depth: float | None, form: Form, index: int) -> Sample:
-    """One sample; the same arguments always give the same."""
+    """One sample; the same arguments always give the same.
+
+    The first token after a prefill sees the whole prompt under any policy, so answers of a single one are drawn again.
+    """
     rng = random.Random(f"{seed}/{task.name}/{form}/{length}/{depth}/{index}")
-    return task.draw(texts, rng, length, depth, form == "chat")
+    for _ in range(TRIES):
+        sample = task.draw(texts, rng, length, depth, form == "chat")
+        if sample.answer > 1:
+            break
+    return sample
 
 
 def forms_of(task: Task, wanted: Sequence[Form]) -> list[Form]:

@@ -16,9 +16,17 @@ def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpe
     spec = concrete(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
     appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
+    if spec.name == "adaptive":
+        return spec if is_compressed(spec, prompt_tokens) else _whole(spec)
     if budget is not None and prompt_tokens + appended <= budget:
-        return PolicySpec(name="full", storage=spec.storage, residual=spec.residual)
+        return _whole(spec)
     return spec
+
+
+def _whole(spec: PolicySpec) -> PolicySpec:
+    """The full cache in the storage of a policy."""
+    packed = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
+    return PolicySpec(name="full", storage=spec.storage, **packed)
 
 
 def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
@@ -30,15 +38,17 @@ def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
     """
     if spec.name != "auto":
         return spec
-    common = {"storage": spec.storage, "residual": spec.residual, "shots": spec.task == "few_shot", "protect": PROTECT}
+    storage = "kivi4" if spec.storage == "model" and prompt_tokens > LONG else spec.storage
+    common = {"storage": storage, "shots": spec.task == "few_shot", "protect": PROTECT}
+    if storage.startswith("kivi"):
+        common["residual"] = spec.residual
     lossy = REASONING_FLOOR if spec.task == "reasoning" else 0.0
     if prompt_tokens < SHORT:
-        return PolicySpec(name="full", storage=spec.storage, residual=spec.residual)
+        return _whole(spec)
     if prompt_tokens <= MEDIUM:
         return PolicySpec(name="h2o", budget=0.5, **common)
     if prompt_tokens <= LONG:
         return PolicySpec(name="snapkv", budget=max(0.2, lossy), window=64, **common)
-    common["storage"] = "kivi4" if spec.storage == "model" else spec.storage
     return PolicySpec(name="snapkv", budget=max(0.1, lossy), window=128, **common)
 
 
@@ -76,6 +86,8 @@ def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether the hand-off selects at all: a prompt within its budget is left as it is."""
     spec = concrete(spec, prompt_tokens)
+    if spec.name == "adaptive" and prompt_tokens > (spec.window or 0):
+        return True
     return spec.name == "fastgen" or kept_tokens(spec, prompt_tokens) < prompt_tokens
 
 

@@ -1,23 +1,123 @@
-"""What a step takes: seconds = a + b * tokens computed + c * context tokens read."""
+"""What a step takes, as coefficients: for all requests alike, or measured for each phase and kind of policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
+
+from warmkv.policy_spec import DecodeRule, PolicyName, PolicySpec, Storage
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A linear step-time model: `a` seconds a step, `b` a computed token, `c` a context token attended to."""
+    """A step-time model: seconds = a + b * tokens computed + c * context tokens read + d * tokens * context.
+
+    `a` seconds a step, `b` a token, `c` a context token, `d` a pair of both: attention of many tokens at once.
+    """
 
     a: float
     b: float
     c: float
+    d: float = 0.0
 
     def seconds(self, tokens: float, context: float) -> float:
-        return self.a + self.b * tokens + self.c * context
+        return self.a + self.load(tokens, context)
+
+    def load(self, tokens: float, context: float) -> float:
+        """What tokens and context add to an empty step, in seconds."""
+        return self.b * tokens + self.c * context + self.d * tokens * context
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        """The same for every phase and kind of policy; the hand-off is free."""
+        return PhaseCosts(self, self)
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCosts:
+    """What the steps of a request take.
+
+    prefill: a chunk, of `tokens` computed and `context` prompt tokens up to its own end. decode: a step of a batch, of
+    `tokens` sequences and `context` entries that their slots hold. hand_off: from the prompt to a slot, once a request,
+    of `tokens` entries kept and `context` prompt tokens.
+    """
+
+    prefill: StepCost
+    decode: StepCost
+    hand_off: StepCost = StepCost(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What of a policy decides how long its steps take; its budget counts through the context."""
+
+    method: PolicyName
+    decode: DecodeRule
+    storage: Storage
+
+    @classmethod
+    def of(cls, spec: PolicySpec) -> StepKind:
+        return cls(spec.name, spec.decode, spec.storage)
+
+    @property
+    def label(self) -> str:
+        """The short form of a policy without its budget, as in `snapkv+kivi4`."""
+        spec = PolicySpec(name=self.method, decode=self.decode, storage=self.storage)
+        return spec.label.replace(f"@{spec.budget}", "", 1)
+
+
+class StepTimes(Protocol):
+    """Where the simulator takes step costs from."""
+
+    def of(self, kind: StepKind) -> PhaseCosts: ...
+
+    def figures(self) -> dict[str, Any]:
+        """The coefficients, for a report."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Step costs of the kinds that were measured; any other takes those of the nearest."""
+
+    measured: Mapping[StepKind, PhaseCosts]
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        return self.measured[self.nearest(kind)]
+
+    def nearest(self, kind: StepKind) -> StepKind:
+        """Stored alike counts most, then decoded alike, then selecting at all where `kind` does."""
+        if kind in self.measured:
+            return kind
+        return min(
+            self.measured,
+            key=lambda other: (
+                other.storage != kind.storage,
+                other.decode != kind.decode,
+                other.method != kind.method,
+                (other.method == "full") != (kind.method == "full"),
+            ),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        return {kind.label: asdict(costs) for kind, costs in self.measured.items()}
+
+
+def batch_seconds(loads: Iterable[tuple[StepCost, float, float]]) -> float:
+    """A step that computes several kinds together, each with its cost, tokens and context.
+
+    What a step takes by itself is taken once: the model runs once for all of them.
+    """
+    empty = added = 0.0
+    for cost, tokens, context in loads:
+        empty = max(empty, cost.a)
+        added += cost.load(tokens, context)
+    return empty + added
 
 
 def fit_step_cost(tokens: Sequence[float], context: Sequence[float], seconds: Sequence[float]) -> StepCost:

@@ -14,13 +14,17 @@ BLOCK = 512
 Parts = tuple[Tensor, ...]
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """q [n, group, d] against keys and values [n, C, d], mask bool [n, C] (True is seen); returns the shape of q.
 
     K and V are not repeated: the query heads of a group take the place of the query length.
     """
     out = F.scaled_dot_product_attention(
-        query[:, None], keys[:, None], values[:, None], attn_mask=mask[:, None, None], scale=scale
+        query[:, None],
+        keys[:, None],
+        values[:, None],
+        attn_mask=None if mask is None else mask[:, None, None],
+        scale=scale,
     )
     return out[:, 0]
 
@@ -31,7 +35,7 @@ def attend_packed(
     keys: Parts,
     values: Parts,
     beside: tuple[Tensor, Tensor] | None,
-    mask: Tensor,
+    mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same on entries as they are stored, brought back block by block inside the attention.
@@ -39,9 +43,9 @@ def attend_packed(
     keys, values: parts [n, packed / group, ...] of the codec; `beside` keys and values [n, m, d] in the model's dtype
     that follow them; mask [n, packed + m]. Returns the output and the probabilities float32 [n, group, packed + m].
     """
-    packed = mask.shape[1] - (beside[0].shape[1] if beside else 0)
+    packed = keys[0].shape[1] * codec.group
     block = BLOCK // codec.group
-    groups = range(0, packed // codec.group, block)
+    groups = range(0, keys[0].shape[1], block)
     turned = codec.to_basis(query)
     logits = [
         turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), query.dtype).transpose(1, 2)
@@ -50,7 +54,9 @@ def attend_packed(
     if beside:
         logits.append(query @ beside[0].transpose(1, 2))
     shares = torch.cat(logits, dim=-1).float().mul_(scale)
-    shares = shares.masked_fill_(~mask[:, None], float("-inf")).softmax(dim=-1)
+    if mask is not None:
+        shares = shares.masked_fill_(~mask[:, None], float("-inf"))
+    shares = shares.softmax(dim=-1)
     weights = shares.to(query.dtype)
     out = torch.zeros_like(query)
     for at in groups:

@@ -250,12 +250,16 @@ class Engine:
             self._hand_off(sequence, logits)
 
     def _summed_positions(self, sequence: Sequence) -> list[int]:
-        """Where a later prompt can go on with this one's column sums: at the last full block and at every mark."""
+        """Where a later prompt can go on with this one's column sums: at the ends of its full blocks and at marks.
+
+        Of the blocks the last two count: the same prompt again needs its last token computed anew.
+        """
         request, prompt = sequence.request, sequence.prefill
         if prompt is None or prompt.column_sums is None or not self.store.enabled:
             return []
-        blocks = len(request.hashes) * self.store.block_size
-        return sorted({blocks, *(mark.position for mark in request.marks)} - {0})
+        size, tokens = self.store.block_size, prompt.tokens
+        blocks = {tokens // size * size, (tokens - 1) // size * size}
+        return sorted({*blocks, *(mark.position for mark in request.marks)} - {0})
 
     def _hand_off(self, sequence: Sequence, logits: Tensor) -> None:
         """From prefill to decode: keep the prefix for others whole, compress this request's own copy, draw a token."""

@@ -45,7 +45,8 @@ class Step:
     rows: Tensor  # [n] 0..n-1
     entries: Tensor  # [n] where each row's new token goes (of front and tail, where there are any)
     full: Tensor | None  # [n] bool: argmin rows that give up an entry for it; None if no row does
-    mask: Tensor  # bool [n, capacity], True is seen, the new token included
+    reach: int  # packed entries up to the last that any row uses
+    mask: Tensor | None  # bool [n, reach + front + tail], True is seen, the new token included; None if all are
     lengths: Tensor  # [n] entries in use
     ages: Tensor  # [n] position of the new token in its sequence
     in_use: Tensor  # [n] entries in use before
@@ -233,7 +234,7 @@ class Slab:
             entries = np.where(over, 0, state.count)
         before = np.minimum(state.count, state.limit)
         state.count[active] += 1
-        lengths, mask = self._seen(state, active)
+        lengths, reach, mask = self._seen(state, active)
         angles = None
         if kind.rebased and kind.sinks:
             angles = self._upload(np.where(active, positions + 1 - lengths, 0)).double()[:, None] * inv_freq
@@ -242,6 +243,7 @@ class Slab:
             rows=torch.arange(len(active), device=self._device),
             entries=self._upload(np.where(active, entries, 0)),
             full=self._upload(over) if kind.decode == "argmin" and not kind.tail and over.any() else None,
+            reach=reach,
             mask=mask,
             lengths=self._upload(lengths),
             ages=self._upload(ages),
@@ -282,21 +284,26 @@ class Slab:
         state.cursor[turned] = (state.cursor[turned] + GROUP) % np.maximum(state.packed_limit[turned], 1)
         return tuple(packings)
 
-    def _seen(self, state: RowState, active: Bools) -> tuple[Ints, Tensor]:
-        """Entries in use [n] and where they are, bool [n, capacity]; of an idle row, which nobody reads, the first."""
-        kind, at = self.kind, np.arange(self.kind.capacity)
+    def _seen(self, state: RowState, active: Bools) -> tuple[Ints, int, Tensor | None]:
+        """Entries in use [n], how far the packed ones reach, and the mask; an idle row, which nobody reads, has one."""
+        kind = self.kind
         if not kind.tail:
             lengths = np.where(active, np.minimum(state.count, state.limit), 1)
-            return lengths, self._upload(at < lengths[:, None])
+            reach = int(lengths.max())
+            if reach == lengths.min():
+                return lengths, reach, None
+            return lengths, reach, torch.arange(reach, device=self._device) < self._upload(lengths)[:, None]
         front = np.where(active, np.minimum(state.count, kind.front), 0)
         lengths = np.where(active, state.packed + front + state.waiting, 1)
-        mask = at < state.packed[:, None]
-        mask |= (at >= kind.packed) & (at < kind.packed + front[:, None])
-        tail = at - kind.packed - kind.front
+        reach = int(state.packed.max())
+        tail = np.arange(kind.tail)
         since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)
-        mask |= (tail >= 0) & (tail < state.tail_limit[:, None]) & (since < state.waiting[:, None])
-        mask[:, 0] |= ~active
-        return lengths, self._upload(mask)
+        parts = [
+            np.arange(reach) < state.packed[:, None],
+            np.arange(kind.front) < front[:, None],
+            ((tail < state.tail_limit[:, None]) & (since < state.waiting[:, None])) | ~active[:, None],
+        ]
+        return lengths, reach, self._upload(np.concatenate(parts, axis=1))
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
@@ -307,12 +314,12 @@ class Slab:
         for packing in step.packing:
             self._pack_group(at, packing)
         entries = self._write(at, step, key, value)
-        keys, values = tuple(part[at, :n] for part in self.keys), tuple(part[at, :n] for part in self.values)
-        kind = self.kind
+        kind, groups = self.kind, step.reach // self.codec.group
+        keys, values = (tuple(part[at, :n, :groups] for part in parts) for parts in (self.keys, self.values))
         if kind.page:
             self._widen_page(at, step, key)
-            bounds = self._lowest[at, :n], self._highest[at, :n]
-            return attend_pages(query, keys[0], values[0], *bounds, step.lengths, step.pages, step.most_pages, scale)
+            whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
+            return attend_pages(query, *whole, step.lengths, step.pages, step.most_pages, scale)
         if kind.storage == "model" and kind.decode != "argmin":
             return attend_rows(query, keys[0], values[0], step.mask, scale)
         beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.front + kind.tail else None
@@ -322,11 +329,12 @@ class Slab:
         out, shares = attend_packed(query, self.codec, keys, values, beside, step.mask, scale)
         if kind.decode == "argmin":
             received, scores = shares.sum(dim=1), self._scores[at, :n]
-            if kind.replaces:
-                scores.copy_(received)
-            else:
-                scores[step.rows, entries] = 0.0
-                scores.add_(received)
+            scores[step.rows, entries] = 0.0
+            for mine, fresh in (
+                (scores[:, : step.reach], received[:, : step.reach]),
+                (scores[:, kind.packed :], received[:, step.reach :]),
+            ):
+                mine.copy_(fresh) if kind.replaces else mine.add_(fresh)
             self._ages[at, step.rows, entries] = step.ages.to(torch.int32)
         return out
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import simpy
 
 from warmkv.config import Config
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.routing import rank
 from warmkv.prefixes.index import PrefixIndex
@@ -36,7 +36,7 @@ def simulate(
     config: Config,
     lifetimes: Lifetimes,
     token_bytes: int,
-    cost: StepCost,
+    times: StepTimes,
     *,
     fast_forward: bool = True,
     seed: int = 0,
@@ -54,7 +54,7 @@ def simulate(
     for number in range(config.cluster.replicas):
         name = f"replica-{number}"
         cache = ReplicaCache(name, capacity, token_bytes, lifetimes, index, stored, removals)
-        replicas[name] = Replica(env, name, config.engine, cost, cache, slots, fast_forward)
+        replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward)
 
     choose = _chooser(replicas, index, config, random.Random(seed))
     env.process(_arrivals(env, jobs, replicas, choose, progress))

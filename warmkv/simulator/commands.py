@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -14,7 +15,7 @@ from warmkv.simulator import variants
 from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
 
 if TYPE_CHECKING:
-    from warmkv.policies.costs import StepCost
+    from warmkv.policies.costs import StepTimes as Times
     from warmkv.simulator.replay import Result
     from warmkv.simulator.traces import Trace
 
@@ -52,8 +53,13 @@ def replay(
         bool, typer.Option("--as-recorded", help="First show the log's own policies and TTLs, too.")
     ] = False,
     step_times: Annotated[
-        StepTimes, typer.Option(help="Where step times come from: the log's timings if it has any, else the settings.")
+        StepTimes,
+        typer.Option(help="Where step times come from: a profile, else the log if it has timings, else the settings."),
     ] = StepTimes.AUTO,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON; `-` prints only them.")
     ] = None,
@@ -63,8 +69,13 @@ def replay(
 ) -> None:
     """Replay an access log in a simulated cluster: hit rate, memory, cost and latency for other TTLs and budgets.
 
-    Example: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`
+    Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
+    `warmkv replay access.jsonl --profile profile.json`
     """
+    if profile is not None:
+        if step_times is StepTimes.LOG:
+            _fail("replay", "--profile and --step-times log exclude each other")
+        set_ = [*set_, f"simulator.profile={json.dumps(str(profile))}"]
     settings = _read_config(config, set_)
     trace = _read_trace(log, strict)
     try:
@@ -79,10 +90,13 @@ def replay(
 
     try:
         cost, source = timing.choose_cost(trace.requests, settings, replaying.recorded_policy(), step_times.value)
+        stand_ins = timing.stand_ins(cost, [variant.policy for variant in grid if variant.policy])
         results = _replay_with_bar(trace, settings, grid, cost)
     except ValueError as error:
         _fail("replay", str(error))
 
+    if stand_ins:
+        errors.print(f"[yellow]not measured:[/yellow] {', '.join(stand_ins)}", highlight=False)
     document = report.to_json(results, cost, source)
     if json_file == "-":
         print(document)
@@ -150,7 +164,7 @@ def workload(
     )
 
 
-def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant], cost: StepCost) -> list[Result]:
+def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from warmkv.simulator.replay import replay as run
@@ -163,7 +177,7 @@ def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant
         def progress(number: int, arrived: int) -> None:
             bar.update(task, completed=number * count + arrived, description=grid[number].label)
 
-        return run(trace.requests, settings, grid, cost, progress=progress)
+        return run(trace.requests, settings, grid, times, progress=progress)
 
 
 def _read_trace(log: Path, strict: bool) -> Trace:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from warmkv.config import Config, describe
 from warmkv.policies import budgets, slot_sizes
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import StepKind, StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
@@ -64,17 +64,17 @@ def replay(
     records: Sequence[RequestRecord],
     config: Config,
     variants: Sequence[Variant],
-    cost: StepCost,
+    times: StepTimes,
     *,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
     """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
 
-    `cost` is the step-time model, as `timing.choose_cost` finds it. Raises VariantError if the log names a TTL or a
+    `times` are the step times, as `timing.choose_cost` finds them. Raises VariantError if the log names a TTL or a
     policy that the configuration does not know.
     """
     return [
-        _replay_one(records, config, variant, cost, partial(progress, number))
+        _replay_one(records, config, variant, times, partial(progress, number))
         for number, variant in enumerate(variants)
     ]
 
@@ -135,6 +135,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 record=record,
                 arrival=record.arrival - start,
                 marks=marks,
+                kind=StepKind.of(spec),
                 kept=budgets.kept_tokens(spec, prompt),
                 capacity=capacity,
                 recomputed=budgets.recomputed_tokens(spec, prompt),
@@ -157,10 +158,14 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
 
 
 def _replay_one(
-    records: Sequence[RequestRecord], config: Config, variant: Variant, cost: StepCost, progress: Callable[[int], None]
+    records: Sequence[RequestRecord],
+    config: Config,
+    variant: Variant,
+    times: StepTimes,
+    progress: Callable[[int], None],
 ) -> Result:
     jobs, lifetimes = prepare(records, config, variant)
-    outcome = simulate(jobs, config, lifetimes, kv_shape(config).token_bytes, cost, progress=progress)
+    outcome = simulate(jobs, config, lifetimes, kv_shape(config).token_bytes, times, progress=progress)
     return summarise(jobs, outcome, config, lifetimes, variant)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import simpy
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes, batch_seconds
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -24,6 +24,7 @@ from warmkv.simulator.measures import Level
 
 NEVER = -1.0
 NO_MATCH = Match()
+FREE = PhaseCosts(StepCost(0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0))
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class Job:
     record: RequestRecord
     arrival: float
     marks: tuple[Mark, ...]
+    kind: StepKind
     kept: int  # entries of its slot at the hand-off
     capacity: int  # entries it may grow to; 0 if it draws at most one token
     recomputed: int  # prompt tokens that are computed even if they are warm
@@ -43,6 +45,7 @@ class Job:
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
+    costs: PhaseCosts = FREE  # of its steps, known when it is admitted
     match: Match = NO_MATCH
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
@@ -58,35 +61,51 @@ class Job:
         """Steps after the one that gives the first token."""
         return max(0, self.record.output_tokens - 1)
 
+    @property
+    def grown(self) -> int:
+        """Entries that its slot takes while it decodes: it may end before the slot is full."""
+        return min(self.capacity - self.kept, self.decode_steps)
+
+
+@dataclass(slots=True)
+class Load:
+    """Sequences that decode at one cost, in numbers that advance without touching them."""
+
+    batch: int = 0
+    context: int = 0  # entries they hold
+    growing: int = 0  # how many take one more entry per step
+
 
 class Replica:
-    """A SimPy process. `submit` hands it a job; it sets the job's times and frees what the job held at its end."""
+    """A SimPy process. `submit` hands it a job; it sets the job's times and frees what the job held at its end.
+
+    Sequences of all kinds decode in one step, as in the live engine; each kind adds what it costs (`batch_seconds`).
+    """
 
     def __init__(
         self,
         env: simpy.Environment,
         name: str,
         config: EngineConfig,
-        cost: StepCost,
+        times: StepTimes,
         cache: ReplicaCache,
         slots: Level,
         fast_forward: bool = True,
     ) -> None:
         self.name, self.cache = name, cache
-        self._env, self._config, self._cost, self._slots = env, config, cost, slots
+        self._env, self._config, self._times, self._slots = env, config, times, slots
         self._fast_forward = fast_forward
         self.in_flight = 0
         self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
         self._used = 0  # bytes of slots and workspace
 
-        # The batch that decodes, in numbers that advance without touching its members.
+        # The batch that decodes.
         self._steps = 0  # decode steps taken so far
         self._batch = 0
-        self._context = 0  # entries held by the batch
-        self._growing = 0  # members whose slot takes one more entry per step
+        self._loads: dict[StepCost, Load] = {}  # by the cost of their decode steps
         self._ends: list[tuple[int, int, Job]] = []  # (step after which it ends, order, job)
-        self._fulls: list[int] = []  # steps after which a slot grows no more
+        self._fulls: list[tuple[int, int, Load]] = []  # (step after which a slot grows no more, order, its load)
         self._order = 0
 
         # The sleep that an arrival may cut short.
@@ -131,7 +150,7 @@ class Replica:
                     job.computed += count * chunk
                     self._advance(count)
                     continue
-                yield self._sleep(self._cost.seconds(left, job.record.input_tokens))
+                yield self._sleep(self._last_chunk_seconds(job, left))
                 self._hand_off(job)
                 if self._batch:
                     yield self._sleep(self._decode_seconds(1))
@@ -156,6 +175,7 @@ class Replica:
         now: float = self._env.now
         job = self._prefilling = self.waiting.pop()
         job.started = now
+        job.costs = self._times.of(job.kind)
         self.cache.expire(now)
         job.match = self.cache.match(job.record, now)
         job.reused = job.computed = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
@@ -176,13 +196,15 @@ class Replica:
         if not steps:
             self._finish(job)
             return
+        load = self._loads.setdefault(job.costs.decode, Load())
         self._batch += 1
-        self._context += job.kept
+        load.batch += 1
+        load.context += job.kept
         self._order += 1
         heapq.heappush(self._ends, (self._steps + steps, self._order, job))
-        if job.capacity > job.kept:
-            self._growing += 1
-            heapq.heappush(self._fulls, self._steps + job.capacity - job.kept)
+        if job.grown > 0:
+            load.growing += 1
+            heapq.heappush(self._fulls, (self._steps + job.grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
         job.finished = self._env.now
@@ -199,33 +221,50 @@ class Replica:
         if self._ends:
             steps = min(steps, self._ends[0][0] - self._steps)
         if self._fulls:
-            steps = min(steps, self._fulls[0] - self._steps)
+            steps = min(steps, self._fulls[0][0] - self._steps)
         return steps
 
     def _decode_seconds(self, steps: int) -> float:
         """Seconds of the next decode steps of an unchanged batch: the context grows evenly, so its mean counts."""
         if not self._batch:
             return 0.0
-        return steps * self._cost.seconds(self._batch, self._context + self._growing * (steps + 1) / 2)
+        return steps * batch_seconds(
+            (cost, load.batch, load.context + load.growing * (steps + 1) / 2) for cost, load in self._loads.items()
+        )
 
     def _chunk_seconds(self, job: Job, count: int) -> float:
         """Seconds of the next whole chunks of a prompt; each reads all of the prompt up to its own end."""
         chunk = self._config.prefill_chunk
-        return count * self._cost.seconds(chunk, job.computed + chunk * (count + 1) / 2)
+        return count * job.costs.prefill.seconds(chunk, job.computed + chunk * (count + 1) / 2)
+
+    def _last_chunk_seconds(self, job: Job, tokens: int) -> float:
+        """Seconds of a prompt's last chunk and of its hand-off to a slot, where it has one."""
+        prompt = job.record.input_tokens
+        hand_off = job.costs.hand_off.seconds(job.kept, prompt) if job.capacity else 0.0
+        return job.costs.prefill.seconds(tokens, prompt) + hand_off
 
     def _advance(self, steps: int) -> None:
         if not self._batch:
             return
         self._steps += steps
-        self._context += self._growing * steps
-        while self._fulls and self._fulls[0] == self._steps:
-            heapq.heappop(self._fulls)
-            self._growing -= 1
+        for load in self._loads.values():
+            load.context += load.growing * steps
+        while self._fulls and self._fulls[0][0] == self._steps:
+            heapq.heappop(self._fulls)[2].growing -= 1
         while self._ends and self._ends[0][0] == self._steps:
             _, _, job = heapq.heappop(self._ends)
-            self._batch -= 1
-            self._context -= job.capacity
+            self._leave(job)
             self._finish(job)
+
+    def _leave(self, job: Job) -> None:
+        """Take a sequence out of the batch, with what its slot has come to hold."""
+        cost = job.costs.decode
+        load = self._loads[cost]
+        self._batch -= 1
+        load.batch -= 1
+        load.context -= job.kept + job.grown
+        if not load.batch:
+            del self._loads[cost]
 
     # --- sleeping
 

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import StepTimes
 from warmkv.simulator.measures import Percentiles
 from warmkv.simulator.replay import Bytes, Result
 
@@ -21,10 +21,10 @@ def show(results: Sequence[Result], console: Console) -> None:
     console.print(_latency(results))
 
 
-def to_json(results: Sequence[Result], cost: StepCost, cost_source: str) -> str:
+def to_json(results: Sequence[Result], times: StepTimes, source: str) -> str:
     """All figures of all variants, and the step times they were computed with."""
     document = {
-        "step_times": {"source": cost_source, **asdict(cost)},
+        "step_times": {"source": source, **times.figures()},
         "variants": [asdict(result) for result in results],
     }
     return json.dumps(document, indent=2)

@@ -1,20 +1,22 @@
-"""Step times from a log's own timings."""
+"""Where a replay takes its step times from: a measured profile, the log's own timings, or the settings."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.config import Config
-from warmkv.policies import budgets
-from warmkv.policies.costs import StepCost, fit_step_cost
+from warmkv.policies import budgets, step_profile
+from warmkv.policies.costs import MeasuredCosts, StepCost, StepKind, StepTimes, fit_step_cost
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.replay import kv_shape
 
 Floats = NDArray[np.float64]
 ENOUGH = 20  # measured requests below which a fit says little
@@ -25,17 +27,37 @@ def choose_cost(
     config: Config,
     spec_of: Callable[[RequestRecord], PolicySpec],
     source: Literal["auto", "config", "log"] = "auto",
-) -> tuple[StepCost, str]:
+) -> tuple[StepTimes, str]:
     """The step times to replay with, and where they come from in words.
 
-    `auto` takes the log's where enough of its records carry timings, else the configuration's. Raises ValueError if
-    `log` is asked for and has none.
+    `auto` takes those of the profile that the settings name, else the log's where enough of its records carry timings,
+    else simulator.step_*; `config` leaves the log out. Raises ValueError if `log` is asked for and has none, and if the
+    profile cannot be read.
     """
+    file = config.simulator.profile
+    if file is not None and source != "log":
+        return _of_profile(file, config)
     count = len(measured(records))
     if source == "log" or (source == "auto" and count >= ENOUGH):
         return fit_from_records(records, config, spec_of), f"fitted to {count} measured requests of the log"
     simulator = config.simulator
     return StepCost(simulator.step_a, simulator.step_b, simulator.step_c), "configuration (simulator.step_*)"
+
+
+def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
+    profile = step_profile.read(file)
+    source = f"measured, {file} ({profile.summary})"
+    if profile.model.kv_shape != kv_shape(config):
+        source += "; its model's KV shape is not that of simulator.layers, kv_heads, head_dim and dtype_bytes"
+    return profile.costs(), source
+
+
+def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:
+    """Policies that a profile does not have, each with the one whose step times it gets instead."""
+    if not isinstance(times, MeasuredCosts):
+        return []
+    kinds = dict.fromkeys(StepKind.of(spec) for spec in policies)
+    return [f"{kind.label} gets the times of {near.label}" for kind in kinds if (near := times.nearest(kind)) != kind]
 
 
 def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:

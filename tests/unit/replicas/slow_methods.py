@@ -60,7 +60,8 @@ def kept(
     if spec.name == "fastgen":
         return [[fastgen(spec, layer, h, special, punctuation) for h in range(layer.kv_heads)] for layer in layers]
     budget = tokens if spec.name == "full" else resolve(spec, tokens)
-    if budget >= tokens:
+    budget = min(budget, tokens)
+    if budget == tokens and (spec.name != "adaptive" or tokens <= spec.window):
         return [everything(layer) for layer in layers]
     if spec.name in ("window", "streaming_llm"):
         sinks = min(spec.sinks, budget) if spec.name == "streaming_llm" else 0

@@ -266,7 +266,8 @@ def test_logits_that_are_no_numbers_fail_their_request_and_poison_no_slot(driver
     tokens = prompt(20)
     expected = driver().run(make_request(tokens, new=8))
     shaky.submit(make_request(tokens, new=8, name="poisoned"))
-    shaky.engine.step()
+    while not shaky.tokens("poisoned"):
+        shaky.engine.step()
     (slab,) = shaky.engine.pool.slabs
     with torch.inference_mode():
         slab.keys[0][:, 0] = float("nan")
@@ -358,7 +359,7 @@ SCORED = ["h2o@20", "h2o@0.4+kivi4", "fastgen:recovery=0.7"]
 
 @pytest.mark.parametrize("spec", SCORED)
 def test_what_all_queries_gave_is_the_same_for_a_cached_prefix(driver, spec):
-    """Sums of attention are kept with a prefix at its last full block and at marks, and gone on with from there."""
+    """Sums of attention are kept with a prefix at its last blocks and at marks, and gone on with from there."""
     tokens = prompt(61)
     fresh = driver(prefix_cache={"enabled": False}).run(make_request(tokens, new=30, policy=spec))
     for cut, reused in ((43, 43), (40, 40), (24, 24), (60, 60)):
@@ -372,6 +373,9 @@ def test_what_all_queries_gave_is_the_same_for_a_cached_prefix(driver, spec):
     assert unseen.started("second").cached_tokens == 0
     assert unseen.run(make_request(tokens, new=30, policy=spec, name="third")) == fresh
     assert unseen.started("third").cached_tokens == 56  # the last full block
+    for name in ("fourth", "fifth"):  # a prompt of whole blocks
+        unseen.run(make_request(tokens[:56], new=30, policy=spec, name=name))
+    assert unseen.started("fifth").cached_tokens == 48
 
 
 def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_their_prefix(driver, models):
@@ -381,7 +385,7 @@ def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_
     warm.run(make_request(prompt(40), new=1, name="plain"))
     plain = warm.engine.store.resident_bytes
     warm.run(make_request(prompt(40), new=1, policy="h2o@20", name="scored"))
-    assert warm.engine.store.resident_bytes == plain + 4 * shape.layers * shape.kv_heads * 40
+    assert warm.engine.store.resident_bytes == plain + 4 * shape.layers * shape.kv_heads * (32 + 40)
     now[0] = 1000.0
     warm.engine.store.expire()
     assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store._sums)) == (0, 0, 0)

@@ -46,6 +46,8 @@ SPECS = [
     "cake@14:window=4",
     "cake@0.4:window=3,gamma=5",
     "adaptive@0.6:window=4,target=0.7",
+    "adaptive:window=4,target=0.6",
+    "adaptive@40:window=4,target=0.6",
     "adaptive@0.9:window=3,target=0.5,least=0.1",
     "snapkv@20+protect:window=4",
     "h2o@20+protect",

@@ -1,0 +1,181 @@
+"""`warmkv bench`: what policies cost and save on this machine, cell by cell.
+
+Policies take turns within every repeat, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.measuring import synthetic, ttft
+from warmkv.measuring.clock import Stopwatch, now
+from warmkv.measuring.plan import BenchPlan, MeasureError
+from warmkv.measuring.spread import Spread
+from warmkv.policies import budgets
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.slot_sizes import slot_bytes
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import LoadedModel
+
+Progress = Callable[[str], None]
+"""Told what is measured next; once for every measurement."""
+UNTIMED = 2
+"""Decode steps that warm up every batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A prompt alone in the engine, under one policy. Times in seconds."""
+
+    policy: str
+    prompt_tokens: int
+    warm_tokens: int  # of the warm request's prompt, whose keys and values were stored
+    tokens_per_second: float  # prompt tokens over `prefill`
+    prefill: Spread  # computing a cold prompt, hand-off included
+    ttft_cold: Spread  # from submission to the first token
+    ttft_warm: Spread
+    workspace_bytes: int  # while it is computed
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """A batch that decodes from synthetic keys and values. Times in seconds, bytes of all its sequences together."""
+
+    policy: str
+    prompt_tokens: int  # of every sequence
+    batch: int
+    kept_tokens: float  # entries per layer and KV head after the hand-off, the average
+    tokens_per_second: float  # of the whole batch
+    tpot: Spread  # a decode step
+    hand_off: Spread  # of one sequence: select, fill its slot
+    slot_bytes: int  # of the batch's slots, everything counted, room for its new tokens included
+    pool_bytes: int  # all that is allocated for slots, idle ones included
+    full_bytes: int  # what slots of the full cache would take
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    prefill: list[PrefillRow]
+    decode: list[DecodeRow]
+
+
+def measurements(plan: BenchPlan) -> int:
+    """How often `run` reports progress."""
+    cells = len(plan.specs()) * len(plan.lengths)
+    return len(plan.specs()) + cells * plan.repeats * (len(plan.batches) + plan.prefill)
+
+
+def run(
+    plan: BenchPlan, model: LoadedModel, engine: EngineConfig, cache: PrefixCacheConfig, progress: Progress
+) -> Bench:
+    """Measure every cell. Raises MeasureError if the model or engine.kv_bytes cannot do one."""
+    specs = plan.specs()
+    engine = engine.model_copy(update={"max_slots": max(engine.max_slots, *plan.batches)})
+    stored = 4 * max(plan.lengths) * model.kv_shape.token_bytes  # so that what is to be warm stays warm
+    cache = cache.model_copy(update={"enabled": True, "memory_bytes": max(cache.memory_bytes, stored)})
+    runner = Engine(model, engine, cache, clock=now)
+    for label, spec in specs.items():
+        progress(f"warm-up, {label}")
+        ttft.warm_up(runner, spec)
+    bench = Bench([], [])
+    for length in plan.lengths:
+        if plan.prefill:
+            bench.prefill += _prefill_rows(plan, specs, length, runner, progress)
+        bench.decode += _decode_rows(plan, specs, length, runner, progress)
+    return bench
+
+
+def _prefill_rows(
+    plan: BenchPlan, specs: dict[str, PolicySpec], length: int, engine: Engine, progress: Progress
+) -> list[PrefillRow]:
+    random = np.random.default_rng((plan.seed, length))
+    pairs: dict[str, list[ttft.Pair]] = defaultdict(list)
+    for _ in range(plan.repeats):
+        for label, spec in specs.items():
+            progress(f"prompts of {length:,}, {label}")
+            pairs[label].append(ttft.cold_and_warm(engine, spec, length, plan.new_tokens, random))
+    return [_prefill_row(label, spec, length, engine, pairs[label]) for label, spec in specs.items()]
+
+
+def _prefill_row(label: str, spec: PolicySpec, length: int, engine: Engine, pairs: list[ttft.Pair]) -> PrefillRow:
+    prefill = Spread.of([pair.cold.prefill for pair in pairs])
+    return PrefillRow(
+        policy=label,
+        prompt_tokens=length,
+        warm_tokens=min(pair.warm.reused for pair in pairs),
+        tokens_per_second=length / prefill.median,
+        prefill=prefill,
+        ttft_cold=Spread.of([pair.cold.seconds for pair in pairs]),
+        ttft_warm=Spread.of([pair.warm.seconds for pair in pairs]),
+        workspace_bytes=synthetic.workspace_bytes(engine, spec, length),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """One batch, decoded to its end."""
+
+    tpot: float
+    hand_off: float
+    kept: float
+    slot_bytes: int
+    pool_bytes: int
+
+
+def _decode_rows(
+    plan: BenchPlan, specs: dict[str, PolicySpec], length: int, engine: Engine, progress: Progress
+) -> list[DecodeRow]:
+    full = slot_bytes(PolicySpec(), engine.model.kv_shape, length, plan.new_tokens)
+    rows = []
+    for batch in plan.batches:
+        taken: dict[str, list[_Decoded]] = defaultdict(list)
+        for _ in range(plan.repeats):
+            for label, spec in specs.items():
+                progress(f"{batch} x {length:,}, {label}")
+                in_force = budgets.in_force(spec, length, plan.new_tokens)
+                prompt = synthetic.random_prompt(engine.model, in_force, length, plan.seed)
+                taken[label].append(_decode(engine, in_force, prompt, batch, plan.new_tokens))
+        rows += [_decode_row(label, length, batch, taken[label], batch * full) for label in specs]
+    return rows
+
+
+def _decode(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int, new_tokens: int) -> _Decoded:
+    """Decode a batch to its end and time all steps but the first ones."""
+    begun = synthetic.begin_decoding(engine, spec, prompt, batch, new_tokens)
+    held, allocated = sum(slot.resident_bytes for slot in begun.slots), engine.pool.allocated_bytes
+    steps = new_tokens - 1
+    try:
+        for _ in range(UNTIMED):
+            engine.step()
+        watch = Stopwatch(engine.model.device)
+        for _ in range(steps - UNTIMED - 1):
+            engine.step()
+        if len(engine.scheduler.decoding) != batch:
+            raise MeasureError(f"{spec.label}: the model gave logits that are not finite on random keys and values")
+        engine.step()
+        tpot = watch.seconds() / (steps - UNTIMED)
+    finally:
+        synthetic.end_all(engine)
+    return _Decoded(tpot, begun.hand_off, begun.kept, held, allocated)
+
+
+def _decode_row(label: str, length: int, batch: int, taken: list[_Decoded], full: int) -> DecodeRow:
+    tpot, first = Spread.of([one.tpot for one in taken]), taken[0]
+    return DecodeRow(
+        policy=label,
+        prompt_tokens=length,
+        batch=batch,
+        kept_tokens=first.kept,
+        tokens_per_second=batch / tpot.median,
+        tpot=tpot,
+        hand_off=Spread.of([one.hand_off for one in taken]),
+        slot_bytes=first.slot_bytes,
+        pool_bytes=first.pool_bytes,
+        full_bytes=full,
+    )

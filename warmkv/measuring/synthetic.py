@@ -1,0 +1,114 @@
+"""Prompts that nobody computed: random keys and values, so that long contexts cost nothing to begin with.
+
+Sequences are put straight into the engine's scheduler, in the state in which its own hand-off (or an earlier chunk)
+would have left them; every step after that is the engine's. This is the only file that knows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from warmkv.measuring.clock import Stopwatch
+from warmkv.measuring.plan import MeasureError
+from warmkv.policies import budgets, compression
+from warmkv.policies.compression.base import Selection
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.protocol import GenerateRequest, SamplingParams
+from warmkv.replicas.scheduler import Sequence
+from warmkv.replicas.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences that decode."""
+
+    slots: Items[Slot]
+    kept: float  # entries per layer and KV head that each kept of its prompt, the average
+    hand_off: float  # seconds of selecting them and filling a slot
+
+
+@torch.inference_mode()
+def random_prompt(model: LoadedModel, spec: PolicySpec, tokens: int, seed: int) -> Prompt:
+    """A whole prompt as prefill would leave it, with everything that the policy's rule looks at, all of it random."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    shape = model.kv_shape
+    size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
+    keys, values = (
+        torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in ("keys", "values")
+    )
+    prompt = Prompt(
+        keys,
+        values,
+        q_heads=model.q_heads,
+        observed=min(tokens, budgets.observed_queries(spec, tokens)),
+        column_sums=budgets.needs_column_sums(spec, tokens),
+        inv_freq=model.inv_freq,
+    )
+    if prompt.queries is not None:
+        prompt.queries.normal_(generator=generator)
+    if prompt.column_sums is not None:
+        prompt.column_sums.uniform_(generator=generator)
+    prompt.computed, prompt.scale = tokens, shape.head_dim**-0.5
+    return prompt
+
+
+@torch.inference_mode()
+def begin_decoding(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int, new_tokens: int) -> Batch:
+    """Let `batch` sequences decode that all had this prompt. They end by themselves after `new_tokens` - 1 steps.
+
+    Raises MeasureError if their slots do not fit engine.kv_bytes.
+    """
+    slots: list[Slot] = []
+    selections: list[Selection] = []
+    hand_off = 0.0
+    for number in range(batch):
+        sequence = _sequence(f"{number}", spec, prompt.tokens, new_tokens)
+        assert sequence.demand is not None
+        slot = sequence.slot = engine.pool.claim(sequence.demand, int(engine.config.kv_bytes))
+        if slot is None:
+            raise MeasureError(
+                f"slot {number + 1} of {batch} for {prompt.tokens} tokens under {spec.label} does not fit "
+                f"engine.kv_bytes ({int(engine.config.kv_bytes):,} bytes); give more with --set engine.kv_bytes=..."
+            )
+        watch = Stopwatch(engine.model.device)
+        selections = selections or sequence.policy.select(prompt)
+        engine.pool.fill(slot, prompt, selections)
+        hand_off = hand_off or watch.seconds()
+        sequence.drawn = 1
+        engine.scheduler.decoding[slot] = sequence
+        slots.append(slot)
+    return Batch(slots, _kept_entries(selections), hand_off)
+
+
+@torch.inference_mode()
+def begin_chunk(engine: Engine, spec: PolicySpec, prompt: Prompt, start: int) -> None:
+    """Let the engine's next step compute a chunk of this prompt from position `start` on."""
+    prompt.computed = start
+    sequence = _sequence("prefill", spec, prompt.tokens, 1)
+    sequence.prefill = prompt
+    engine.scheduler.prefilling = sequence
+
+
+def end_all(engine: Engine) -> None:
+    """Take everything out of the engine again, and give its slots back."""
+    for sequence in list(engine.scheduler.everyone()):
+        engine.scheduler.remove(sequence)
+    engine.pool.fit(0)
+
+
+def _kept_entries(selections: Items[Selection]) -> float:
+    counts = [float((selection.positions >= 0).sum()) / len(selection.positions) for selection in selections]
+    return sum(counts) / len(counts)
+
+
+def _sequence(name: str, spec: PolicySpec, tokens: int, new_tokens: int) -> Sequence:
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(name, (0,) * tokens, (), sampling, spec)
+    return Sequence(request, compression.build(spec), lambda event: None, 0.0, np.random.default_rng(0))
