@@ -101,7 +101,7 @@ class PolicySpec(BaseModel):
         tree.setdefault("decode", _DECODE.get(name, "append"))
         own = own_knobs(name, tree["decode"])
         for knob in sorted(given - own.keys()):
-            owners = [method for method, knobs in METHODS.items() if knob in knobs]
+            owners: list[str] = [method for method, knobs in METHODS.items() if knob in knobs]
             owners += [f"any {rule}" for rule, knobs in _RULES.items() if knob in knobs]
             raise ValueError(f"{knob} is a knob of {', '.join(owners)}; {name} with {tree['decode']} does not have it")
         return {**own, **tree}

@@ -242,6 +242,12 @@ def build() -> Any:
             "bytes",
             [(level(t.KV_BYTES, ("replica",)), "{{replica}}")],
         ),
+        graph(
+            "Weights by replica",
+            "Bytes of the model's weights on each replica's device.",
+            "bytes",
+            [(level(t.WEIGHT_BYTES, ("replica",)), "{{replica}}")],
+        ),
     ):
         board.with_panel(panel)
 

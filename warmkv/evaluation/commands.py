@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -110,11 +111,11 @@ def evaluate(
 
 
 def _run(plan: Plan, out: Path, quiet: bool) -> Row:
-    try:
-        from warmkv.evaluation import report, run, summary, table
-        from warmkv.evaluation.results import RunFolder
-    except ImportError as error:
-        raise EvalError(f"{error.name} is missing; install it with: pip install 'warmkv[eval]'") from None
+    if missing := [name for name in ("torch", "transformers", "matplotlib", "pyarrow") if find_spec(name) is None]:
+        raise EvalError(f"{', '.join(missing)} missing; install with: pip install 'warmkv[eval]'")
+    from warmkv.evaluation import report, run, summary, table
+    from warmkv.evaluation.results import RunFolder
+
     try:
         loaded, tokenizer = _load(plan)
         run.check(plan, loaded)

@@ -121,8 +121,10 @@ def conversation(world: World, rng: random.Random, length: int, depth: float, ch
             turns.append(Turn(lead + ask(question.format(noun=noun, key=key), chat), values[key]))
         return Sample("chat", texts[0], turns[-1].question, turns[-1].answer, chat, tuple(turns[:-1]))
 
-    room = max(0, length - world.count(build([()] * count).text())) // count
-    fillers = [world.filler(rng, room) for _ in range(count)]
+    room, fillers = length - world.count(build([()] * count).text()), list[list[str]]()
+    for turn in range(count):
+        fillers.append(world.filler(rng, room // (count - turn)))
+        room -= sum(map(world.cost, fillers[-1]))
     while any(fillers) and world.count(build(fillers).text()) > length:
         max(fillers, key=len).pop()
     return build(fillers)

@@ -13,11 +13,11 @@ import numpy as np
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import synthetic, ttft
-from warmkv.measuring.clock import Stopwatch, now
-from warmkv.measuring.plan import BenchPlan, MeasureError
+from warmkv.measuring.clock import now
+from warmkv.measuring.decoding import Decoded, decode
+from warmkv.measuring.plan import BenchPlan
 from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
-from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine import Engine
@@ -25,8 +25,6 @@ from warmkv.replicas.loading import LoadedModel
 
 Progress = Callable[[str], None]
 """Told what is measured next; once for every measurement."""
-UNTIMED = 2
-"""Decode steps that warm up every batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +73,29 @@ def run(
     plan: BenchPlan, model: LoadedModel, engine: EngineConfig, cache: PrefixCacheConfig, progress: Progress
 ) -> Bench:
     """Measure every cell. Raises MeasureError if the model or engine.kv_bytes cannot do one."""
-    specs = plan.specs()
     engine = engine.model_copy(update={"max_slots": max(engine.max_slots, *plan.batches)})
     stored = 4 * max(plan.lengths) * model.kv_shape.token_bytes  # so that what is to be warm stays warm
     cache = cache.model_copy(update={"enabled": True, "memory_bytes": max(cache.memory_bytes, stored)})
     runner = Engine(model, engine, cache, clock=now)
-    for label, spec in specs.items():
+    for label, spec in plan.specs().items():
         progress(f"warm-up, {label}")
         ttft.warm_up(runner, spec)
     bench = Bench([], [])
     for length in plan.lengths:
         if plan.prefill:
-            bench.prefill += _prefill_rows(plan, specs, length, runner, progress)
-        bench.decode += _decode_rows(plan, specs, length, runner, progress)
+            bench.prefill.extend(_prefill_rows(plan, length, runner, cache.default_ttl, progress))
+        bench.decode.extend(_decode_rows(plan, length, runner, progress))
     return bench
 
 
-def _prefill_rows(
-    plan: BenchPlan, specs: dict[str, PolicySpec], length: int, engine: Engine, progress: Progress
-) -> list[PrefillRow]:
+def _prefill_rows(plan: BenchPlan, length: int, engine: Engine, ttl: str, progress: Progress) -> list[PrefillRow]:
     random = np.random.default_rng((plan.seed, length))
+    specs = plan.specs()
     pairs: dict[str, list[ttft.Pair]] = defaultdict(list)
     for _ in range(plan.repeats):
         for label, spec in specs.items():
             progress(f"prompts of {length:,}, {label}")
-            pairs[label].append(ttft.cold_and_warm(engine, spec, length, plan.new_tokens, random))
+            pairs[label].append(ttft.cold_and_warm(engine, spec, length, plan.new_tokens, ttl, random))
     return [_prefill_row(label, spec, length, engine, pairs[label]) for label, spec in specs.items()]
 
 
@@ -117,55 +113,23 @@ def _prefill_row(label: str, spec: PolicySpec, length: int, engine: Engine, pair
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """One batch, decoded to its end."""
-
-    tpot: float
-    hand_off: float
-    kept: float
-    slot_bytes: int
-    pool_bytes: int
-
-
-def _decode_rows(
-    plan: BenchPlan, specs: dict[str, PolicySpec], length: int, engine: Engine, progress: Progress
-) -> list[DecodeRow]:
+def _decode_rows(plan: BenchPlan, length: int, engine: Engine, progress: Progress) -> list[DecodeRow]:
     full = slot_bytes(PolicySpec(), engine.model.kv_shape, length, plan.new_tokens)
+    specs = {label: budgets.in_force(spec, length, plan.new_tokens) for label, spec in plan.specs().items()}
+    random = synthetic.random_keys_and_values(engine.model, length, plan.seed)
+    prompts = {label: synthetic.random_prompt(engine.model, spec, random) for label, spec in specs.items()}
     rows = []
     for batch in plan.batches:
-        taken: dict[str, list[_Decoded]] = defaultdict(list)
+        taken: dict[str, list[Decoded]] = defaultdict(list)
         for _ in range(plan.repeats):
             for label, spec in specs.items():
                 progress(f"{batch} x {length:,}, {label}")
-                in_force = budgets.in_force(spec, length, plan.new_tokens)
-                prompt = synthetic.random_prompt(engine.model, in_force, length, plan.seed)
-                taken[label].append(_decode(engine, in_force, prompt, batch, plan.new_tokens))
+                taken[label].append(decode(engine, spec, prompts[label], batch, plan.new_tokens))
         rows += [_decode_row(label, length, batch, taken[label], batch * full) for label in specs]
     return rows
 
 
-def _decode(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int, new_tokens: int) -> _Decoded:
-    """Decode a batch to its end and time all steps but the first ones."""
-    begun = synthetic.begin_decoding(engine, spec, prompt, batch, new_tokens)
-    held, allocated = sum(slot.resident_bytes for slot in begun.slots), engine.pool.allocated_bytes
-    steps = new_tokens - 1
-    try:
-        for _ in range(UNTIMED):
-            engine.step()
-        watch = Stopwatch(engine.model.device)
-        for _ in range(steps - UNTIMED - 1):
-            engine.step()
-        if len(engine.scheduler.decoding) != batch:
-            raise MeasureError(f"{spec.label}: the model gave logits that are not finite on random keys and values")
-        engine.step()
-        tpot = watch.seconds() / (steps - UNTIMED)
-    finally:
-        synthetic.end_all(engine)
-    return _Decoded(tpot, begun.hand_off, begun.kept, held, allocated)
-
-
-def _decode_row(label: str, length: int, batch: int, taken: list[_Decoded], full: int) -> DecodeRow:
+def _decode_row(label: str, length: int, batch: int, taken: list[Decoded], full: int) -> DecodeRow:
     tpot, first = Spread.of([one.tpot for one in taken]), taken[0]
     return DecodeRow(
         policy=label,

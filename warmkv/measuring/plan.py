@@ -93,7 +93,9 @@ class ProfilePlan:
         most = max_context - reserved
         if self.lengths:
             if max(self.lengths) > most:
-                raise MeasureError(f"{model} takes {max_context} tokens: lengths go up to {most}, got {max(self.lengths)}")
+                raise MeasureError(
+                    f"{model} takes {max_context} tokens: lengths go up to {most}, got {max(self.lengths)}"
+                )
             return self
         least = max(SHORTEST, most // 32)
         ratio = (most / least) ** (1 / (self.points - 1))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
@@ -35,17 +36,20 @@ class Batch:
 
 
 @torch.inference_mode()
-def random_prompt(model: LoadedModel, spec: PolicySpec, tokens: int, seed: int) -> Prompt:
-    """A whole prompt as prefill would leave it, with everything that the policy's rule looks at, all of it random."""
-    generator = torch.Generator(model.device).manual_seed(seed)
-    shape = model.kv_shape
-    size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
-    keys, values = (
-        torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in ("keys", "values")
-    )
+def random_keys_and_values(model: LoadedModel, tokens: int, seed: int) -> Tensor:
+    """Of a whole prompt: [2, layers, kv_heads, tokens, head_dim]."""
+    shape, generator = model.kv_shape, torch.Generator(model.device).manual_seed(seed)
+    size = (2, shape.layers, shape.kv_heads, tokens, shape.head_dim)
+    return torch.randn(size, generator=generator, dtype=model.dtype, device=model.device)
+
+
+@torch.inference_mode()
+def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor) -> Prompt:
+    """A prompt as prefill would leave it under a policy; what its rule looks at is random, too."""
+    generator = torch.Generator(model.device).manual_seed(1)
+    tokens = keys_and_values.shape[3]
     prompt = Prompt(
-        keys,
-        values,
+        *keys_and_values,
         q_heads=model.q_heads,
         observed=min(tokens, budgets.observed_queries(spec, tokens)),
         column_sums=budgets.needs_column_sums(spec, tokens),
@@ -55,7 +59,7 @@ def random_prompt(model: LoadedModel, spec: PolicySpec, tokens: int, seed: int) 
         prompt.queries.normal_(generator=generator)
     if prompt.column_sums is not None:
         prompt.column_sums.uniform_(generator=generator)
-    prompt.computed, prompt.scale = tokens, shape.head_dim**-0.5
+    prompt.computed, prompt.scale = tokens, prompt.head_dim**-0.5
     return prompt
 
 
@@ -94,6 +98,11 @@ def begin_chunk(engine: Engine, spec: PolicySpec, prompt: Prompt, start: int) ->
     sequence = _sequence("prefill", spec, prompt.tokens, 1)
     sequence.prefill = prompt
     engine.scheduler.prefilling = sequence
+
+
+def workspace_bytes(engine: Engine, spec: PolicySpec, tokens: int) -> int:
+    """Bytes that the engine sets aside for a prompt while it is computed."""
+    return engine.scheduler.workspace_bytes(_sequence("prefill", spec, tokens, 1))
 
 
 def end_all(engine: Engine) -> None:

@@ -40,17 +40,22 @@ def warm_up(engine: Engine, spec: PolicySpec) -> None:
     Raises MeasureError if the engine cannot serve the policy on this model.
     """
     tokens = min(64, engine.max_context // 2)
-    first_token(engine, _request(engine, np.zeros(tokens, dtype=np.int64), 0, spec, 4))
+    first_token(engine, _request(engine, [0] * tokens, spec, 4))
 
 
 def cold_and_warm(
-    engine: Engine, spec: PolicySpec, tokens: int, new_tokens: int, random: np.random.Generator
+    engine: Engine, spec: PolicySpec, tokens: int, new_tokens: int, ttl: str, random: np.random.Generator
 ) -> Pair:
-    """A prompt that nobody has seen, then another that shares WARM_SHARE of it. Raises MeasureError."""
+    """A prompt that nobody has seen, then another that shares WARM_SHARE of it, stored under the TTL of that name.
+
+    Raises MeasureError.
+    """
     shared = round(WARM_SHARE * tokens)
     first, second = (random.integers(0, engine.model.vocabulary, tokens) for _ in ("cold", "warm"))
     second[:shared] = first[:shared]
-    cold, warm = (first_token(engine, _request(engine, ids, shared, spec, new_tokens)) for ids in (first, second))
+    cold, warm = (
+        first_token(engine, _request(engine, ids.tolist(), spec, new_tokens, (shared, ttl))) for ids in (first, second)
+    )
     return Pair(cold, warm)
 
 
@@ -74,16 +79,18 @@ def first_token(engine: Engine, request: GenerateRequest) -> FirstToken:
     return FirstToken(seconds, started.prefill_seconds, started.cached_tokens)
 
 
-def _request(engine: Engine, ids: Sequence[int], shared: int, spec: PolicySpec, new_tokens: int) -> GenerateRequest:
-    """A request with a breakpoint after its first `shared` tokens, as a client would set it."""
-    tokens = [int(token) for token in ids]
+def _request(
+    engine: Engine, tokens: Sequence[int], spec: PolicySpec, new_tokens: int, mark: tuple[int, str] | None = None
+) -> GenerateRequest:
+    """A request; `mark` is the position and the TTL's name of a breakpoint, as a client would set it."""
     size = engine.store.block_size
     hashes = hashing.block_hashes(tokens, size, ROOT)
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()
-    if shared:
-        key = hashing.prefix_key(tokens, shared, size, hashes, ROOT)
-        marks, reads = (Mark(shared, engine.store.default_ttl, key),), (Candidate(shared, key),)
+    if mark is not None:
+        position, ttl = mark
+        key = hashing.prefix_key(tokens, position, size, hashes, ROOT)
+        marks, reads = (Mark(position, ttl, key),), (Candidate(position, key),)
     return GenerateRequest(
         id="measured",
         token_ids=tuple(tokens),

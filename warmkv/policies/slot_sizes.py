@@ -25,6 +25,7 @@ class KVShape:
     kv_heads: int
     head_dim: int
     dtype_bytes: int
+    q_heads: int = 0  # query heads, which only the workspace of a prompt knows of
 
     @property
     def token_bytes(self) -> int:
@@ -111,10 +112,16 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
     return math.ceil(size)
 
 
-def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int) -> int:
-    """Bytes of a whole prompt while it is computed, with the column sums that its policy asks for."""
-    sums = 4 * shape.layers * shape.kv_heads if budgets.needs_column_sums(spec, prompt_tokens) else 0
-    return prompt_tokens * (shape.token_bytes + sums)
+def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, marks: int = 0) -> int:
+    """Bytes of a whole prompt while it is computed, with what its policy looks at.
+
+    Column sums are copied for the block store at `marks` breakpoints and at the ends of two blocks.
+    """
+    observed = budgets.observed_queries(spec, prompt_tokens) * shape.layers * shape.q_heads * shape.head_dim
+    sums = 0
+    if budgets.needs_column_sums(spec, prompt_tokens):
+        sums = prompt_tokens * 4 * shape.layers * shape.kv_heads * (3 + marks)
+    return prompt_tokens * shape.token_bytes + observed * shape.dtype_bytes + sums
 
 
 def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:

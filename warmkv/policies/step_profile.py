@@ -67,7 +67,7 @@ class PolicyProfile(Section):
 class Measurement(Section):
     """A place of the grid: seconds of a step, median and range over repeats."""
 
-    policy: str
+    policies: tuple[str, ...] = Field(description="those for which it counts")
     phase: Phase
     tokens: float
     context: float
@@ -83,9 +83,10 @@ class ProfiledModel(Section):
     head_dim: int
     dtype_bytes: int
 
-    @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(self.layers, self.kv_heads, self.head_dim, self.dtype_bytes)
+    def matches(self, shape: KVShape) -> bool:
+        """Whether a KV cache of this shape could be the model's."""
+        sizes = (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype_bytes)
+        return sizes == (self.layers, self.kv_heads, self.head_dim, self.dtype_bytes)
 
 
 class StepProfile(Section):

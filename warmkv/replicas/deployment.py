@@ -86,6 +86,7 @@ class Replica:
         record = self._recorder.set
         record(telemetry.DECODING, stats.decoding)
         record(telemetry.WAITING, stats.waiting)
+        record(telemetry.WEIGHT_BYTES, stats.weight_bytes)
         record(telemetry.KV_BYTES, stats.slot_bytes, use="slots")
         record(telemetry.KV_BYTES, stats.workspace_bytes, use="workspace")
         record(telemetry.KV_BYTES, stats.store_bytes, use="store")

@@ -48,14 +48,16 @@ TURNING = ("streaming_llm", "expected_attention")  # methods that turn keys or q
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What a replica is doing and holding now."""
+    """What a replica is doing and holding now; bytes on its device."""
 
     waiting: int
     decoding: int
-    slot_bytes: int
+    weight_bytes: int
+    slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
     store_bytes: int
     store_blocks: int
+    allocator_bytes: int | None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 
 class Engine:
@@ -79,6 +81,7 @@ class Engine:
         self.store = BlockStore(prefix_cache, model.kv_shape, clock, publish)
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
         self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
+        self._weight_bytes = model.weight_bytes()
         self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -126,14 +129,16 @@ class Engine:
         self._inbox.put(None)
 
     def stats(self) -> EngineStats:
-        scheduler, prefilling = self.scheduler, self.scheduler.prefilling
+        scheduler, prefilling, device = self.scheduler, self.scheduler.prefilling, self.model.device
         return EngineStats(
             waiting=len(scheduler.waiting),
             decoding=len(scheduler.decoding),
+            weight_bytes=self._weight_bytes,
             slot_bytes=self.pool.allocated_bytes,
             workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
             store_bytes=self.store.resident_bytes,
             store_blocks=len(self.store),
+            allocator_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
         )
 
     # --- in the engine's thread

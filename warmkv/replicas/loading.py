@@ -34,6 +34,11 @@ class LoadedModel:
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
 
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers; what is tied counts once."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
 
 def model_path(config: ModelConfig) -> str:
     """Folder or hub name to load; `tiny` is the model in the package."""
@@ -100,7 +105,7 @@ def prepare(module: Any) -> LoadedModel:
         module=module,
         device=module.device,
         dtype=dtype,
-        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype.itemsize),
+        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype.itemsize, text.num_attention_heads),
         max_context=_max_context(text, rotary),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),

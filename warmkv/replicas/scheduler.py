@@ -102,7 +102,7 @@ class Scheduler:
         self.waiting.push(sequence, request.tenant, sequence.prompt_tokens + request.sampling.max_tokens)
 
     def workspace_bytes(self, sequence: Sequence) -> int:
-        return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens)
+        return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens, len(sequence.request.marks))
 
     def admit(self) -> Sequence | None:
         """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""

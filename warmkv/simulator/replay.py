@@ -140,7 +140,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 capacity=capacity,
                 recomputed=budgets.recomputed_tokens(spec, prompt),
                 slot_bytes=slot,
-                workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt),
+                workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt, len(marks)),
             )
         )
     return jobs, lifetimes

@@ -47,7 +47,7 @@ def choose_cost(
 def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
     profile = step_profile.read(file)
     source = f"measured, {file} ({profile.summary})"
-    if profile.model.kv_shape != kv_shape(config):
+    if not profile.model.matches(kv_shape(config)):
         source += "; its model's KV shape is not that of simulator.layers, kv_heads, head_dim and dtype_bytes"
     return profile.costs(), source
 

@@ -118,7 +118,6 @@ def test_the_report_holds_every_chart_and_needs_no_network(done):
     assert not page.tags["script"] + page.tags["link"] + page.tags["img"]
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)|@import", html)
-    assert all(f"#{identity}" for identity in page.links if identity[1:] in page.ids)
     assert {link[1:] for link in page.links} <= set(page.ids)
 
 
@@ -156,13 +155,10 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path):
-    for name in list(sys.modules):
-        if name.startswith(("warmkv.evaluation.charts", "warmkv.evaluation.report", "matplotlib")):
-            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("--out", tmp_path / "run")
     assert result.exit_code == 2
-    assert "pip install 'warmkv[eval]'" in result.stderr
+    assert "matplotlib missing; install with: pip install 'warmkv[eval]'" in result.stderr
 
 
 def test_quick_changes_defaults_only():

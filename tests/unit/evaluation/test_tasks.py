@@ -95,7 +95,7 @@ def test_code_goes_on_where_the_prompt_ends(texts, tokenizer):
     sample = draw(texts, "code", form="plain")
     assert sample.answer == len(sample.forced) == tasks.CODE_TOKENS
     text = tokenizer.decode(sample.prompt[1:]) + tokenizer.decode(sample.forced)
-    assert any(text[200:600] in file for file in tasks.corpus.texts("heldout"))
+    assert text in "".join(2 * tasks.corpus.texts("heldout"))
 
 
 def test_a_task_without_the_form_asked_for_takes_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -59,7 +60,7 @@ class Server:
                 yield event
 
         async def status() -> dict[str, Any]:
-            return {"replicas": {"only": {}}}
+            return {"replicas": {"only": dataclasses.asdict(self.engine.stats())}}
 
         service = Service(
             config, generate, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time

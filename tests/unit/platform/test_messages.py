@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +262,8 @@ def test_typed_errors_of_other_kinds(serve, server):
     assert ask(strict, "x", key="right").usage.output_tokens > 0
     with pytest.raises(anthropic.PermissionDeniedError):
         strict.anthropic("right").get("/v1/warmkv/replicas", cast_to=object)
+    with pytest.raises(anthropic.PermissionDeniedError):
+        strict.anthropic("right").get("/v1/warmkv/memory", cast_to=object)
     with pytest.raises(anthropic.RequestTooLargeError, match="max_body_bytes"):
         ask(strict, "x" * 3000, key="right")
     with pytest.raises(anthropic.BadRequestError, match="allow_request_policy"):
@@ -364,3 +368,15 @@ def test_models_and_health(server):
     assert [model.id for model in server.anthropic().models.list().data] == [name]
     assert server.anthropic().models.retrieve(name).id == name
     assert requests.get(f"{server.url}/healthz", timeout=5).json()["status"] == "ok"
+
+
+def test_memory_is_told_by_use_with_its_limits(server):
+    ask(server, [marked(LONG), plain("?")], key="memory")
+    with urllib.request.urlopen(f"{server.url}/v1/warmkv/memory") as response:
+        (memory,) = json.load(response)["replicas"].values()
+    uses = [memory[f"{use}_bytes"] for use in ("weight", "slot", "workspace", "store")]
+    assert memory["total_bytes"] == sum(uses)
+    assert memory["store_bytes"] > 0
+    assert memory["weight_bytes"] == server.engine.stats().weight_bytes > 1_000_000
+    assert memory["limits"]["engine.kv_bytes"] == server.engine.config.kv_bytes
+    assert memory["allocator_bytes"] is None  # a CPU keeps no account

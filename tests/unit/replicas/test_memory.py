@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -173,3 +174,36 @@ def test_all_policies_in_one_batch_answer_as_they_do_alone(models, family):
     assert busy.run(*requests) == alone
     assert busy.engine.pool.slots == {}
     assert all(slab.is_empty for slab in busy.engine.pool.slabs)
+
+
+def live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes that tensors hold, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o@0.4", "adakv@0.5+kivi4:window=8", "streaming_llm@0.5"])
+def test_what_the_engine_says_it_holds_is_what_tensors_hold(models, policy):
+    others = live_tensors()  # held on to, so that no address is used anew
+    before = storages(others)
+    driver = Driver(models["llama"], prefill_chunk=64)
+    for i in range(4):
+        driver.submit(make_request(prompt(400, seed=i), new=40, policy=policy, name=str(i)))
+    for _ in range(18):  # some decode, one is on its way through its prompt
+        driver.engine.step()
+    stats, scheduler = driver.engine.stats(), driver.engine.scheduler
+    assert scheduler.prefilling is not None
+    assert scheduler.decoding
+    held = sum(size for at, size in storages(live_tensors()).items() if at not in before)
+    reserved = sum(slot.reserved for slot in driver.engine.pool.slots.values())
+    sums = scheduler.prefilling.prefill is not None and scheduler.prefilling.prefill.column_sums
+    ahead = 0 if sums is False or sums is None else 5 * sums.nbytes  # for the copies that it is going to make
+    told = stats.slot_bytes + stats.workspace_bytes + stats.store_bytes
+    assert told - reserved - ahead <= held * 1.02
+    assert held <= told * 1.02
+    model = models["llama"].module
+    assert stats.weight_bytes == sum({p.data_ptr(): p.nbytes for p in [*model.parameters(), *model.buffers()]}.values())

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from warmkv.config import Config
 from warmkv.platform.gateway import messages, openai
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, from_validation, openai_body
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
@@ -153,11 +154,32 @@ def create_app(
             raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
         return JSONResponse(await status())
 
+    @app.get("/v1/warmkv/memory")
+    async def memory(request: Request) -> Response:
+        if not tenant_of(request).operator:
+            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
+        found = (await status())["replicas"]
+        return JSONResponse({"replicas": {name: memory_of(known, config) for name, known in found.items()}})
+
     @app.get("/healthz")
     async def healthz() -> Response:
         return JSONResponse({"status": "ok", "model": config.model.name})
 
     return app
+
+
+def memory_of(status: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Bytes of a replica by use, as it reported them last, with the limits that the settings give them."""
+    used = {use: status.get(f"{use}_bytes", 0) for use in ("weight", "slot", "workspace", "store")}
+    return {
+        **{f"{use}_bytes": size for use, size in used.items()},
+        "total_bytes": sum(used.values()),
+        "allocator_bytes": status.get("allocator_bytes"),
+        "limits": {
+            "engine.kv_bytes": config.engine.kv_bytes,
+            "prefix_cache.memory_bytes": config.prefix_cache.memory_bytes,
+        },
+    }
 
 
 class RequestId:

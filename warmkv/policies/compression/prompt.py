@@ -87,6 +87,7 @@ class Prompt:
 
     def end_chunk(self) -> None:
         self.computed += self._chunk
+        self._mask = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """q [1, q_heads, n, head_dim], k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of q."""
