@@ -49,10 +49,12 @@ def meta_of(plan: Plan, model: LoadedModel) -> Row:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """A short hash of every tensor's sum: other weights under the same name are another model."""
+    """A short hash of all weights, the same whatever the order of summing. Others under the name are another model."""
     digest = hashlib.sha256()
     for name, tensor in model.module.state_dict().items():
-        digest.update(f"{name} {list(tensor.shape)} {float(tensor.double().sum())!r}\n".encode())
+        integers = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+        total = int(integers.sum(dtype=torch.int64))
+        digest.update(f"{name} {list(tensor.shape)} {total}\n".encode())
     return digest.hexdigest()[:16]
 
 

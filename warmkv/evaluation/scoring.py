@@ -47,7 +47,7 @@ def score(
     hits, losses = forcing.force(model, pool, [one.slot for one in there.values()], logits, sample.forced)
     rows: dict[tuple[PolicySpec, int | None], Row] = {}
     for (which, one), hit, loss in zip(
-        there.items(), hits[:, -sample.answer :], losses[:, -sample.answer :], strict=True
+        there.items(), hits, losses[:, -sample.answer :], strict=True
     ):
         right, accuracy = bool(hit.all()), float(hit.double().mean())
         rows[which] = {

@@ -24,7 +24,9 @@ CAPTION = (
 def show(plan: Plan, entries: Sequence[Entry], stream: Sequence[Row], console: Console) -> None:
     """Print a block for every share, policies side by side, and the perplexity along the stream."""
     if entries:
+        console.print("[italic]Quality at equal memory[/italic]")
         _print(_scores(plan, entries), console)
+        console.print(f"{CAPTION}\n", highlight=False)
     if stream:
         cache, end = stream[0]["cache_tokens"], max(row["start"] + row["tokens"] for row in stream)
         console.print(f"[italic]Perplexity along {end:,} tokens, at the bytes of {cache:,}[/italic]", highlight=False)
@@ -40,8 +42,7 @@ def _print(table: Table, console: Console) -> None:
 
 def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
     names = [name for name in plan.tasks if name != STREAM]
-    table = Table(title="Quality at equal memory", title_justify="left", caption=CAPTION, caption_justify="left")
-    table.box, table.pad_edge = box.SIMPLE_HEAD, False
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("share", "policy"):
         table.add_column(head, no_wrap=True)
     for head in (*names, "mean", "of full", "bytes"):
@@ -106,5 +107,5 @@ def _stream(plan: Plan, rows: Sequence[Row]) -> Table:
         table.add_row(row["policy"], f"{row['perplexity']:.2f}", f"{row['perplexity_last_quarter']:.2f}")
     for label in bounded(plan.specs()):
         if all(row["policy"] != label for row in rows):
-            table.add_row(label, UNREACHED, UNREACHED)
+            table.add_row(label, "-", "-")
     return table

@@ -16,6 +16,8 @@ from warmkv.policy_spec import METHODS, PolicySpec
 FEWEST_NEW = 8
 """New tokens of a sequence whose decode steps are timed: the first come from the prompt and the warm-up."""
 SHORTEST = 16
+LENGTHS_SPAN = 16
+"""How many times longer than the shortest context of a profile the longest is."""
 
 
 class MeasureError(ValueError):
@@ -97,7 +99,7 @@ class ProfilePlan:
                     f"{model} takes {max_context} tokens: lengths go up to {most}, got {max(self.lengths)}"
                 )
             return self
-        least = max(SHORTEST, most // 32)
+        least = max(SHORTEST, most // LENGTHS_SPAN)
         ratio = (most / least) ** (1 / (self.points - 1))
         return replace(self, lengths=tuple(round(least * ratio**at) for at in range(self.points)))
 

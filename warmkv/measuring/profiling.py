@@ -1,13 +1,15 @@
 """`warmkv profile`: step times over a grid of tokens and contexts, and the coefficients fitted to them.
 
-Policies take turns at every place of the grid. A prefill chunk is the same work under all policies that want the same
-of it, so it is measured once for them.
+Every repeat goes over the whole grid, policies taking turns, so that a slow moment of the machine is no place of the
+grid. A prefill chunk is the same work under all policies that want the same of it: it is measured once for them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import grid, synthetic, ttft
@@ -28,6 +30,9 @@ NEW_TOKENS = 16
 """Of every sequence whose steps are timed."""
 
 
+Place = tuple[tuple[str, ...], Phase, float, float]  # policies, phase, tokens, context
+
+
 class Profiler:
     """Measures one model on one device under a plan whose lengths are chosen."""
 
@@ -36,36 +41,41 @@ class Profiler:
         self._config = config.model_copy(update={"max_slots": max(config.max_slots, *plan.batches)})
         self._specs = plan.specs()
         self._engines: dict[int, Engine] = {}  # by size of a chunk
+        self._seconds: dict[Place, list[float]] = defaultdict(list)
         shape, room = model.kv_shape, int(config.kv_bytes)
-        chunks = grid.chunks(plan.lengths, config.prefill_chunk)
-        decodes = grid.decodes(plan.lengths, plan.batches)
-        self._chunks = {
-            labels: [cell for cell in chunks if grid.chunk_fits(cell, self._specs[labels[0]], shape, room)]
+        self._chunks = [
+            (labels, cell)
+            for cell in grid.chunks(plan.lengths, config.prefill_chunk)
             for labels in _alike(self._specs)
-        }
-        self._decodes = {
-            label: [cell for cell in decodes if grid.decode_fits(cell, spec, shape, room, NEW_TOKENS)]
+            if grid.chunk_fits(cell, self._specs[labels[0]], shape, room)
+        ]
+        self._decodes = [
+            (label, cell)
+            for cell in grid.decodes(plan.lengths, plan.batches)
             for label, spec in self._specs.items()
-        }
+            if grid.decode_fits(cell, spec, shape, room, NEW_TOKENS)
+        ]
 
     @property
     def measurements(self) -> int:
         """How often progress is reported."""
-        cells = sum(map(len, self._chunks.values())) + sum(map(len, self._decodes.values()))
-        return len(self._specs) + self._plan.repeats * cells
+        return len(self._specs) + self._plan.repeats * (len(self._chunks) + len(self._decodes))
 
     def run(self) -> list[Measurement]:
         """Measure everything. Raises MeasureError if the engine cannot serve a policy on this model."""
         for label, spec in self._specs.items():
             self._progress(f"warm-up, {label}")
             ttft.warm_up(self._engine(self._config.prefill_chunk), spec)
-        measured: list[Measurement] = []
-        for labels, cells in self._chunks.items():
-            for cell in cells:
-                measured.append(self._chunk(labels, cell))
-        for prompt in self._plan.lengths:
-            measured += self._decode(prompt)
-        return measured
+        # One token more than is ever computed, so that no prompt is handed off by itself.
+        random = synthetic.random_keys_and_values(self._model, max(self._plan.lengths) + 1, self._plan.seed)
+        for _ in range(self._plan.repeats):
+            for labels, chunk in self._chunks:
+                self._progress(f"chunk of {chunk.tokens} up to {chunk.end:,}, {labels[0]}")
+                self._measure_chunk(labels, chunk, random)
+            for label, cell in self._decodes:
+                self._progress(f"{cell.batch} x {cell.prompt:,}, {label}")
+                self._measure_decode(label, cell, random)
+        return [_measurement(place, seconds) for place, seconds in self._seconds.items()]
 
     def _engine(self, chunk: int) -> Engine:
         """An engine that computes chunks of this size, without a store that would cut them at its blocks."""
@@ -74,44 +84,25 @@ class Profiler:
             self._engines[chunk] = Engine(self._model, config, PrefixCacheConfig(enabled=False), clock=now)
         return self._engines[chunk]
 
-    def _chunk(self, labels: tuple[str, ...], cell: grid.Chunk) -> Measurement:
+    def _measure_chunk(self, labels: tuple[str, ...], cell: grid.Chunk, random: Tensor) -> None:
         engine, spec = self._engine(cell.tokens), self._specs[labels[0]]
-        # One token more than is computed, so that the prompt is not handed off.
-        random = synthetic.random_keys_and_values(self._model, cell.end + 1, self._plan.seed)
-        prompt = synthetic.random_prompt(self._model, spec, random)
-        taken = []
-        for repeat in range(self._plan.repeats + 1):
-            if repeat:  # the first one warms up
-                self._progress(f"chunk of {cell.tokens} up to {cell.end:,}, {labels[0]}")
-            synthetic.begin_chunk(engine, spec, prompt, cell.end - cell.tokens)
-            watch = Stopwatch(self._model.device)
-            engine.step()
-            taken.append(watch.seconds())
-            if prompt.computed != cell.end:
-                raise MeasureError(f"{labels[0]}: the engine computed {prompt.computed} tokens instead of {cell.end}")
-            synthetic.end_all(engine)
-        return _measurement(labels, "prefill", cell.tokens, cell.end, taken[1:])
+        prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.end + 1])
+        synthetic.begin_chunk(engine, spec, prompt, cell.end - cell.tokens)
+        watch = Stopwatch(self._model.device)
+        engine.step()
+        self._seconds[labels, "prefill", cell.tokens, cell.end].append(watch.seconds())
+        if prompt.computed != cell.end:
+            raise MeasureError(f"{labels[0]}: the engine computed {prompt.computed} tokens instead of {cell.end}")
+        synthetic.end_all(engine)
 
-    def _decode(self, prompt_tokens: int) -> Iterable[Measurement]:
-        """All batches at one length, and the hand-offs that began them."""
-        engine, steps = self._engine(self._config.prefill_chunk), timed_steps(NEW_TOKENS)
-        random = synthetic.random_keys_and_values(self._model, prompt_tokens, self._plan.seed)
-        tpots: dict[tuple[str, grid.Decode], list[float]] = defaultdict(list)
-        hand_offs: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for cell in dict.fromkeys(cell for cells in self._decodes.values() for cell in cells):
-            labels = [label for label, cells in self._decodes.items() if cell in cells and cell.prompt == prompt_tokens]
-            for label in labels * self._plan.repeats:
-                self._progress(f"{cell.batch} x {prompt_tokens:,}, {label}")
-                spec = cell.spec(self._specs[label])
-                prompt = synthetic.random_prompt(self._model, spec, random)
-                decoded = decode(engine, spec, prompt, cell.batch, NEW_TOKENS)
-                tpots[label, cell].append(decoded.tpot)
-                hand_offs[label, cell.kept(spec)].append(decoded.hand_off)
-        for (label, cell), seconds in tpots.items():
-            context = cell.context(self._specs[label], steps, NEW_TOKENS)
-            yield _measurement((label,), "decode", cell.batch, context, seconds)
-        for (label, kept), seconds in hand_offs.items():
-            yield _measurement((label,), "hand_off", kept, prompt_tokens, seconds)
+    def _measure_decode(self, label: str, cell: grid.Decode, random: Tensor) -> None:
+        """A batch from its hand-offs to its end."""
+        engine, spec = self._engine(self._config.prefill_chunk), cell.spec(self._specs[label])
+        prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.prompt])
+        decoded = decode(engine, spec, prompt, cell.batch, NEW_TOKENS)
+        context = cell.context(spec, timed_steps(NEW_TOKENS), NEW_TOKENS)
+        self._seconds[(label,), "decode", cell.batch, context].append(decoded.tpot)
+        self._seconds[(label,), "hand_off", cell.kept(spec), cell.prompt].append(decoded.hand_off)
 
 
 def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[PolicyProfile, ...]:
@@ -147,12 +138,11 @@ def _alike(specs: dict[str, PolicySpec]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _measurement(
-    labels: tuple[str, ...], phase: Phase, tokens: float, context: float, seconds: Sequence[float]
-) -> Measurement:
+def _measurement(place: Place, seconds: Sequence[float]) -> Measurement:
+    policies, phase, tokens, context = place
     spread = Spread.of(seconds)
     return Measurement(
-        policies=labels,
+        policies=policies,
         phase=phase,
         tokens=tokens,
         context=context,

@@ -6,6 +6,7 @@ alike; the partial tail before a breakpoint is kept as well, so that reuse at a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,20 @@ class Change:
     stored: Sequence[Span]
 
 
+def sum_positions(tokens: int, size: int, marks: Sequence[Mark]) -> list[int]:
+    """Where column sums of a prompt are kept: at its marks, and at the ends of its last two blocks.
+
+    Two, since the same prompt again must compute its last token anew.
+    """
+    blocks = {tokens // size * size, (tokens - 1) // size * size}
+    return sorted({*blocks, *(mark.position for mark in marks)} - {0})
+
+
+def sums_key(key: bytes) -> bytes:
+    """The key under which the column sums of a prefix are kept, given the key of its last block or tail."""
+    return hashlib.blake2b(key, digest_size=len(key), person=b"column sums").digest()
+
+
 class PrefixCache:
     """Resident blocks and tails of one replica. `size` is always the tokens in a block, `now` seconds on one clock."""
 
@@ -99,11 +114,39 @@ class PrefixCache:
             if mark.key in self.ledger:
                 self.ledger.mark(mark.key, ttl, now)
 
-    def keep_beside(self, chain: Sequence[bytes], key: bytes, size: int, now: float) -> Admission:
-        """Keep `size` bytes under a key that is of use only with a resident chain; they leave before it."""
-        if not chain or self.ledger.match(chain, now) < len(chain):
-            return Admission()
-        return self.ledger.store((*chain, key), [0] * len(chain) + [size], self._lifetimes.default, now)
+    def match_sums(self, match: Match, size: int, most: int, now: float) -> tuple[int, bytes]:
+        """The longest part of a match within `most` tokens whose column sums are resident, and their key; or (0, b"").
+
+        A rule that needs what all queries of a prompt gave its tokens can go on from there only.
+        """
+        for at in range(len(match.chain) - 1, -1, -1):
+            end = match.tokens if at == len(match.chain) - 1 else (at + 1) * size
+            key = sums_key(match.chain[at])
+            if end <= most and key in self.ledger:
+                self.ledger.touch((key,), now)
+                return end, key
+        return 0, b""
+
+    def store_sums(
+        self,
+        hashes: Sequence[bytes],
+        marks: Sequence[Mark],
+        positions: Sequence[int],
+        token_bytes: int,
+        size: int,
+        now: float,
+    ) -> Iterator[tuple[int, bytes, Admission]]:
+        """Keep the column sums of a stored prompt up to some positions, `token_bytes` for each token of them.
+
+        Yields (position, key, what that did). They lie beside the block whose end they belong to, and leave before it.
+        """
+        tails = {mark.position: mark.key for mark in marks}
+        for position in positions:
+            blocks, rest = divmod(position, size)
+            chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
+            if self.ledger.match(chain, now) == len(chain):
+                key, sizes = sums_key(chain[-1]), [0] * len(chain) + [position * token_bytes]
+                yield position, key, self.ledger.store((*chain, key), sizes, self._lifetimes.default, now)
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
         """Position of the last of the marks that may be read now; 0 if none may."""

@@ -112,15 +112,18 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
     return math.ceil(size)
 
 
+def column_sum_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int) -> int:
+    """Bytes of a token's column sums in all layers and KV heads; 0 if the policy needs none."""
+    return 4 * shape.layers * shape.kv_heads if budgets.needs_column_sums(spec, prompt_tokens) else 0
+
+
 def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, marks: int = 0) -> int:
     """Bytes of a whole prompt while it is computed, with what its policy looks at.
 
     Column sums are copied for the block store at `marks` breakpoints and at the ends of two blocks.
     """
     observed = budgets.observed_queries(spec, prompt_tokens) * shape.layers * shape.q_heads * shape.head_dim
-    sums = 0
-    if budgets.needs_column_sums(spec, prompt_tokens):
-        sums = prompt_tokens * 4 * shape.layers * shape.kv_heads * (3 + marks)
+    sums = prompt_tokens * column_sum_bytes(spec, shape, prompt_tokens) * (3 + marks)
     return prompt_tokens * shape.token_bytes + observed * shape.dtype_bytes + sums
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -69,16 +68,10 @@ class BlockStore:
 
         They are what the part's own queries gave each of its tokens: [layers, kv_heads, tokens].
         """
-        ends: list[int] = []
-        for key in match.chain:
-            ends.append((ends[-1] if ends else 0) + self._blocks[key].shape[3])
-        for at in range(len(ends) - 1, -1, -1):
-            sums = self._sums.get(_sums_key(match.chain[at]))
-            if sums is not None and ends[at] <= most:
-                assert self._cache is not None
-                self._cache.ledger.touch((_sums_key(match.chain[at]),), self._clock())
-                return ends[at], sums
-        return 0, None
+        if not self._cache:
+            return 0, None
+        tokens, key = self._cache.match_sums(match, self.block_size, most, self._clock())
+        return tokens, self._sums.get(key)
 
     def release(self, match: Match) -> None:
         if self._cache:
@@ -117,15 +110,15 @@ class BlockStore:
 
     def _store_sums(self, hashes: Sequence[bytes], marks: Sequence[Mark], column_sums: Mapping[int, Tensor]) -> None:
         assert self._cache is not None
-        tails = {mark.position: mark.key for mark in marks}
-        for position, sums in column_sums.items():
-            blocks, rest = divmod(position, self.block_size)
-            chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
-            key = _sums_key(chain[-1])
-            change = self._cache.keep_beside(chain, key, sums.nbytes, self._clock())
+        if not column_sums:
+            return
+        position, sums = next(iter(column_sums.items()))
+        token_bytes, positions = sums.nbytes // position, list(column_sums)
+        stored = self._cache.store_sums(hashes, marks, positions, token_bytes, self.block_size, self._clock())
+        for position, key, change in stored:
             self._tell([], self._remove(change.evicted))
             if change.stored:
-                self._sums[key] = sums
+                self._sums[key] = column_sums[position]
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
@@ -140,8 +133,3 @@ class BlockStore:
     def _tell(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
         if stored or gone:
             self._publish(stored, gone)
-
-
-def _sums_key(key: bytes) -> bytes:
-    """The key under which the column sums of a prefix are kept, given the key of its last block or tail."""
-    return hashlib.blake2b(key, digest_size=len(key), person=b"column sums").digest()

@@ -21,6 +21,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore
@@ -255,16 +256,11 @@ class Engine:
             self._hand_off(sequence, logits)
 
     def _summed_positions(self, sequence: Sequence) -> list[int]:
-        """Where a later prompt can go on with this one's column sums: at the ends of its full blocks and at marks.
-
-        Of the blocks the last two count: the same prompt again needs its last token computed anew.
-        """
-        request, prompt = sequence.request, sequence.prefill
+        """Where a later prompt can go on with this one's column sums."""
+        prompt = sequence.prefill
         if prompt is None or prompt.column_sums is None or not self.store.enabled:
             return []
-        size, tokens = self.store.block_size, prompt.tokens
-        blocks = {tokens // size * size, (tokens - 1) // size * size}
-        return sorted({*blocks, *(mark.position for mark in request.marks)} - {0})
+        return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
 
     def _hand_off(self, sequence: Sequence, logits: Tensor) -> None:
         """From prefill to decode: keep the prefix for others whole, compress this request's own copy, draw a token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache
+from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, sum_positions
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.measures import Level
@@ -48,6 +48,24 @@ class ReplicaCache:
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and pins what was found."""
         return self._cache.match(record.hashes, record.reads, record.block_size, now)
+
+    def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
+        """Tokens of a match that a rule can go on from which needs what all queries gave; at most `most`."""
+        return self._cache.match_sums(match, record.block_size, most, now)[0]
+
+    def store_sums(
+        self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, now: float
+    ) -> None:
+        """Keep what the queries of a prompt gave its tokens, where that was computed: beyond the reused ones."""
+        positions = [at for at in sum_positions(record.input_tokens, record.block_size, marks) if at > reused]
+        before = self._cache.ledger.bytes
+        for _, _, change in self._cache.store_sums(
+            record.hashes, marks, positions, token_bytes, record.block_size, now
+        ):
+            self._removals.evicted += len(change.evicted)
+            self._index.remove(self._replica, change.evicted)
+        if (difference := self._cache.ledger.bytes - before) != 0:
+            self._stored.change(difference, now)
 
     def release(self, match: Match) -> None:
         self._cache.release(match)

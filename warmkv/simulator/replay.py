@@ -141,6 +141,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 recomputed=budgets.recomputed_tokens(spec, prompt),
                 slot_bytes=slot,
                 workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt, len(marks)),
+                sum_bytes=slot_sizes.column_sum_bytes(spec, shape, prompt),
             )
         )
     return jobs, lifetimes

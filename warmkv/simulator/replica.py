@@ -40,6 +40,7 @@ class Job:
     recomputed: int  # prompt tokens that are computed even if they are warm
     slot_bytes: int
     workspace_bytes: int
+    sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
 
     replica: str = ""  # stays empty if it was refused
     started: float = NEVER
@@ -178,7 +179,10 @@ class Replica:
         job.costs = self._times.of(job.kind)
         self.cache.expire(now)
         job.match = self.cache.match(job.record, now)
-        job.reused = job.computed = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
+        job.reused = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
+        if job.sum_bytes:
+            job.reused = self.cache.sums(job.match, job.record, job.reused, now)
+        job.computed = job.reused
         self._used += job.slot_bytes + job.workspace_bytes
         self._slots.change(job.slot_bytes, now)
         return job
@@ -188,6 +192,8 @@ class Replica:
         now: float = self._env.now
         self.cache.expire(now)
         job.written = self.cache.store(job.record, job.marks, now)
+        if job.sum_bytes:
+            self.cache.store_sums(job.record, job.marks, job.reused, job.sum_bytes, now)
         self.cache.release(job.match)
         self._used -= job.workspace_bytes
         self._prefilling = None

@@ -11,6 +11,7 @@ from tests.unit.evaluation.conftest import CONTEXT
 from warmkv.evaluation import stream
 from warmkv.evaluation.plan import bounded, read_policy
 from warmkv.evaluation.results import RECOMPUTED
+from warmkv.replicas.slots import SlotPool
 
 
 def test_a_seed_gives_the_same_stream(texts):
@@ -52,7 +53,15 @@ def test_a_stream_goes_on_beyond_the_models_range(model, texts):
         assert all(row["bytes"] <= cache * model.kv_shape.token_bytes for row in of)
 
 
-def test_turning_a_cache_back_changes_nothing(model, texts):
+def test_turning_a_cache_back_changes_nothing(model, texts, monkeypatch):
+    shifts: list[int] = []
+    rebase = SlotPool.rebase
+
+    def watched(pool, slot, most, inv_freq):
+        rebase(pool, slot, most, inv_freq)
+        shifts.append(slot.shift)
+
+    monkeypatch.setattr(SlotPool, "rebase", watched)
     ids = stream.tokens(texts, 0, 600)
     specs = bounded({"h2o": read_policy("h2o"), "snapkv+ring": read_policy("snapkv+ring")})
 
@@ -63,7 +72,10 @@ def test_turning_a_cache_back_changes_nothing(model, texts):
         return found
 
     matched = {label: stream._matched(model, spec, 100, 500, 20_000) for label, spec in specs.items()}
-    often, never = losses(200), losses(100_000)
+    often = losses(200)
+    assert max(shifts) > 300
+    never = losses(100_000)
+    assert shifts[-1] == 0
     for label in matched:
         torch.testing.assert_close(often[label], never[label], rtol=2e-3, atol=2e-3)
 

@@ -1,0 +1,1 @@
+"""The contestants and the parts of `engine_race.py`."""

@@ -1,0 +1,63 @@
+"""What the engine reuses and keeps is what the simulator's cache says of the same requests."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.replicas.conftest import BLOCK, Driver, make_request, random_model
+from warmkv.policies import budgets, slot_sizes
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.record import RequestRecord
+from warmkv.replicas.loading import prepare
+from warmkv.simulator.cache import Removals, ReplicaCache
+from warmkv.simulator.measures import Level
+
+MODEL = prepare(random_model("llama"))
+SHAPE = MODEL.kv_shape
+TTLS = {"5m": 300.0, "1h": 3600.0}
+
+
+@st.composite
+def requests(draw):
+    """Prompts of two families of prefixes, with breakpoints, policies and pauses between them."""
+    family, length = draw(st.sampled_from([1, 2])), draw(st.integers(2, 60))
+    marks = {at: draw(st.sampled_from(list(TTLS))) for at in draw(st.sets(st.integers(1, length), max_size=2))}
+    reads = sorted({*marks, *draw(st.sets(st.integers(1, length), max_size=2))})
+    policy = draw(st.sampled_from(["full", "h2o@10", "h2o@0.5+append", "snapkv@10:window=4", "fastgen"]))
+    return [(family * at) % 50 for at in range(length)], marks, reads, policy, draw(st.sampled_from([0.0, 10.0, 400.0]))
+
+
+@settings(max_examples=40)
+@given(st.lists(requests(), min_size=1, max_size=12), st.sampled_from([6, 1000]))
+def test_reuse_and_resident_bytes_are_equal(sequence, blocks):
+    now, number = [0.0], itertools.count()
+    capacity = blocks * BLOCK * SHAPE.token_bytes
+    live = Driver(MODEL, clock=lambda: now[0], prefix_cache={"memory_bytes": capacity})
+    lifetimes = Lifetimes(TTLS, 300.0, automatic=True)
+    cache = ReplicaCache("a", capacity, SHAPE.token_bytes, lifetimes, PrefixIndex(), Level(), Removals())
+    for tokens, marks, reads, policy, pause in sequence:
+        now[0] += pause
+        request = make_request(tokens, new=1, policy=policy, marks=marks, reads=reads, name=str(next(number)))
+        live.run(request)
+        record = RequestRecord(
+            id=request.id, arrival=now[0], api="messages", model="m", policy=policy, tenant="t", replica="a",
+            block_size=BLOCK, input_tokens=len(tokens), output_tokens=1, max_tokens=1,
+            hashes=request.hashes, marks=request.marks, reads=request.reads,
+        )  # fmt: skip
+        spec = budgets.in_force(request.policy, len(tokens), 1)
+        token_bytes = slot_sizes.column_sum_bytes(spec, SHAPE, len(tokens))
+        cache.expire(now[0])
+        match = cache.match(record, now[0])
+        reused = min(match.tokens, len(tokens) - min(len(tokens), budgets.recomputed_tokens(spec, len(tokens))))
+        if token_bytes:
+            reused = cache.sums(match, record, reused, now[0])
+        cache.store(record, record.marks, now[0])
+        if token_bytes:
+            cache.store_sums(record, record.marks, reused, token_bytes, now[0])
+        cache.release(match)
+        assert live.started(request.id).cached_tokens == reused
+        assert live.engine.store.resident_bytes == cache._cache.ledger.bytes

@@ -1,0 +1,67 @@
+"""What is written: the JSON of a bench, and the file of step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from warmkv.config import Config
+from warmkv.measuring import machine, profiling
+from warmkv.measuring.bench import Bench
+from warmkv.measuring.plan import BenchPlan, ProfilePlan
+from warmkv.policies.step_profile import Measurement, ProfiledModel, StepProfile
+from warmkv.replicas.loading import LoadedModel
+
+
+def bench_document(
+    bench: Bench, plan: BenchPlan, config: Config, model: LoadedModel, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Rows of a bench with the machine, as `found` before it, and everything else they depend on. Times in seconds."""
+    return {
+        "machine": found,
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "model": {
+            **_model(config, model).model_dump(),
+            "max_context": model.max_context,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weights_bytes": weights_bytes(model),
+        },
+        "settings": {**asdict(plan), "policies": list(plan.specs()), "engine": config.engine.model_dump(mode="json")},
+        "prefill": [asdict(row) for row in bench.prefill],
+        "decode": [asdict(row) for row in bench.decode],
+    }
+
+
+def profile_document(
+    measured: Sequence[Measurement], plan: ProfilePlan, config: Config, model: LoadedModel, found: dict[str, Any]
+) -> StepProfile:
+    """The step times of a machine, as `found` before. Raises MeasureError if there is too little to fit."""
+    return StepProfile(
+        machine=found,
+        versions=machine.versions(),
+        commit=machine.commit(),
+        model=_model(config, model),
+        prefill_chunk=config.engine.prefill_chunk,
+        policies=profiling.fits(measured, plan.specs()),
+        measurements=tuple(measured),
+    )
+
+
+def weights_bytes(model: LoadedModel) -> int:
+    """Bytes of all parameters and buffers, those that share memory once."""
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def _model(config: Config, model: LoadedModel) -> ProfiledModel:
+    shape = model.kv_shape
+    return ProfiledModel(
+        name=config.model.name,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=shape.dtype_bytes,
+    )

@@ -1,0 +1,117 @@
+"""Measurements on screen."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from warmkv.measuring.bench import Bench, DecodeRow, PrefillRow
+from warmkv.measuring.spread import Spread
+from warmkv.measuring.ttft import WARM_SHARE
+from warmkv.policies.step_profile import PHASES, ErrorOfFit, StepProfile
+
+
+def show_bench(bench: Bench, console: Console) -> None:
+    """Print prompts and decoding, policies side by side."""
+    if bench.prefill:
+        console.print(_prefill(bench.prefill))
+    console.print(_decode(bench.decode))
+
+
+def _prefill(rows: list[PrefillRow]) -> Table:
+    table = _table(
+        "Prompts",
+        f"times in ms, median ± half the range; warm: the first {WARM_SHARE:.0%} stored by an earlier request;\n"
+        "reused: warm tokens not computed again; workspace: bytes while the prompt is computed",
+        ("prompt", "prefill tok/s", "prefill", "TTFT cold", "TTFT warm", "warm / cold", "reused", "workspace MiB"),
+    )
+    for row, first in _blocks(rows):
+        table.add_row(
+            row.policy,
+            f"{row.prompt_tokens:,}" if first else "",
+            f"{row.tokens_per_second:,.0f}",
+            *(_milliseconds(seconds) for seconds in (row.prefill, row.ttft_cold, row.ttft_warm)),
+            f"{row.ttft_warm.median / row.ttft_cold.median:.2f}",
+            f"{row.warm_tokens:,}",
+            _mebibytes(row.workspace_bytes),
+        )
+    return table
+
+
+def _decode(rows: list[DecodeRow]) -> Table:
+    table = _table(
+        "Decoding",
+        "TPOT: a step of the batch, hand-off: from a computed prompt to a slot, ms, median ± half the range; kept:\n"
+        "entries per layer and KV head; KV: the slots of the batch, everything counted; pool: idle slots included",
+        ("prompt", "batch", "kept", "TPOT", "tok/s", "hand-off", "KV MiB", "of full", "pool MiB"),
+    )
+    for row, first in _blocks(rows):
+        table.add_row(
+            row.policy,
+            f"{row.prompt_tokens:,}" if first else "",
+            str(row.batch) if first else "",
+            f"{row.kept_tokens:,.0f}",
+            _milliseconds(row.tpot),
+            f"{row.tokens_per_second:,.0f}",
+            _milliseconds(row.hand_off),
+            _mebibytes(row.slot_bytes),
+            f"{row.slot_bytes / row.full_bytes:.1%}",
+            _mebibytes(row.pool_bytes),
+        )
+    return table
+
+
+def show_profile(profile: StepProfile, console: Console) -> None:
+    """Print the coefficients of every policy and phase, with their errors."""
+    table = _table(
+        "Step times",
+        "a step takes a + b * tokens + c * context + d * tokens * context; error: |predicted - measured| / measured,\n"
+        "mean and 95th percentile; out: of every place of the grid when all others are fitted",
+        ("phase", "a ms", "b us", "c ns", "d ps", "points", "error in", "error out"),
+    )
+    for policy in profile.policies:
+        for phase in PHASES:
+            fit = getattr(policy, phase)
+            table.add_row(
+                policy.policy if phase == PHASES[0] else "",
+                phase.replace("_", "-"),
+                *(_short(value) for value in (fit.a * 1e3, fit.b * 1e6, fit.c * 1e9, fit.d * 1e12)),
+                str(fit.points),
+                _error(fit.in_sample),
+                _error(fit.out_of_sample),
+                end_section=phase == PHASES[-1],
+            )
+    console.print(table)
+
+
+def _blocks(rows: list[PrefillRow] | list[DecodeRow]) -> list[tuple[PrefillRow | DecodeRow, bool]]:
+    """Rows, and whether each begins a block of one prompt length and batch."""
+    places = [(row.prompt_tokens, getattr(row, "batch", 0)) for row in rows]
+    return [(row, at == 0 or places[at] != places[at - 1]) for at, row in enumerate(rows)]
+
+
+def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
+    table.add_column("policy", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _milliseconds(seconds: Spread) -> str:
+    return f"{_short(1000 * seconds.median)} ±{seconds.share:.0%}"
+
+
+def _mebibytes(size: int) -> str:
+    return _short(size / 2**20)
+
+
+def _error(error: ErrorOfFit) -> str:
+    return f"{error.mean:.1%} {error.p95:.1%}"
+
+
+def _short(number: float) -> str:
+    """Three figures."""
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"
