@@ -70,7 +70,7 @@ class ContinuousBatching:
         def write(input_ids: Tensor, position_ids: Tensor, cache: Any, **keywords: Any) -> SimpleNamespace:
             positions = position_ids[0].long().clamp(max=contexts.tokens - 1)
             for layer in range(shape.layers):
-                keys, values = contexts.of(current)[:, layer, :, positions][:, None]
+                keys, values = contexts.of(current)[:, layer][:, :, positions][:, None]
                 if "kwargs" in inspect.signature(cache.update).parameters:
                     cache.update(keys, values, layer, dict(keywords))
                 else:  # until transformers 5.20 or so

@@ -41,13 +41,13 @@ def score(
         if key[1] is not None and budgets.follows_content(inside[key], tokens):
             allowed = matching.allowed_bytes(shape, tokens, new, key[1])  # only now it is known what it takes
         of[key] = (inside[key], allowed)
-        if of[key] not in filled:
+        if True:
             filled[of[key]] = forcing.fill(model, pool, prompt, spec, new, allowed)
     there = {which: slot for which, slot in filled.items() if slot is not None}
     hits, losses = forcing.force(model, pool, [one.slot for one in there.values()], logits, sample.forced)
     rows: dict[tuple[PolicySpec, int | None], Row] = {}
     for (which, one), hit, loss in zip(
-        there.items(), hits, losses[:, -sample.answer :], strict=True
+        there.items(), hits[:, -sample.answer :], losses[:, -sample.answer :], strict=True
     ):
         right, accuracy = bool(hit.all()), float(hit.double().mean())
         rows[which] = {

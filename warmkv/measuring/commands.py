@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from warmkv.config import Config, ConfigError, load
+from warmkv.config import Config
 from warmkv.measuring import plan as plans
-from warmkv.measuring.plan import BenchPlan, MeasureError, ProfilePlan
+from warmkv.measuring.plan import BenchPlan, ProfilePlan
+from warmkv.measuring.session import context_limit, errors, faults, load, progress_bar, settings_of
 
-if TYPE_CHECKING:
-    from warmkv.policies.step_profile import StepProfile
-    from warmkv.replicas.loading import LoadedModel
-
-errors = Console(stderr=True)
 TABLE_WIDTH = 120  # lines of a narrower terminal wrap rather than lose figures
-BUSY = 0.5
-"""Load of the machine above which its figures are doubtful."""
 BENCH, PROFILE = BenchPlan(), ProfilePlan()
 
 ModelOption = Annotated[
@@ -92,16 +84,15 @@ def bench(
             "prefill": prefill,
         }
         plan = plans.make(BenchPlan, plans.QUICK_BENCH if quick else {}, given)
-        settings = _settings(config, set_, model, device)
-        if out is not None:
-            _charts()
-        loaded, found = _load(settings, lambda context: plan.check(context, settings.model.name))
+        settings = settings_of(config, set_, model, device)
+        _prepare(Path(json_file) if json_file not in (None, "-") else None, out and out / "plots")
+        loaded, found = load(settings, lambda context: plan.check(context, settings.model.name))
 
         from warmkv.measuring import bench as benching
         from warmkv.measuring import documents, table
 
         plan.check_memory(loaded.kv_shape, int(settings.engine.kv_bytes))
-        with _bar(benching.measurements(plan)) as progress:
+        with progress_bar(benching.measurements(plan)) as progress:
             result = benching.run(plan, loaded, settings.engine, settings.prefix_cache, progress)
         document = json.dumps(documents.bench_document(result, plan, settings, loaded, found), indent=2)
         if json_file == "-":
@@ -110,9 +101,11 @@ def bench(
             _say_where(found, settings)
             table.show_bench(result, _console())
         if json_file not in (None, "-"):
-            _write(Path(json_file), document + "\n")
+            Path(json_file).write_text(document + "\n", encoding="utf-8")
         if out is not None:
-            for file in _charts().save_all(result, out):
+            from warmkv.measuring import charts
+
+            for file in charts.save_all(result, out):
                 errors.print(str(file), highlight=False, soft_wrap=True)
 
 
@@ -157,16 +150,42 @@ def profile(
             "seed": seed,
         }
         plan = plans.make(ProfilePlan, plans.QUICK_PROFILE if quick else {}, given)
-        settings = _settings(config, set_, model, device)
-        name, reserved = settings.model.name, plans.PROFILED_TOKENS
-        loaded, found = _load(settings, lambda context: plan.on(context, reserved, name))
-        plan = plan.on(settings.engine.max_context or loaded.max_context, reserved, name)
+        settings = settings_of(config, set_, model, device)
+        to_file = str(out) != "-"
+        _prepare(out if to_file else None)
+        loaded, found = load(settings, lambda context: plan.on(context, settings.model.name))
 
         from warmkv.measuring import documents, profiling, table
+        from warmkv.policies import step_profile
 
-        with _bar() as progress:
-            profiler = profiling.Profiler(plan, loaded, settings.engine, progress)
-            progress.total(profiler.measurements)
-            measured = profiler.run()
+        plan = plan.on(context_limit(settings, loaded.max_context), settings.model.name)
+        profiler = profiling.Profiler(plan, loaded, settings.engine)
+        with progress_bar(profiler.measurements) as progress:
+            measured = profiler.run(progress)
         result = documents.profile_document(measured, plan, settings, loaded, found)
-        _show_profile(result, out, found, settings, table.show_profile)
+        if not to_file:
+            print(result.model_dump_json(indent=2))
+            return
+        step_profile.write(result, out)
+        _say_where(found, settings)
+        table.show_profile(result, _console())
+        print(f"{out}: read it with warmkv replay LOG --profile {out}")
+
+
+def _prepare(*files: Path | None) -> None:
+    """Make the folders of what will be written, before an hour of measuring. Raises OSError."""
+    for file in files:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _say_where(found: dict[str, Any], settings: Config) -> None:
+    """A line of what was measured on what."""
+    gpu = f"{found['gpu']}, " if found["gpu"] else ""
+    print(f"{settings.model.name} on {gpu}{found['cpu']}, {found['cores']} cores, {found['threads']} threads\n")
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    return console

@@ -15,6 +15,8 @@ from warmkv.policy_spec import METHODS, PolicySpec
 
 FEWEST_NEW = 8
 """New tokens of a sequence whose decode steps are timed: the first come from the prompt and the warm-up."""
+PROFILED_TOKENS = 16
+"""New tokens of the sequences of a profile."""
 SHORTEST = 16
 LENGTHS_SPAN = 16
 """How many times longer than the shortest context of a profile the longest is."""
@@ -90,9 +92,9 @@ class ProfilePlan:
         """Policies by label."""
         return {label.replace("@1.0", "", 1): spec for label, spec in read_policies(self.policies).items()}
 
-    def on(self, max_context: int, reserved: int, model: str) -> ProfilePlan:
-        """The plan with its lengths chosen, `reserved` tokens of the context left. Raises MeasureError."""
-        most = max_context - reserved
+    def on(self, max_context: int, model: str) -> ProfilePlan:
+        """The plan with its lengths chosen within a model's context. Raises MeasureError."""
+        most = max_context - PROFILED_TOKENS
         if self.lengths:
             if max(self.lengths) > most:
                 raise MeasureError(

@@ -16,7 +16,7 @@ from warmkv.measuring import grid, synthetic, ttft
 from warmkv.measuring.clock import Stopwatch, now
 from warmkv.measuring.decoding import decode, timed_steps
 from warmkv.measuring.fit import Point, fit
-from warmkv.measuring.plan import MeasureError, ProfilePlan
+from warmkv.measuring.plan import PROFILED_TOKENS, MeasureError, ProfilePlan
 from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
 from warmkv.policies.step_profile import FittedCost, Measurement, Phase, PolicyProfile
@@ -26,8 +26,6 @@ from warmkv.replicas.loading import LoadedModel
 
 Progress = Callable[[str], None]
 """Told what is measured next; once for every measurement."""
-NEW_TOKENS = 16
-"""Of every sequence whose steps are timed."""
 
 
 Place = tuple[tuple[str, ...], Phase, float, float]  # policies, phase, tokens, context
@@ -36,8 +34,8 @@ Place = tuple[tuple[str, ...], Phase, float, float]  # policies, phase, tokens, 
 class Profiler:
     """Measures one model on one device under a plan whose lengths are chosen."""
 
-    def __init__(self, plan: ProfilePlan, model: LoadedModel, config: EngineConfig, progress: Progress) -> None:
-        self._plan, self._model, self._progress = plan, model, progress
+    def __init__(self, plan: ProfilePlan, model: LoadedModel, config: EngineConfig) -> None:
+        self._plan, self._model = plan, model
         self._config = config.model_copy(update={"max_slots": max(config.max_slots, *plan.batches)})
         self._specs = plan.specs()
         self._engines: dict[int, Engine] = {}  # by size of a chunk
@@ -53,27 +51,27 @@ class Profiler:
             (label, cell)
             for cell in grid.decodes(plan.lengths, plan.batches)
             for label, spec in self._specs.items()
-            if grid.decode_fits(cell, spec, shape, room, NEW_TOKENS)
+            if grid.decode_fits(cell, spec, shape, room, PROFILED_TOKENS)
         ]
 
     @property
     def measurements(self) -> int:
-        """How often progress is reported."""
+        """How often `run` reports progress."""
         return len(self._specs) + self._plan.repeats * (len(self._chunks) + len(self._decodes))
 
-    def run(self) -> list[Measurement]:
+    def run(self, progress: Progress) -> list[Measurement]:
         """Measure everything. Raises MeasureError if the engine cannot serve a policy on this model."""
         for label, spec in self._specs.items():
-            self._progress(f"warm-up, {label}")
+            progress(f"warm-up, {label}")
             ttft.warm_up(self._engine(self._config.prefill_chunk), spec)
         # One token more than is ever computed, so that no prompt is handed off by itself.
         random = synthetic.random_keys_and_values(self._model, max(self._plan.lengths) + 1, self._plan.seed)
         for _ in range(self._plan.repeats):
             for labels, chunk in self._chunks:
-                self._progress(f"chunk of {chunk.tokens} up to {chunk.end:,}, {labels[0]}")
+                progress(f"chunk of {chunk.tokens} up to {chunk.end:,}, {labels[0]}")
                 self._measure_chunk(labels, chunk, random)
             for label, cell in self._decodes:
-                self._progress(f"{cell.batch} x {cell.prompt:,}, {label}")
+                progress(f"{cell.batch} x {cell.prompt:,}, {label}")
                 self._measure_decode(label, cell, random)
         return [_measurement(place, seconds) for place, seconds in self._seconds.items()]
 
@@ -99,8 +97,8 @@ class Profiler:
         """A batch from its hand-offs to its end."""
         engine, spec = self._engine(self._config.prefill_chunk), cell.spec(self._specs[label])
         prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.prompt])
-        decoded = decode(engine, spec, prompt, cell.batch, NEW_TOKENS)
-        context = cell.context(spec, timed_steps(NEW_TOKENS), NEW_TOKENS)
+        decoded = decode(engine, spec, prompt, cell.batch, PROFILED_TOKENS)
+        context = cell.context(spec, timed_steps(PROFILED_TOKENS), PROFILED_TOKENS)
         self._seconds[(label,), "decode", cell.batch, context].append(decoded.tpot)
         self._seconds[(label,), "hand_off", cell.kept(spec), cell.prompt].append(decoded.hand_off)
 
