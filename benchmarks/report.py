@@ -40,8 +40,8 @@ def figure(name: str, values: Sequence[float], target: float | None, direction: 
 
 
 def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    """Pair by pair, in the order of the repeats; nothing where one side is missing."""
-    return [a / b for a, b in zip(these, those, strict=True)] if these and those else []
+    """Pair by pair, in the order of the repeats, as far as both sides were measured."""
+    return [a / b for a, b in zip(these, those, strict=False)]
 
 
 def document(

@@ -14,6 +14,7 @@ from rich.console import Console
 from warmkv.config import Config, ConfigError, load
 from warmkv.dashboards.commands import app as dashboards_app
 from warmkv.evaluation import commands as evaluation_commands
+from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.simulator import commands as simulator_commands
 
@@ -126,6 +127,8 @@ def demo(
 app.command()(simulator_commands.replay)
 app.command()(simulator_commands.workload)
 app.command("eval")(evaluation_commands.evaluate)
+app.command()(measuring_commands.bench)
+app.command()(measuring_commands.profile)
 
 
 def main() -> None:

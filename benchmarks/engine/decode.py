@@ -2,79 +2,66 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from benchmarks.engine.arena import Arena
 from benchmarks.engine.generate import Contestant, Generate, GenerateStatic, Run
 from benchmarks.engine.paged import ContinuousBatching
-from benchmarks.engine.results import Results
-from benchmarks.engine.setting import Models, Setting
-from benchmarks.engine.synthetic import Contexts
+from benchmarks.engine.results import PAGED
 from benchmarks.engine.warm import Warm
 from warmkv.measuring.clock import Stopwatch
 
 FEWEST = 8
 """Steps of a run, at least."""
-PAGED = "continuous_batching"
 
 
-def race(models: Models, setting: Setting, results: Results, progress: Callable[[str], None]) -> None:
+def race(arena: Arena) -> None:
     """Tokens per second of everybody, taking turns in every repeat."""
-    contexts = Contexts(models, setting)
-    snapkv, full = (Warm(models, contexts, setting, policy, name) for policy, name in _policies(setting))
-    paged: list[Contestant] = [ContinuousBatching(models, contexts, setting.new_tokens, n) for n in (None, 1)]
-    static = GenerateStatic(models, contexts, setting.new_tokens, compiled=setting.compile)
-    dynamic = Generate(models, contexts, setting.new_tokens)
-    steps = {}
-    warmed: dict[str, Run] = {}
-    for contestant in (snapkv, full, dynamic, static, *paged):
-        progress(f"decode: warming up {contestant.name}")
-        try:
-            warmed[contestant.name] = run = _run(contestant, setting.sequences, min(FEWEST, setting.new_tokens - 1))
-        except Exception as error:  # a peer that fails on this machine is reported, and the others race on
-            if contestant in (snapkv, full):
-                raise
-            results.note(f"{contestant.name} could not run: {type(error).__name__}: {_first_line(error)}")
-            continue
-        steps[contestant.name] = max(min(FEWEST, setting.new_tokens - 1), _affordable(run, setting))
-    everybody = [each for each in (snapkv, full, dynamic, static, *_fastest(paged, warmed, results)) if each.name in steps]
-    for repeat in range(setting.repeats):
-        for contestant in everybody:
-            count = steps[contestant.name]
-            progress(f"decode {repeat + 1}/{setting.repeats}: {contestant.name}, {count} steps")
-            run = _run(contestant, setting.sequences, count)
-            name = PAGED if contestant in paged else contestant.name
+    setting, results, models = arena.setting, arena.results, arena.models
+    snapkv, full = _ours(arena)
+    dynamic = Generate(models, arena.contexts, setting.new_tokens)
+    static = GenerateStatic(models, arena.contexts, setting.new_tokens, compiled=setting.compile)
+    paged = [ContinuousBatching(models, arena.contexts, setting.new_tokens, at_once) for at_once in (None, 1)]
+    warmed = _warm_up(arena, (snapkv, full, dynamic, static, *paged), setting.sequences)
+    racing: dict[str, Contestant] = {each.name: each for each in (snapkv, full, dynamic, static) if each.name in warmed}
+    if best := _fastest(arena, paged, warmed):
+        racing[PAGED] = best
+        warmed[PAGED] = warmed[best.name]
+    steps = {name: _steps(arena, warmed[name]) for name in racing}
+    for turn in arena.repeats("decode"):
+        for name, contestant in list(racing.items()):
+            arena.say(f"{turn}: {name}, {steps[name]} steps")
+            run = arena.attempt(name, contestant.run, setting.sequences, steps[name])
+            if run is None:
+                del racing[name]
+                continue
             results.add(f"tokens_per_second_{name}", setting.sequences / run.seconds)
-            if contestant is dynamic and (mine := warmed[full.name].tokens):
-                results.add("same_tokens_full_as_generate", _agreement(mine, run.tokens))
+            if contestant is dynamic and full.name in warmed:
+                results.add("same_tokens_full_as_generate", _agreement(warmed[full.name].tokens, run.tokens))
     if not setting.compile:
         results.note("generate_static ran without torch.compile")
     timed = ", ".join(f"{name} {count}" for name, count in steps.items())
-    results.note(f"decode steps timed per repeat, of {setting.new_tokens - 1} (at most {setting.seconds:g} s): {timed}")
+    results.note(f"decode steps per repeat, of {setting.new_tokens - 1} (at most {setting.seconds:g} s): {timed}")
 
 
-def bandwidth(models: Models, setting: Setting, results: Results, progress: Callable[[str], None]) -> None:
+def bandwidth(arena: Arena) -> None:
     """How much of the bound set by bytes a decode step of warmkv reaches, alone and in the batch."""
-    contexts = Contexts(models, setting)
-    contestants = [Warm(models, contexts, setting, policy, name) for policy, name in _policies(setting)]
-    for batch in (1, setting.sequences):
-        steps = {}
-        for contestant in contestants:
-            progress(f"bandwidth: warming up {contestant.name}, batch {batch}")
-            steps[contestant.name] = max(
-                min(FEWEST, setting.new_tokens - 1),
-                _affordable(_run(contestant, batch, min(FEWEST, setting.new_tokens - 1)), setting),
-            )
-        for repeat in range(setting.repeats):
-            copied = copy_bandwidth(models.device, setting.copy_bytes)
-            results.add("copy_bytes_per_second", copied)
+    setting, results, models = arena.setting, arena.results, arena.models
+    contestants = _ours(arena)
+    batches = {"alone": 1, "batch": setting.sequences}
+    warmed = {name: _warm_up(arena, contestants, batch) for name, batch in batches.items()}
+    for turn in arena.repeats("bandwidth"):
+        copied = copy_bandwidth(models.device, setting.copy_bytes)
+        results.add("copy_bytes_per_second", copied)
+        for batch, sequences in batches.items():
             for contestant in contestants:
-                progress(f"bandwidth {repeat + 1}/{setting.repeats}: {contestant.name}, batch {batch}")
-                run = _run(contestant, batch, steps[contestant.name])
+                arena.say(f"{turn}: {contestant.name}, {sequences} sequences")
+                run = contestant.run(sequences, _steps(arena, warmed[batch][contestant.name]))
                 bound = (models.weight_bytes + contestant.kv_bytes) / copied
-                results.add(f"bandwidth_{contestant.name.removeprefix('warmkv_')}_{_batch_name(batch)}", bound / run.seconds)
+                results.add(f"bandwidth_{contestant.name.removeprefix('warmkv_')}_{batch}", bound / run.seconds)
+    arena.tidy()
 
 
 def copy_bandwidth(device: torch.device, size: int, repeats: int = 5) -> float:
@@ -90,43 +77,40 @@ def copy_bandwidth(device: torch.device, size: int, repeats: int = 5) -> float:
     return best
 
 
-def _batch_name(batch: int) -> str:
-    return "alone" if batch == 1 else "batch"
+def _ours(arena: Arena) -> tuple[Warm, Warm]:
+    return arena.warm(f"snapkv@{arena.setting.budget}", "warmkv_snapkv"), arena.warm("full", "warmkv_full")
 
 
-def _policies(setting: Setting) -> tuple[tuple[str, str], tuple[str, str]]:
-    return (f"snapkv@{setting.budget}", "warmkv_snapkv"), ("full", "warmkv_full")
+def _warm_up(arena: Arena, contestants: Sequence[Contestant], sequences: int) -> dict[str, Run]:
+    """A short run of everybody who is able to, by name."""
+    warmed = {}
+    for contestant in contestants:
+        arena.say(f"warming up {contestant.name}, {sequences} sequences")
+        if run := arena.attempt(contestant.name, contestant.run, sequences, min(FEWEST, arena.setting.new_tokens - 1)):
+            warmed[contestant.name] = run
+    return warmed
 
 
-def _run(contestant: Contestant, sequences: int, steps: int) -> Run:
-    run = contestant.run(sequences, steps)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what one contestant took is there for the next
-    return run
+def _steps(arena: Arena, warmed: Run) -> int:
+    """Steps that a run may have: for all new tokens, unless that takes longer than a contestant has."""
+    most = arena.setting.new_tokens - 1
+    return max(min(FEWEST, most), min(most, int(arena.setting.seconds / warmed.seconds)))
 
 
-def _affordable(run: Run, setting: Setting) -> int:
-    """Steps that a run may have: all new tokens, unless that takes longer than a contestant has."""
-    return min(setting.new_tokens - 1, int(setting.seconds / run.seconds))
-
-
-def _fastest(paged: Sequence[Contestant], warmed: dict[str, Run], results: Results) -> list[Contestant]:
-    """The faster way of the peer to batch."""
+def _fastest(arena: Arena, paged: Sequence[Contestant], warmed: dict[str, Run]) -> Contestant | None:
+    """The faster way of continuous batching to batch."""
     able = [each for each in paged if each.name in warmed]
     if not able:
-        return []
+        return None
     best = min(able, key=lambda each: warmed[each.name].seconds)
-    others = ", ".join(f"{each.name} {warmed[each.name].seconds:.4g} s a step" for each in able)
-    results.note(f"continuous batching, its paged cache filled with the same contexts, ran as {best.name} ({others})")
-    return [best]
+    speeds = ", ".join(f"{each.name} {warmed[each.name].seconds:.4g} s a step" for each in able)
+    arena.results.note(
+        f"{PAGED}: its paged cache held the same contexts; raced as {best.name}, the fastest of {speeds}"
+    )
+    return best
 
 
 def _agreement(these: list[list[int]], those: list[list[int]]) -> float:
     """Share of equal tokens, as far as both go."""
     pairs = [(a, b) for one, other in zip(these, those, strict=True) for a, b in zip(one, other, strict=False)]
     return sum(a == b for a, b in pairs) / len(pairs)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

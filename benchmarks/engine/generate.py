@@ -41,7 +41,7 @@ def step_seconds(times: list[float]) -> float:
     return (times[-1] - times[first]) / (len(times) - 1 - first)
 
 
-class _Clock(StoppingCriteria):
+class _Clock(StoppingCriteria):  # type: ignore[misc]
     """Notes when each step ended; never stops anything. `generate` itself waits for the device after every step."""
 
     def __init__(self) -> None:

@@ -2,69 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-
 import torch
 from transformers import DynamicCache
 
-from benchmarks.engine.results import Results
+from benchmarks.engine.arena import Arena
 from benchmarks.engine.setting import Models, Setting
+from benchmarks.engine.warm import PLENTY
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots import Demand, SlotPool
 
 
-def race(models: Models, setting: Setting, results: Results, progress: Callable[[str], None]) -> None:
+def race(arena: Arena) -> None:
     """Slots of all sequences, each with room for its new tokens, against the cache of `generate` after them."""
+    setting, results, models = arena.setting, arena.results, arena.models
     snapkv = f"snapkv@{setting.memory_budget}"
     for name, policy in (("snapkv", snapkv), ("snapkv_kivi4", f"{snapkv}+kivi4"), ("warmkv_full", "full")):
-        progress(f"memory: {policy}")
+        arena.say(f"memory: {policy}")
         results.add(f"bytes_{name}", slots(models, setting, PolicySpec.model_validate(policy)))
+        arena.tidy()
     results.add("bytes_full", generate(models, setting))
     results.note(
-        "bytes: every tensor of the slots (keys, values, scales, tails, scores, room for new tokens) and their "
-        "bookkeeping, against the keys and values in the dynamic cache of transformers"
+        "bytes: every tensor of the slabs that hold the slots (keys, values, scales, tails, room for new tokens, rows "
+        "that stand idle), against the keys and values in the dynamic cache of transformers"
     )
 
 
 def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
-    """Bytes of a pool with a slot for every sequence. On a GPU the allocator is asked, too."""
+    """Bytes of a pool with a slot for every sequence: the most that its tensors, itself or the GPU's allocator say."""
     device = models.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     pool = SlotPool(models.warm.kv_shape, models.warm.dtype, device)
     demand = Demand(budgets.in_force(spec, setting.context, setting.new_tokens), setting.context, setting.new_tokens)
-    one = demand_bytes(models, demand)
     for _ in range(setting.sequences):
-        # The limit that admits one more slot: no slab is larger than it must be.
-        assert pool.claim(demand, pool.allocated_bytes + one) is not None
-    total = sum(tensor.nbytes for slab in pool.slabs for tensor in slab.tensors())
-    total += sum(getattr(slab.state, field.name).nbytes for slab in pool.slabs for field in fields(slab.state))
+        if pool.claim(demand, PLENTY) is None:
+            raise RuntimeError(f"no slot for {spec.label}")
+    counted = [pool.allocated_bytes, sum(tensor.nbytes for slab in pool.slabs for tensor in slab.tensors())]
     if device.type == "cuda":
-        total = max(total, torch.cuda.memory_allocated(device) - before)
-    return total
-
-
-def demand_bytes(models: Models, demand: Demand) -> int:
-    """Bytes of one slot."""
-    pool = SlotPool(models.warm.kv_shape, models.warm.dtype, torch.device("meta"))
-    slot = pool.claim(demand, 1 << 62)
-    assert slot is not None
-    return slot.resident_bytes
+        counted.append(torch.cuda.memory_allocated(device) - before)
+    return max(counted)
 
 
 def generate(models: Models, setting: Setting) -> int:
-    """Bytes of transformers' dynamic cache when the last of the new tokens is drawn: it was never written."""
+    """Bytes of transformers' dynamic cache once all new tokens are drawn; the last one was never written."""
     shape = models.warm.kv_shape
+    size = (1, shape.kv_heads, setting.context + setting.new_tokens - 1, shape.head_dim)
     cache = DynamicCache(config=models.peer.config)
-    one = torch.empty(
-        1,
-        shape.kv_heads,
-        setting.context + setting.new_tokens - 1,
-        shape.head_dim,
-        dtype=models.warm.dtype,
-        device=models.device,
-    )
-    cache.update(one, one.clone(), 0)
-    layer = cache.layers[0]
-    return setting.sequences * shape.layers * (layer.keys.nbytes + layer.values.nbytes)
+    cache.update(*(torch.zeros(size, dtype=models.warm.dtype, device=models.device) for _ in range(2)), 0)
+    layer = cache.layers[0]  # of one sequence; all layers and sequences are alike
+    return int(setting.sequences * shape.layers * (layer.keys.nbytes + layer.values.nbytes))

@@ -24,7 +24,7 @@ from benchmarks.engine.synthetic import Contexts
 
 PAGE = 64
 """Tokens of a page, as in a block of warmkv."""
-FILLED_AT_ONCE = 512
+FILLED_AT_ONCE = 1_024
 """Tokens of a prompt that are written in a step. The peer holds a mask of so many rows over its whole cache."""
 PATIENCE = 600
 """Seconds without an answer after which the peer is taken for dead."""

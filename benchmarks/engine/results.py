@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.report import Direction, Figure, figure, ratios
 
-PEERS = ("generate_dynamic", "generate_static", "continuous_batching")
+PAGED = "continuous_batching"
+PEERS = ("generate_dynamic", "generate_static", PAGED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,18 @@ class Results:
         for name, aim in AIMS.items():
             if aim.race in races and (not only or name in only):
                 pair = PAIRS.get(name)
-                values = ratios(*(self.measured.get(side, []) for side in pair)) if pair else self.measured.get(name, [])
+                values = (
+                    ratios(*(self.measured.get(side, []) for side in pair)) if pair else self.measured.get(name, [])
+                )
                 found.append(figure(name, values, aim.on_cuda if device == "cuda" else aim.on_cpu, aim.direction))
         rest = [name for name in self.measured if name not in AIMS]
         return [*found, *(figure(name, self.measured[name], None, _direction(name)) for name in sorted(rest))]
 
     def _find_fastest_peer(self) -> None:
         speeds = [self.measured[name] for peer in PEERS if (name := f"tokens_per_second_{peer}") in self.measured]
-        if speeds:
-            self.measured["tokens_per_second_fastest_peer"] = [max(repeat) for repeat in zip(*speeds, strict=True)]
+        best = [max(repeat) for repeat in zip(*speeds, strict=False)]
+        if best:
+            self.measured["tokens_per_second_fastest_peer"] = best
 
 
 def _direction(name: str) -> Direction:

@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Llama shapes by name: one that checks the script, that of `reference/engine.md` (26.7 M parameters), and Llama 3 8B."""
+"""Llama shapes by name: one for checking the script, one of 26.7 M parameters for CPUs, that of Llama 3 8B for GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class Setting:
     copy_bytes: int = 1 << 28  # copied to measure the bandwidth
     seed: int = 0
     compile: bool = True  # the peer with the static cache
+    engine: tuple[tuple[str, str], ...] = ()  # settings of warmkv's engine other than its defaults
+    minutes: float | None = None  # within which the repeats begin
     quick: bool = False
 
     def document(self) -> dict[str, Any]:
@@ -83,7 +85,7 @@ ON_CUDA = Setting(
     "8B",
     "cuda",
     "bfloat16",
-    Load(64, (1_024, 2_048, 4_096, 8_192), (384, 128, 256, 512), budget=512, limit=65_536, chunk=2_048),
+    Load(32, (1_024, 2_048, 4_096, 8_192), (192, 64, 128, 256), budget=512, limit=65_536, chunk=2_048),
     sequences=32,
     repeats=3,
     seconds=4.0,
@@ -128,7 +130,7 @@ class Models:
         module = self.warm.module
         embedding = module.get_input_embeddings().weight
         unread = embedding.nbytes if module.get_output_embeddings().weight is not embedding else 0
-        return sum(parameter.nbytes for parameter in module.parameters()) - unread
+        return int(sum(parameter.nbytes for parameter in module.parameters()) - unread)
 
 
 def build(setting: Setting) -> Models:

@@ -31,7 +31,5 @@ class Contexts:
 
     def layer(self, layer: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and the values [sequences, kv_heads, tokens, head_dim] of a layer."""
-        keys, values = (
-            torch.stack([self.of(number)[part, layer] for number in range(sequences)]) for part in range(2)
-        )
+        keys, values = (torch.stack([self.of(number)[part, layer] for number in range(sequences)]) for part in range(2))
         return keys, values

@@ -12,18 +12,21 @@ from warmkv.measuring import synthetic
 from warmkv.measuring.clock import Stopwatch, now
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine import Engine
+from warmkv.replicas.scheduler import EngineEvent
+from warmkv.replicas.slots import Slot
 
 PLENTY = 1 << 42
 """Bytes, where memory is not the question."""
 
 
-def engine(models: Models, *, slots: int, chunk: int | None = None, kv_bytes: int = PLENTY, stored: int = 0) -> Engine:
-    """An engine; `stored` is what its prefix cache may take, in bytes. It has none by default."""
-    settings: dict[str, Any] = {"max_slots": slots, "kv_bytes": kv_bytes, "max_queue": 1 << 16}
-    if chunk is not None:
-        settings["prefill_chunk"] = chunk
-    cache = PrefixCacheConfig(memory_bytes=stored) if stored else PrefixCacheConfig(enabled=False)  # type: ignore[arg-type]
-    return Engine(models.warm, EngineConfig(**settings), cache, clock=now)
+def engine(models: Models, setting: Setting, *, stored: int = 0, **settings: Any) -> Engine:
+    """A warm engine; `stored` is what its prefix cache may take, in bytes. It has none by default."""
+    settings = {"max_slots": setting.sequences, "kv_bytes": PLENTY, "max_queue": 1 << 16, **settings}
+    config = EngineConfig.model_validate(settings | dict(setting.engine))
+    cache = PrefixCacheConfig.model_validate({"memory_bytes": stored} if stored else {"enabled": False})
+    running = Engine(models.warm, config, cache, clock=now)
+    running.warm_up()
+    return running
 
 
 class Warm:
@@ -32,27 +35,28 @@ class Warm:
     def __init__(self, models: Models, contexts: Contexts, setting: Setting, policy: str, name: str) -> None:
         self._models, self._contexts, self._new = models, contexts, setting.new_tokens
         self.policy, self.name = PolicySpec.model_validate(policy), name
-        self._engine = engine(models, slots=setting.sequences)
+        self._engine = engine(models, setting)
         self.kv_bytes = 0  # of the slots of the last run
 
     def run(self, sequences: int, steps: int) -> Run:
-        running, slots = self._engine, []
+        running = self._engine
+        slots: list[Slot] = []
         synthetic.end_all(running)
         for number in range(sequences):
             prompt = synthetic.random_prompt(self._models.warm, self.policy, self._contexts.of(number))
             slots += synthetic.begin_decoding(running, self.policy, prompt, 1, self._new).slots
         self.kv_bytes = sum(slot.resident_bytes for slot in slots)
         decoding = [running.scheduler.decoding[slot] for slot in slots]
-        drawn: list[list[int]] = [[] for _ in decoding]
-        for sequence, tokens in zip(decoding, drawn, strict=True):
-            sequence.last_token = FIRST
-            sequence.emit = lambda event, tokens=tokens: tokens.append(event) if isinstance(event, int) else None
+        told: list[list[EngineEvent]] = [[] for _ in decoding]
+        for sequence, events in zip(decoding, told, strict=True):
+            sequence.last_token, sequence.emit = FIRST, events.append
         Stopwatch(self._models.device)  # nothing of the hand-off runs on into the first step
         times = []
         for _ in range(steps):
             running.step()
             times.append(now())
         synthetic.end_all(running)
+        drawn = [[event for event in events if isinstance(event, int)] for events in told]
         if any(len(tokens) != steps for tokens in drawn):
             raise RuntimeError("a sequence ended early: its logits were not finite")
         return Run(step_seconds(times), drawn)

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from warmkv.evaluation.plan import FULL
 from warmkv.evaluation.results import RECOMPUTED
@@ -192,8 +192,9 @@ def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict
                 place = {"xycoords": ("data", "axes fraction"), "ha": "left", "va": "top", "fontsize": 8}
                 ax.annotate(" the model's range", (max_context, 1), **place)
         both[0].set_yscale("log")
-        for which in (both[0].yaxis.set_major_formatter, both[0].yaxis.set_minor_formatter):
-            which(FuncFormatter(lambda y, _: f"{y:g}"))
+        both[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        both[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        both[0].yaxis.set_minor_locator(NullLocator())
         _legend(figure, policies, look)
         return _svg(figure, "stream")
 

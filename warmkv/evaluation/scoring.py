@@ -41,7 +41,7 @@ def score(
         if key[1] is not None and budgets.follows_content(inside[key], tokens):
             allowed = matching.allowed_bytes(shape, tokens, new, key[1])  # only now it is known what it takes
         of[key] = (inside[key], allowed)
-        if True:
+        if of[key] not in filled:
             filled[of[key]] = forcing.fill(model, pool, prompt, spec, new, allowed)
     there = {which: slot for which, slot in filled.items() if slot is not None}
     hits, losses = forcing.force(model, pool, [one.slot for one in there.values()], logits, sample.forced)

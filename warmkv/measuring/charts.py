@@ -70,7 +70,7 @@ def step_against_context(bench: Bench) -> Figure:
         ax.set_title(f"batch {batch}")
         _lengths_axis(ax, [row.prompt_tokens for row in bench.decode])
     axes[0].set_ylabel("TPOT, ms")
-    _legend(figure, axes[0])
+    _finish(figure, axes[0])
     return figure
 
 
@@ -88,7 +88,7 @@ def prompt_against_length(bench: Bench) -> Figure:
     cold.set_ylabel("ms")
     for ax in (cold, warm):
         _lengths_axis(ax, [row.prompt_tokens for row in bench.prefill])
-    _legend(figure, cold)
+    _finish(figure, cold)
     return figure
 
 
@@ -142,9 +142,10 @@ def _lengths_axis(ax: Axes, lengths: list[int]) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.set_xlabel("prompt tokens")
+
+
+def _finish(figure: Figure, ax: Axes) -> None:
+    """Begin the shared axis at zero, now that everything is drawn, and name the lines."""
     ax.set_ylim(bottom=0)
-
-
-def _legend(figure: Figure, ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(labels)), fontsize=8)

@@ -85,7 +85,9 @@ def bench(
         }
         plan = plans.make(BenchPlan, plans.QUICK_BENCH if quick else {}, given)
         settings = settings_of(config, set_, model, device)
-        _prepare(Path(json_file) if json_file not in (None, "-") else None, out and out / "plots")
+        _prepare(Path(json_file) if json_file not in (None, "-") else None, out and out / "tpot.svg")
+        if out is not None:
+            import matplotlib  # noqa: F401 (is missing now rather than after an hour)
         loaded, found = load(settings, lambda context: plan.check(context, settings.model.name))
 
         from warmkv.measuring import bench as benching

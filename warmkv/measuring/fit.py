@@ -34,17 +34,14 @@ class Point:
 def fit(points: Sequence[Point], *, pairs: bool = False) -> FittedCost:
     """Fit a, b and c, with `pairs` d as well, and say how far off the fit is.
 
-    The error out of sample is that of each point when all others are fitted. Raises ValueError if there are too few
-    points, or a step that took no time.
+    The error out of sample is that of each point when all others are fitted. Raises ValueError if the points cannot
+    tell the coefficients, or if a step took no time.
     """
-    coefficients = 4 if pairs else 3
-    if len(points) < (least := POINTS_PER_COEFFICIENT * coefficients):
-        raise ValueError(f"{len(points)} measured steps are too few to fit {coefficients} coefficients; take {least}")
-    seconds = np.array([point.seconds for point in points])
-    if not (seconds > 0).all():
-        raise ValueError("a measured step took no time; the clock is too coarse for this model")
-    tokens, context = (np.array([getattr(p, name) for p in points], dtype=float) for name in ("tokens", "context"))
+    seconds, tokens, context = (
+        np.array([getattr(point, name) for point in points], dtype=float) for name in ("seconds", "tokens", "context")
+    )
     columns = [np.ones(len(points)), tokens, context, *([tokens * context] if pairs else [])]
+    _check(seconds, columns)
     design = np.column_stack(columns) / seconds[:, None]  # every row then aims at 1
     solution = _robust(design)
     held_out = [abs(1 - design[at] @ _robust(np.delete(design, at, axis=0))) for at in range(len(points))]
@@ -58,6 +55,18 @@ def fit(points: Sequence[Point], *, pairs: bool = False) -> FittedCost:
         in_sample=_error(np.abs(1 - design @ solution)),
         out_of_sample=_error(np.array(held_out)),
     )
+
+
+def _check(seconds: Floats, columns: Sequence[Floats]) -> None:
+    if not (seconds > 0).all():
+        raise ValueError("a measured step took no time; the clock is too coarse for this model")
+    for name, column in zip(("tokens", "context"), columns[1:3], strict=True):
+        if len(np.unique(column)) < 2:
+            raise ValueError(f"all {len(seconds)} measured steps have the same {name}")
+    scaled = np.column_stack([column / column.max() for column in columns])
+    least = POINTS_PER_COEFFICIENT * int(np.linalg.matrix_rank(scaled))
+    if len(seconds) < least:
+        raise ValueError(f"{len(seconds)} measured steps are too few to fit; take at least {least}")
 
 
 def _error(relative: Floats) -> ErrorOfFit:

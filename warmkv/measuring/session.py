@@ -49,12 +49,15 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         raise MeasureError(f"{error.name} is missing; install it with: pip install 'warmkv[serve]'") from None
     if settings.engine.threads:
         torch.set_num_threads(settings.engine.threads)
+    if loading.resolve_device(settings.model.device).type == "cuda" and not torch.cuda.is_available():
+        raise MeasureError(f"torch finds no GPU for device {settings.model.device}; try --device cpu")
     found = machine.identity()
     if found["load"] > BUSY:
         errors.print(
             f"[yellow]other work runs on this machine[/yellow] (load {found['load']} on {found['cores']} cores): "
             "figures will be worse than it can do",
             highlight=False,
+            soft_wrap=True,
         )
     try:
         check(context_limit(settings, loading.load_max_context(settings.model)))

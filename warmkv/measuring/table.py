@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +12,8 @@ from warmkv.measuring.bench import Bench, DecodeRow, PrefillRow
 from warmkv.measuring.spread import Spread
 from warmkv.measuring.ttft import WARM_SHARE
 from warmkv.policies.step_profile import PHASES, ErrorOfFit, StepProfile
+
+Row = TypeVar("Row", PrefillRow, DecodeRow)
 
 
 def show_bench(bench: Bench, console: Console) -> None:
@@ -22,8 +26,8 @@ def show_bench(bench: Bench, console: Console) -> None:
 def _prefill(rows: list[PrefillRow]) -> Table:
     table = _table(
         "Prompts",
-        f"times in ms, median ± half the range; warm: the first {WARM_SHARE:.0%} stored by an earlier request;\n"
-        "reused: warm tokens not computed again; workspace: bytes while the prompt is computed",
+        f"times in ms, median ± half the range; warm: the first {WARM_SHARE:.0%} stored by an earlier\n"
+        "request; reused: warm tokens not computed again; workspace: while the prompt is computed",
         ("prompt", "prefill tok/s", "prefill", "TTFT cold", "TTFT warm", "warm / cold", "reused", "workspace MiB"),
     )
     for row, first in _blocks(rows):
@@ -42,8 +46,9 @@ def _prefill(rows: list[PrefillRow]) -> Table:
 def _decode(rows: list[DecodeRow]) -> Table:
     table = _table(
         "Decoding",
-        "TPOT: a step of the batch, hand-off: from a computed prompt to a slot, ms, median ± half the range; kept:\n"
-        "entries per layer and KV head; KV: the slots of the batch, everything counted; pool: idle slots included",
+        "times in ms, median ± half the range; TPOT: a step of the batch; hand-off: from a\n"
+        "computed prompt to a slot; kept: entries per layer and KV head; KV: slots of the\n"
+        "batch, everything counted, room for new tokens included; pool: idle slots as well",
         ("prompt", "batch", "kept", "TPOT", "tok/s", "hand-off", "KV MiB", "of full", "pool MiB"),
     )
     for row, first in _blocks(rows):
@@ -66,8 +71,8 @@ def show_profile(profile: StepProfile, console: Console) -> None:
     """Print the coefficients of every policy and phase, with their errors."""
     table = _table(
         "Step times",
-        "a step takes a + b * tokens + c * context + d * tokens * context; error: |predicted - measured| / measured,\n"
-        "mean and 95th percentile; out: of every place of the grid when all others are fitted",
+        "a step takes a + b * tokens + c * context + d * tokens * context; error:\n"
+        "relative, mean and 95th percentile; out: of each point when all others are fitted",
         ("phase", "a ms", "b us", "c ns", "d ps", "points", "error in", "error out"),
     )
     for policy in profile.policies:
@@ -85,7 +90,7 @@ def show_profile(profile: StepProfile, console: Console) -> None:
     console.print(table)
 
 
-def _blocks(rows: list[PrefillRow] | list[DecodeRow]) -> list[tuple[PrefillRow | DecodeRow, bool]]:
+def _blocks(rows: list[Row]) -> list[tuple[Row, bool]]:
     """Rows, and whether each begins a block of one prompt length and batch."""
     places = [(row.prompt_tokens, getattr(row, "batch", 0)) for row in rows]
     return [(row, at == 0 or places[at] != places[at - 1]) for at, row in enumerate(rows)]

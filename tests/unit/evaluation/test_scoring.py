@@ -89,6 +89,6 @@ def test_a_whole_answer_counts_only_if_every_token_is_right(model, reference, te
         ].tolist()
     wrong = [*likely[:3], (likely[3] + 1) % 2048]
     for answer, right, accuracy in ((likely, True, 1.0), (wrong, False, 0.75)):
-        sample = Sample(prompt, tuple(answer), 4, None)
+        sample = Sample(prompt[:-9], (*prompt[-9:], *answer), 4, None)  # nine tokens are forced and not scored
         (row,) = score(specs("full"), (), model, sample, by_token=False)
         assert (row["right"], row["score"], row["accuracy"]) == (right, float(right), accuracy)

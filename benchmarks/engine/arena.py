@@ -1,0 +1,78 @@
+"""Where the races are held: models, contexts and contestants that several of them need, and what they measure."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.engine.results import Results
+from benchmarks.engine.setting import Models, Setting, build
+from benchmarks.engine.synthetic import Contexts
+from benchmarks.engine.warm import Warm
+
+T = TypeVar("T")
+
+
+class Arena:
+    """One run. Says on the error stream what begins, and the seconds since the start."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.results = setting, Results()
+        self._start = time.perf_counter()
+        self._end = float("inf")
+        self._warm: dict[str, Warm] = {}
+
+    @cached_property
+    def models(self) -> Models:
+        self.say(f"building {self.setting.shape} in {self.setting.dtype} on {self.setting.device}")
+        return build(self.setting)
+
+    @cached_property
+    def contexts(self) -> Contexts:
+        return Contexts(self.models, self.setting)
+
+    def warm(self, policy: str, name: str) -> Warm:
+        """warmkv under a policy, from the synthetic contexts on; its engine is made once."""
+        if name not in self._warm:
+            self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name)
+        return self._warm[name]
+
+    def say(self, what: str) -> None:
+        print(f"[{time.perf_counter() - self._start:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+    def until(self, share: float) -> None:
+        """From now on, repeats begin within this share of the minutes that there are, if they are limited."""
+        if self.setting.minutes is not None:
+            self._end = self._start + 60 * self.setting.minutes * share
+
+    def repeats(self, what: str) -> Iterator[str]:
+        """Names of the repeats. One more begins only if it would end in time, going by the one before."""
+        for repeat in range(1, self.setting.repeats + 1):
+            began = time.perf_counter()
+            yield f"{what} {repeat}/{self.setting.repeats}"
+            ended = time.perf_counter()
+            if repeat < self.setting.repeats and 2 * ended - began > self._end:
+                self.results.note(f"{what}: {repeat} of {self.setting.repeats} repeats, for want of time")
+                return
+
+    def attempt(self, name: str, action: Callable[..., T], *arguments: Any) -> T | None:
+        """What somebody did; None, and a note, if that failed. Memory that it took is given back."""
+        try:
+            return action(*arguments)
+        except Exception as error:  # whoever fails on this machine is reported, and the others race on
+            self.results.note(f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return None
+        finally:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Give back what the last contestant took."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,157 @@
+"""The engine against what a user would pick instead: `generate` with a dynamic or a static cache, continuous batching.
+
+Same weights, same prompts or the same synthetic keys and values, in one run, warm, taking turns. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # started as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+if TYPE_CHECKING:
+    from benchmarks.engine.arena import Arena
+    from benchmarks.engine.setting import Setting
+
+WEIGHTS = {"decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "bandwidth": 3, "serving": 6}
+"""How the minutes are shared, where there is a limit. The races run in this order."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the races; 1 if a figure misses its target (not with --quick) or a race breaks off, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    import torch
+
+    from benchmarks.engine import decode, memory, prompts, serving
+    from benchmarks.engine.arena import Arena
+
+    races, figures = _chosen(options.only, parser)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    arena = Arena(_setting(options))
+    run = {
+        "decode": decode.race,
+        "memory": memory.race,
+        "ttft": prompts.first_tokens,
+        "handoff": prompts.hand_off,
+        "bandwidth": decode.bandwidth,
+        "serving": serving.race,
+    }
+    broken = False
+    for at, race in enumerate(races, 1):
+        arena.until(sum(WEIGHTS[each] for each in races[:at]) / sum(WEIGHTS[each] for each in races))
+        try:
+            run[race](arena)
+        except Exception as error:  # the others are measured nevertheless
+            traceback.print_exc()
+            arena.results.note(f"the race {race} broke off: {type(error).__name__}: {error}")
+            arena.tidy()
+            broken = True
+        _write(arena, options.json, races, figures)
+    return _show(arena, races, figures) or int(broken)
+
+
+def _write(arena: Arena, path: Path | None, races: Collection[str], only: Collection[str]) -> None:
+    """What is known so far, so that a run which is stopped leaves something behind."""
+    from benchmarks import report
+    from warmkv.measuring import machine
+
+    if path is not None:
+        content = report.document(
+            machine.identity(arena.models.device),
+            machine.versions(),
+            os.environ.get("WARMKV_COMMIT") or machine.commit(),
+            arena.setting.document(),
+            arena.results.figures(arena.models.device.type, races, only),
+            arena.results.notes,
+        )
+        report.write(path, content)
+
+
+def _show(arena: Arena, races: Collection[str], only: Collection[str]) -> int:
+    from benchmarks import report
+
+    setting = arena.setting
+    figures = arena.results.figures(arena.models.device.type, races, only)
+    title = f"engine race: {setting.shape} in {setting.dtype} on {setting.device}, "
+    title += f"{setting.sequences} sequences of {setting.context} tokens"
+    report.show(title + (" (quick: too small for figures)" if setting.quick else ""), figures, arena.results.notes)
+    return 1 if not setting.quick and any(each.met is False for each in figures) else 0
+
+
+def _chosen(only: str | None, parser: argparse.ArgumentParser) -> tuple[list[str], set[str]]:
+    """The races to run in their order, and the figures to report."""
+    from benchmarks.engine.results import AIMS
+
+    names = [name.strip() for name in only.split(",") if name.strip()] if only else list(WEIGHTS)
+    if unknown := [name for name in names if name not in WEIGHTS and name not in AIMS]:
+        parser.error(
+            f"--only {', '.join(unknown)}: there is no such race or figure, but {', '.join((*WEIGHTS, *AIMS))}"
+        )
+    figures = {name for name, aim in AIMS.items() if name in names or aim.race in names}
+    needed = {AIMS[name].race for name in figures}
+    return [race for race in WEIGHTS if race in needed], figures
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    import torch
+
+    from benchmarks.engine.setting import ON_CPU, ON_CUDA, quick
+
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    setting = replace(ON_CUDA if device.startswith("cuda") else ON_CPU, device=device)
+    if options.quick:
+        setting = quick(setting)
+    names = (
+        "seed",
+        "context",
+        "sequences",
+        "repeats",
+        "new_tokens",
+        "seconds",
+        "shape",
+        "prompt",
+        "compile",
+        "minutes",
+    )
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    engine = tuple((name, value) for name, _, value in (each.partition("=") for each in options.engine))
+    return replace(setting, engine=engine, **given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine_race", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: whether it runs, not how fast")
+    parser.add_argument("--only", metavar="NAME,...", help="races or figures; all by default")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes a GPU where there is one")
+    parser.add_argument("--shape", choices=("tiny", "27M", "8B"), help="of the model; 27M on a CPU, 8B on a GPU")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="before decoding (16384)")
+    parser.add_argument("--sequences", type=int, metavar="N", help="that decode together (8 on a CPU, 32 on a GPU)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="of every sequence that decodes (128)")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="where prompts are computed (8192)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="5 on a CPU, 3 on a GPU")
+    parser.add_argument("--seconds", type=float, help="of decoding a contestant is timed for in a repeat, at most")
+    parser.add_argument("--minutes", type=float, help="in which the repeats must begin; no limit by default")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, for everybody; torch's choice by default")
+    parser.add_argument("--seed", type=int, help="of weights, contexts and prompts (0)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the peer with the static cache")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=VALUE", help="a setting of warmkv's engine, repeatable"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
