@@ -6,6 +6,7 @@ Same weights, same prompts or the same synthetic keys and values, in one run, wa
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import traceback
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     races, figures = _chosen(options.only, parser)
     if options.threads:
         torch.set_num_threads(options.threads)
+    gc.freeze()  # what was imported stays: no collection between two runs walks through it
     arena = Arena(_setting(options))
     run = {
         "decode": decode.race,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +48,11 @@ class ContinuousBatching:
             with self._writing() as only:
                 for number, prompt in enumerate(prompts):
                     only(number)
-                    answers(paged, [prompt], [1])
-            drawn = answers(paged, prompts, [steps] * sequences)
+                    answers(paged, [prompt], [2])  # of one that ends with its prompt, no page is kept
+            with self._watching() as widest:
+                drawn = answers(paged, prompts, [steps] * sequences)
+        if widest() > sequences:
+            raise RuntimeError("it computed the contexts anew")
         stamps = [answer.timestamps for answer in drawn]
         if self._at_once is None:
             seconds = step_seconds([max(at) for at in zip(*stamps, strict=True)])
@@ -58,7 +61,7 @@ class ContinuousBatching:
         return Run(seconds, [answer.generated_tokens for answer in drawn])
 
     @contextmanager
-    def _writing(self) -> Iterator[Any]:
+    def _writing(self) -> Iterator[Callable[[int], None]]:
         """While open, forward passes write the context of the sequence that was named last, and compute nothing."""
         model, contexts = self._models.peer, self._contexts
         shape, current = self._models.warm.kv_shape, 0
@@ -84,6 +87,21 @@ class ContinuousBatching:
             yield only
         finally:
             del model.forward  # that of the class again
+
+    @contextmanager
+    def _watching(self) -> Iterator[Callable[[], int]]:
+        """Says how many tokens were computed at most in one forward pass."""
+        most = 0
+
+        def look(_: Any, __: Any, keywords: dict[str, Any]) -> None:
+            nonlocal most
+            most = max(most, keywords["input_ids"].shape[1])
+
+        hook = self._models.peer.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            yield lambda: most
+        finally:
+            hook.remove()
 
 
 @contextmanager

@@ -18,14 +18,16 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "attn_implementation": "sdpa",
 }
-SHAPES: dict[str, dict[str, int | bool]] = {
+SHAPES: dict[str, dict[str, float]] = {
     "tiny": {
         "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
+        "initializer_range": 0.1,
     },
     "27M": {
         "vocab_size": 8_192, "hidden_size": 512, "intermediate_size": 1_408, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 65_536,
+        "initializer_range": 0.05,
     },
     "8B": {
         "vocab_size": 128_256, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -33,7 +35,9 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Llama shapes by name: one for checking the script, one of 26.7 M parameters for CPUs, that of Llama 3 8B for GPUs."""
+"""Llama shapes by name: one for checking the script, one of 26.7 M parameters for CPUs, that of Llama 3 8B for GPUs.
+
+Weights are spread so far that what a model draws depends on its context."""
 
 
 @dataclass(frozen=True, slots=True)

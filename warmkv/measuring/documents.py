@@ -44,7 +44,7 @@ def profile_document(
         versions=machine.versions(),
         commit=machine.commit(),
         model=_model(config, model),
-        prefill_chunk=config.engine.prefill_chunk,
+        prefill_chunk=int(max(one.tokens for one in measured if one.phase == "prefill")),
         policies=profiling.fits(measured, plan.specs()),
         measurements=tuple(measured),
     )

@@ -43,7 +43,7 @@ class Profiler:
         shape, room = model.kv_shape, int(config.kv_bytes)
         self._chunks = [
             (labels, cell)
-            for cell in grid.chunks(plan.lengths, config.prefill_chunk)
+            for cell in grid.chunks(plan.lengths, min(config.prefill_chunk, max(plan.lengths)))
             for labels in _alike(self._specs)
             if grid.chunk_fits(cell, self._specs[labels[0]], shape, room)
         ]

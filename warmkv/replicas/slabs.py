@@ -201,15 +201,19 @@ class Slab:
 
     @torch.inference_mode()
     def rebase(self, rows: list[int], angles: Tensor) -> None:
-        """Rotate the keys of rows back by `angles` [head_dim / 2]; those of the sinks are kept as they were cached."""
+        """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.
+
+        Packed keys are packed anew, which costs them a rounding each time.
+        """
         index = torch.tensor(rows, device=self._device)
         for at in range(len(self.layers)):
             keys = self.codec.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
             fresh = self.codec.encode_keys(rotate(self.codec.from_basis(keys), -angles).to(self.beside_keys.dtype))
             for mine, part in zip(self.keys, fresh, strict=True):
                 mine[at, index] = part
-            waiting = self.beside_keys[at, index, self.kind.front :].float()
-            self.beside_keys[at, index, self.kind.front :] = rotate(waiting, -angles).to(self.beside_keys.dtype)
+            first = self.kind.front if self.kind.rebased else 0
+            beside = self.beside_keys[at, index, first:].float()
+            self.beside_keys[at, index, first:] = rotate(beside, -angles).to(self.beside_keys.dtype)
 
     # --- a decode step
 

@@ -9,7 +9,9 @@ from warmkv.measuring.profiling import Profiler
 from warmkv.policies import step_profile
 from warmkv.policies.step_profile import PHASES, Measurement
 
-PLAN = ProfilePlan(policies=("full", "snapkv", "h2o", "full+kivi4"), lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2)
+PLAN = ProfilePlan(
+    policies=("full", "snapkv", "h2o", "full+kivi4"), lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2
+)
 ENGINE = EngineConfig(prefill_chunk=48)
 
 
@@ -63,6 +65,12 @@ def test_what_does_not_fit_in_memory_is_left_out(model):
     measured = Profiler(plan, model, small).run(lambda what: None)
     assert {m.tokens for m in measured if m.phase == "decode" and m.context > 8 * 150} == set()
     assert {m.tokens for m in measured if m.phase == "decode"} == {1, 8}
+
+
+def test_chunks_are_no_longer_than_the_longest_prompt(model):
+    plan = ProfilePlan(policies=("full",), lengths=PLAN.lengths, batches=(1,), repeats=1)
+    measured = Profiler(plan, model, EngineConfig(prefill_chunk=512)).run(lambda what: None)
+    assert {m.tokens for m in measured if m.phase == "prefill"} == {25, 50, 100, 200}
 
 
 def test_a_grid_that_is_too_small_is_refused(model):
