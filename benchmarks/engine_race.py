@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     gc.freeze()  # what was imported stays: no collection between two runs walks through it
-    arena = Arena(_setting(options))
+    arena = Arena(_setting(options, parser))
     run = {
         "decode": decode.race,
         "memory": memory.race,
@@ -104,9 +104,10 @@ def _chosen(only: str | None, parser: argparse.ArgumentParser) -> tuple[list[str
     return [race for race in WEIGHTS if race in needed], figures
 
 
-def _setting(options: argparse.Namespace) -> Setting:
+def _setting(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Setting:
     import torch
 
+    from benchmarks.engine.paged import PAGE
     from benchmarks.engine.setting import ON_CPU, ON_CUDA, quick
 
     device = options.device
@@ -127,6 +128,8 @@ def _setting(options: argparse.Namespace) -> Setting:
         "compile",
         "minutes",
     )
+    if options.context and options.context % PAGE:
+        parser.error(f"--context must be a multiple of {PAGE} tokens, got {options.context}")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     engine = tuple((name, value) for name, _, value in (each.partition("=") for each in options.engine))
     return replace(setting, engine=engine, **given)

@@ -64,7 +64,12 @@ class Arena:
     def attempt(self, name: str, action: Callable[..., T], *arguments: Any) -> T | None:
         """What somebody did; None, and a note, if that failed. Memory that it took is given back."""
         try:
-            return action(*arguments)
+            try:
+                return action(*arguments)
+            except torch.OutOfMemoryError:
+                torch._dynamo.reset()  # recorded graphs may hold the cache of who ran before
+                self.tidy()
+                return action(*arguments)
         except Exception as error:  # whoever fails on this machine is reported, and the others race on
             self.results.note(f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return None

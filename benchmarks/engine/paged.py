@@ -110,11 +110,19 @@ def manager(model: Any, pages: int, chunk: int, at_once: int | None = None) -> I
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
     config = ContinuousBatchingConfig(
-        num_blocks=pages, max_batch_tokens=chunk, max_requests_per_batch=at_once, safety_margin=0.0, **{size: PAGE}
+        num_blocks=pages,
+        max_batch_tokens=chunk,
+        max_requests_per_batch=at_once,
+        safety_margin=0.0,
+        max_memory_percent=0.95,
+        **{size: PAGE},
     )
     generation = GenerationConfig(do_sample=False, eos_token_id=-1)
-    with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as running:
-        yield running
+    try:
+        with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as running:
+            yield running
+    finally:
+        model.set_attn_implementation("sdpa")  # the peer leaves its own behind if it fails
 
 
 def answers(running: Any, prompts: list[list[int]], new_tokens: list[int]) -> list[Any]:

@@ -22,7 +22,10 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
 
 @pytest.mark.parametrize(
     "command",
-    [["serve"], ["demo"], ["replay"], ["workload"], ["hash-key"], ["config", "show"], ["dashboards", "publish"]],
+    [
+        *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
+        *(["config", "show"], ["dashboards", "publish"]),
+    ],
     ids=" ".join,
 )
 def test_every_command_explains_itself(command):

@@ -121,7 +121,7 @@ def test_the_fastest_peer_is_found_in_every_repeat() -> None:
 
 def test_a_missed_target_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = quick(ON_CPU)
-    monkeypatch.setattr(engine_race, "_setting", lambda options: _slow(tiny))
+    monkeypatch.setattr(engine_race, "_setting", lambda *_: _slow(tiny))
     assert engine_race.main(["--only", "memory_snapkv"]) == 1  # of so short a context a third is kept
 
 

@@ -11,18 +11,8 @@ from tests.unit.simulator.conversations import record
 from warmkv.cli import app
 from warmkv.measuring.plan import BenchPlan
 
-SMALL = (
-    "--policies",
-    "full,snapkv@32",
-    "--lengths",
-    "64,96",
-    "--batches",
-    "1,2",
-    "--new-tokens",
-    "8",
-    "--repeats",
-    "1",
-)
+CELLS = ("--policies", "full,snapkv@32", "--lengths", "64,96", "--batches", "1,2")
+SMALL = (*CELLS, "--new-tokens", "8", "--repeats", "1")
 GRID = ("--policies", "full,snapkv", "--lengths", "64,96,144,200", "--batches", "1,2", "--repeats", "1")
 
 

@@ -1,5 +1,7 @@
 """What is measured: read from the command line, and refused before anything is loaded."""
 
+from itertools import pairwise
+
 import pytest
 
 from warmkv.measuring import plan as plans
@@ -61,6 +63,6 @@ def test_a_profile_spreads_its_contexts_over_the_model():
     lengths = ProfilePlan().on(4096, "tiny").lengths
     assert len(lengths) == ProfilePlan().points
     assert lengths[-1] == 4096 - PROFILED_TOKENS
-    ratios = [after / before for before, after in zip(lengths, lengths[1:], strict=False)]
+    ratios = [after / before for before, after in pairwise(lengths)]
     assert max(ratios) == pytest.approx(min(ratios), rel=0.02)
     assert ProfilePlan(lengths=(64, 128)).on(4096, "tiny").lengths == (64, 128)

@@ -9,9 +9,8 @@ from warmkv.measuring.profiling import Profiler
 from warmkv.policies import step_profile
 from warmkv.policies.step_profile import PHASES, Measurement
 
-PLAN = ProfilePlan(
-    policies=("full", "snapkv", "h2o", "full+kivi4"), lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2
-)
+POLICIES = ("full", "snapkv", "h2o", "full+kivi4")
+PLAN = ProfilePlan(policies=POLICIES, lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2)
 ENGINE = EngineConfig(prefill_chunk=48)
 
 

@@ -17,7 +17,7 @@ def fitted(a, b, c, d=0.0):
 
 
 def profile(**policies):
-    """A profile with (prefill, decode, hand_off) coefficients of policies, written with `_` for `+`."""
+    """A profile with (prefill, decode, hand_off) coefficients of policies."""
     return StepProfile(
         machine={"cpu": "a CPU", "gpu": None},
         versions={},
@@ -25,9 +25,7 @@ def profile(**policies):
         model={"name": "small", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype_bytes": 1},
         prefill_chunk=8,
         policies=tuple(
-            PolicyProfile(
-                policy=name.replace("_kivi", "+kivi"), prefill=fitted(*p), decode=fitted(*d), hand_off=fitted(*h)
-            )
+            PolicyProfile(policy=name, prefill=fitted(*p), decode=fitted(*d), hand_off=fitted(*h))
             for name, (p, d, h) in policies.items()
         ),
     )
@@ -54,7 +52,7 @@ def test_a_file_gives_the_costs_that_were_written(tmp_path):
     [
         (lambda tree: tree.update(format=2), "format: Input should be 1"),
         (lambda tree: tree.update(policies=[]), "policies: "),
-        (lambda tree: tree["policies"][0].update(policy="magic"), "policies.0.policy: "),
+        (lambda tree: tree["policies"][0].update(policy="magic"), "policies.0.policy.name: "),
         (lambda tree: tree["policies"][0]["decode"].update(c=-1), "policies.0.decode.c: .*greater than or equal to 0"),
         (lambda tree: tree["policies"][0]["decode"].update(e=1), "policies.0.decode.e: unknown key"),
         (lambda tree: tree.pop("machine"), "machine: Field required"),
@@ -70,7 +68,7 @@ def test_a_wrong_file_says_where(tmp_path, change, says):
 
 
 def test_what_is_no_file_or_no_json_is_told(tmp_path):
-    with pytest.raises(ProfileError, match="cannot read .*absent: No such file"):
+    with pytest.raises(ProfileError, match=r"cannot read .*absent: No such file"):
         step_profile.read(tmp_path / "absent")
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ProfileError, match="is not a profile"):
