@@ -69,7 +69,7 @@ def _write(arena: Arena, path: Path | None, races: Collection[str], only: Collec
 
     if path is not None:
         content = report.document(
-            machine.identity(arena.models.device),
+            arena.machine,
             machine.versions(),
             os.environ.get("WARMKV_COMMIT") or machine.commit(),
             arena.setting.document(),

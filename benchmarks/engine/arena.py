@@ -15,6 +15,7 @@ from benchmarks.engine.results import Results
 from benchmarks.engine.setting import Models, Setting, build
 from benchmarks.engine.synthetic import Contexts
 from benchmarks.engine.warm import Warm
+from warmkv.measuring.machine import identity
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class Arena:
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.results = setting, Results()
+        self.machine = identity(torch.device(setting.device))  # with the load before this run made its own
         self._start = time.perf_counter()
         self._end = float("inf")
         self._warm: dict[str, Warm] = {}

@@ -83,7 +83,7 @@ ON_CPU = Setting(
     "27M",
     "cpu",
     "float32",
-    Load(24, (512, 1_024, 2_048, 4_096), (384, 128, 256, 512), budget=256, limit=16_384, chunk=512),
+    Load(16, (256, 512, 1_024, 2_048), (384, 128, 256, 512), budget=256, limit=8_192, chunk=512),
 )
 ON_CUDA = Setting(
     "8B",

@@ -127,11 +127,11 @@ def profile(
         str | None, typer.Option(help="Sequences that decode together.", show_default=_listed(PROFILE.batches))
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Of every measurement; the median counts.", show_default=str(PROFILE.repeats))
+        int | None, typer.Option(help="Of every measurement; the least counts.", show_default=str(PROFILE.repeats))
     ] = None,
     device: DeviceOption = None,
     seed: SeedOption = PROFILE.seed,
-    quick: Annotated[bool, typer.Option("--quick", help="A small grid: about a quarter minute, tiny model.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small grid: about half a minute, tiny model.")] = False,
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006
 ) -> None:

@@ -115,7 +115,7 @@ QUICK_BENCH = {
     "new_tokens": 16,
     "repeats": 3,
 }
-QUICK_PROFILE = {"policies": ("full", "snapkv", "full+kivi4"), "points": 4, "batches": (1, 4), "repeats": 3}
+QUICK_PROFILE = {"policies": ("full", "snapkv", "full+kivi4"), "points": 4, "batches": (1, 4), "repeats": 5}
 
 
 def make(kind: type[Plan], quick: dict[str, Any], given: dict[str, Any]) -> Plan:

@@ -104,7 +104,10 @@ class Profiler:
 
 
 def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[PolicyProfile, ...]:
-    """The coefficients of every policy. Raises MeasureError if the grid was too small."""
+    """The coefficients of every policy. Raises MeasureError if the grid was too small.
+
+    They are fitted to the least of the repeats: whatever disturbs a step makes it longer, never shorter.
+    """
     return tuple(
         PolicyProfile(
             policy=label,
@@ -119,7 +122,7 @@ def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[Policy
 def _fit(measured: Sequence[Measurement], label: str, phase: Phase) -> FittedCost:
     of = [one for one in measured if one.phase == phase and label in one.policies]
     try:
-        return fit([Point(one.tokens, one.context, one.seconds) for one in of], pairs=phase == "prefill")
+        return fit([Point(one.tokens, one.context, one.least) for one in of], pairs=phase == "prefill")
     except ValueError as error:
         raise MeasureError(
             f"{phase} of {label}: {error}. Give more --lengths or --batches, or more room for them with "

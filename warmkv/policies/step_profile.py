@@ -65,7 +65,7 @@ class PolicyProfile(Section):
 
 
 class Measurement(Section):
-    """A place of the grid: seconds of a step, median and range over repeats."""
+    """A place of the grid: seconds of a step, median and range over repeats. The fit is to the least."""
 
     policies: tuple[str, ...] = Field(description="those for which it counts")
     phase: Phase
@@ -106,6 +106,12 @@ class StepProfile(Section):
         return MeasuredCosts(
             {p.kind: PhaseCosts(p.prefill.cost, p.decode.cost, p.hand_off.cost) for p in self.policies}
         )
+
+    @property
+    def disturbance(self) -> float:
+        """By how much the median of repeats exceeded the least, as a share, on average: near 0 on an idle machine."""
+        shares = [one.seconds / one.least - 1 for one in self.measurements if one.least]
+        return sum(shares) / len(shares) if shares else 0.0
 
     @property
     def summary(self) -> str:

@@ -7,6 +7,7 @@ from warmkv.measuring import documents, grid, profiling
 from warmkv.measuring.plan import MeasureError, ProfilePlan
 from warmkv.measuring.profiling import Profiler
 from warmkv.policies import step_profile
+from warmkv.policies.costs import StepCost
 from warmkv.policies.step_profile import PHASES, Measurement
 
 POLICIES = ("full", "snapkv", "h2o", "full+kivi4")
@@ -33,6 +34,13 @@ def test_every_place_is_measured(measured):
         assert len(of["decode"]) == len(PLAN.lengths) * len(PLAN.batches)
         assert {m.context for m in of["hand_off"]} == set(PLAN.lengths)
         assert all(0 < m.least <= m.seconds <= m.most for ms in of.values() for m in ms)
+
+
+def test_the_fit_is_to_the_least_of_the_repeats(measured):
+    cost = StepCost(0.001, 2e-5, 3e-7, 4e-8)
+    least = [m.model_copy(update={"least": cost.seconds(m.tokens, m.context)}) for m in measured]
+    prefill = profiling.fits(least, ["full"])[0].prefill
+    assert (prefill.a, prefill.b, prefill.c, prefill.d) == pytest.approx((cost.a, cost.b, cost.c, cost.d), rel=1e-6)
 
 
 def test_prefill_is_shared_only_by_policies_that_ask_the_same_of_it(measured):

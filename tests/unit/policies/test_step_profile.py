@@ -112,3 +112,14 @@ def test_a_mixed_batch_pays_for_an_empty_step_once():
     assert batch_seconds([(light, 2, 10)]) == light.seconds(2, 10)
     assert batch_seconds([(light, 2, 10), (heavy, 1, 3)]) == 2.0 + light.load(2, 10) + heavy.load(1, 3)
     assert StepCost(1, 2, 3, 4).seconds(5, 7) == 1 + 2 * 5 + 3 * 7 + 4 * 5 * 7
+
+
+def test_disturbance_is_how_far_the_median_lies_above_the_least():
+    places = [
+        step_profile.Measurement(
+            policies=("full",), phase="decode", tokens=1, context=1, seconds=seconds, least=1.0, most=3.0
+        )
+        for seconds in (1.0, 1.5)
+    ]
+    assert ONE.disturbance == 0.0
+    assert ONE.model_copy(update={"measurements": tuple(places)}).disturbance == 0.25
