@@ -6,6 +6,7 @@ A policy is three independent choices: what survives the hand-off (the method an
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -227,3 +228,8 @@ def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in (*keys, "name")}
+
+
+def split_policies(text: str) -> tuple[str, ...]:
+    """`a,b:knob=1,knob=2,c` in pieces: what reads `knob=value` belongs to the policy before it."""
+    return tuple(piece.strip() for piece in re.split(r",(?!\s*\w+=)", text) if piece.strip())

@@ -16,6 +16,7 @@ from warmkv.config import ModelConfig
 from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
 from warmkv.evaluation.plan import EvalError, Plan
+from warmkv.policy_spec import split_policies
 
 if TYPE_CHECKING:
     from warmkv.evaluation.summary import Row
@@ -86,7 +87,7 @@ def evaluate(
             "seed": seed,
             "samples": samples,
             "stream_tokens": stream_tokens,
-            "policies": plans.split_policies(policies),
+            "policies": split_policies(policies),
             "budgets": _numbers("--budgets", budgets, float),
             "lengths": _numbers("--lengths", lengths, int),
             "depths": _numbers("--depths", depths, float),

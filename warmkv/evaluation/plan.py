@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -123,17 +122,6 @@ def read_policy(text: str) -> PolicySpec:
 def label_of(spec: PolicySpec) -> str:
     """The short form of a policy without a budget."""
     return spec.label.replace("@1.0", "", 1)
-
-
-def split_policies(text: str) -> tuple[str, ...]:
-    """`a,b:knob=1,knob=2,c` in pieces: what reads `knob=value` belongs to the policy before it."""
-    out: list[str] = []
-    for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        if out and re.match(r"\w+=", piece):
-            out[-1] += f",{piece}"
-        else:
-            out.append(piece)
-    return tuple(out)
 
 
 def bounded(specs: dict[str, PolicySpec]) -> dict[str, PolicySpec]:

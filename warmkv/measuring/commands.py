@@ -13,6 +13,7 @@ from warmkv.config import Config
 from warmkv.measuring import plan as plans
 from warmkv.measuring.plan import BenchPlan, ProfilePlan
 from warmkv.measuring.session import context_limit, errors, faults, load, progress_bar, settings_of
+from warmkv.policy_spec import split_policies
 
 TABLE_WIDTH = 120  # lines of a narrower terminal wrap rather than lose figures
 BENCH, PROFILE = BenchPlan(), ProfilePlan()
@@ -75,7 +76,7 @@ def bench(
     """
     with faults("bench"):
         given = {
-            "policies": plans.split_policies(policies) if policies is not None else None,
+            "policies": split_policies(policies) if policies is not None else None,
             "lengths": plans.split_numbers("--lengths", lengths),
             "batches": plans.split_numbers("--batches", batches),
             "new_tokens": new_tokens,
@@ -145,7 +146,7 @@ def profile(
     """
     with faults("profile"):
         given = {
-            "policies": plans.split_policies(policies) if policies is not None else None,
+            "policies": split_policies(policies) if policies is not None else None,
             "lengths": plans.split_numbers("--lengths", lengths),
             "batches": plans.split_numbers("--batches", batches),
             "repeats": repeats,

@@ -141,11 +141,6 @@ def _read_policy(text: str) -> PolicySpec:
         raise MeasureError(f"policy {text}: {reason}") from None
 
 
-def split_policies(text: str) -> tuple[str, ...]:
-    """`a,b:knob=1,knob=2,c` in pieces: what reads `knob=value` belongs to the policy before it."""
-    return tuple(piece.strip() for piece in re.split(r",(?!\s*\w+=)", text) if piece.strip())
-
-
 def split_numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     """`1,4,8` as numbers; None stays None. Raises MeasureError."""
     if text is None:

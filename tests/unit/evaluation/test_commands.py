@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from warmkv.cli import app
 from warmkv.evaluation import tasks
-from warmkv.evaluation.plan import EvalError, Plan, make, split_policies
+from warmkv.evaluation.plan import EvalError, Plan, make
+from warmkv.policy_spec import split_policies
 
 SMALL = ["--lengths", "256", "--depths", "0.5", "--samples", "1", "--budgets", "0.4,0.2"]
 

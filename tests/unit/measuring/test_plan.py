@@ -7,10 +7,11 @@ import pytest
 from warmkv.measuring import plan as plans
 from warmkv.measuring.plan import PROFILED_TOKENS, BenchPlan, MeasureError, ProfilePlan
 from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import split_policies
 
 
 def test_a_list_of_policies_may_hold_knobs():
-    assert plans.split_policies("full, snapkv@0.2:window=16,kernel=7 ,h2o@64") == (
+    assert split_policies("full, snapkv@0.2:window=16,kernel=7 ,h2o@64") == (
         "full",
         "snapkv@0.2:window=16,kernel=7",
         "h2o@64",
