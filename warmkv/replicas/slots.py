@@ -20,7 +20,8 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slabs import Slab, Step
 
-SLAB_SLOTS = 4
+SLAB_SLOTS, MOST_SLAB_SLOTS = 4, 32
+"""Slots of a kind's first slab, and of its largest. Each further one doubles them: a step attends slab by slab."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,10 @@ class SlotPool:
         A new slab takes at most a quarter of the room that is left, so that one size does not starve the others.
         """
         heads, layers = self.shape.kv_heads, range(self.shape.layers)
+        held = 0  # slots of this kind
         for slab in self.slabs:
             if slab.kind == kind and slab.layers == layers:
+                held += slab.rows // heads
                 free = next((r for r in range(0, slab.rows, heads) if slab.owners[r] is None), None)
                 if free is not None:
                     if not self.fit(limit, but=[slab]):
@@ -116,7 +119,8 @@ class SlotPool:
         one = row_bytes(kind, self.shape) * heads * len(layers)
         if not self.fit(limit - one):
             return False
-        count = max(1, min(SLAB_SLOTS, (limit - self.allocated_bytes) // (4 * one)))
+        wanted = min(MOST_SLAB_SLOTS, max(SLAB_SLOTS, held))
+        count = max(1, min(wanted, (limit - self.allocated_bytes) // (4 * one)))
         slab = self._allocate(kind, layers, count * heads)
         self._take(slot, slab, list(range(heads)), list(range(heads)))
         return True
