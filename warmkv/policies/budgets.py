@@ -153,6 +153,11 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
     return min(max(budget, kept), appended)
 
 
+def is_endless(spec: PolicySpec, prompt_tokens: int, new_tokens: int, most: int) -> bool:
+    """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
+    return spec.name == "streaming_llm" and slot_capacity(spec, prompt_tokens, new_tokens) < most
+
+
 def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
     """Entries per KV head and layer that a request needs, the average where layers or heads differ."""
     return slot_limit(spec, kept_tokens(spec, prompt_tokens), prompt_tokens, new_tokens)

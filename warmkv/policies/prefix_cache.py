@@ -141,12 +141,17 @@ class PrefixCache:
         Yields (position, key, what that did). They lie beside the block whose end they belong to, and leave before it.
         """
         tails = {mark.position: mark.key for mark in marks}
+        ttls = {mark.position: self._lifetimes.ttls[mark.ttl] for mark in marks}
         for position in positions:
             blocks, rest = divmod(position, size)
             chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
             if self.ledger.match(chain, now) == len(chain):
                 key, sizes = sums_key(chain[-1]), [0] * len(chain) + [position * token_bytes]
-                yield position, key, self.ledger.store((*chain, key), sizes, self._lifetimes.default, now)
+                yield (
+                    position,
+                    key,
+                    self.ledger.store((*chain, key), sizes, ttls.get(position, self._lifetimes.default), now),
+                )
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
         """Position of the last of the marks that may be read now; 0 if none may."""

@@ -143,4 +143,10 @@ def token_classes(tokenizer: Any) -> TokenClasses:
     flagged = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     special[[token for token in {*flagged, *tokenizer.all_special_ids} if token < len(texts)]] = True
     marks = [bool(text.strip()) and all(c in string.punctuation for c in text.strip()) for text in texts]
-    return TokenClasses(special, torch.tensor(marks) & ~special, torch.tensor(["\n\n" in text for text in texts]))
+    return TokenClasses(
+        special=special,
+        punctuation=torch.tensor(marks) & ~special,
+        separators=torch.tensor(["\n\n" in text for text in texts]),
+        ends_line=torch.tensor([text.endswith("\n") for text in texts]),
+        starts_line=torch.tensor([text.startswith("\n") for text in texts]),
+    )

@@ -147,6 +147,23 @@ class Slab:
         for tensor in self.tensors():
             tensor[:, row].zero_()
 
+    @torch.inference_mode()
+    def trim(self, multiple: int) -> None:
+        """Give back the free rows at the end; a multiple of so many rows stays."""
+        used = max((row + 1 for row, owner in enumerate(self.owners) if owner is not None), default=0)
+        rows = -(-used // multiple) * multiple
+        if rows == self.rows:
+            return
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, :rows].clone()
+
+        self.keys, self.values = tuple(map(cut, self.keys)), tuple(map(cut, self.values))
+        self.beside_keys, self.beside_values = cut(self.beside_keys), cut(self.beside_values)
+        self._sink_keys, self._scores, self._ages = cut(self._sink_keys), cut(self._scores), cut(self._ages)
+        self._lowest, self._highest = cut(self._lowest), cut(self._highest)
+        self.state, self.owners, self.rows = self.state.first(rows), self.owners[:rows], rows
+
     # --- from the hand-off
 
     def start(self, row: int, *, kept: int, limit: int, packed_limit: int, recent: int, pages: int) -> None:

@@ -37,9 +37,7 @@ class Demand:
 
     def is_endless(self, most: int) -> bool:
         """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
-        return (
-            self.spec.name == "streaming_llm" and self.limit(budgets.kept_tokens(self.spec, self.prompt_tokens)) < most
-        )
+        return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
 
     def kind(self, kept: int) -> RowKind:
         return row_kind(self.spec, self.prompt_tokens, self.limit(kept))
@@ -110,7 +108,8 @@ class SlotPool:
         for slab in self.slabs:
             if slab.kind == kind and slab.layers == layers:
                 held += slab.rows // heads
-                free = next((r for r in range(0, slab.rows, heads) if slab.owners[r] is None), None)
+                idle = [row for row in range(0, slab.rows, heads) if slab.owners[row : row + heads] == [None] * heads]
+                free = idle[0] if idle else None
                 if free is not None:
                     if not self.fit(limit, but=[slab]):
                         return False
@@ -161,9 +160,15 @@ class SlotPool:
         slot.places.append((slab, rows))
 
     def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
-        """Whether all slabs take at most `limit` bytes, after empty ones (`but` some) were given back if need be."""
+        """Whether all slabs take at most `limit` bytes; if need be, empty ones and idle ends are given back first.
+
+        Slabs in `but` are left as they are.
+        """
         if self.allocated_bytes > limit:
             self.slabs = [slab for slab in self.slabs if slab in but or not slab.is_empty]
+        for slab in self.slabs:
+            if self.allocated_bytes > limit and slab not in but:
+                slab.trim(self.shape.kv_heads if len(slab.layers) > 1 else 1)
         return self.allocated_bytes <= limit
 
     def release(self, slot: Slot) -> None:

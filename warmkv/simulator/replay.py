@@ -142,6 +142,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 slot_bytes=slot,
                 workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt, len(marks)),
                 sum_bytes=slot_sizes.column_sum_bytes(spec, shape, prompt),
+                endless=budgets.is_endless(spec, prompt, allowed, config.engine.max_context or 0),
             )
         )
     return jobs, lifetimes

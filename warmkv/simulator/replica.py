@@ -41,6 +41,7 @@ class Job:
     slot_bytes: int
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
+    endless: bool = False  # whether it may go on beyond the context
 
     replica: str = ""  # stays empty if it was refused
     started: float = NEVER
@@ -124,6 +125,8 @@ class Replica:
 
     def ever_fits(self, job: Job) -> bool:
         tokens = job.record.input_tokens + job.record.output_tokens
+        if job.endless:
+            tokens = job.record.input_tokens + 1
         too_long = self._config.max_context is not None and tokens > self._config.max_context
         return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
 

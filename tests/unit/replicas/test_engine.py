@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.replicas.conftest import BLOCK, FAMILIES, VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
-from warmkv.policies import budgets
+from warmkv.policies import budgets, slot_sizes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
 
@@ -411,3 +411,31 @@ def test_a_tenant_with_many_requests_does_not_make_others_wait_for_all_of_them(d
     assert len(order) == 8
     assert order.index("one") <= 2
     assert order.index("two") <= 4
+
+
+def test_idle_rows_beside_a_stream_without_end_do_not_starve_others(driver, models):
+    shape, big = models["llama"].kv_shape, PolicySpec()
+    stream = PolicySpec.model_validate("streaming_llm@64")
+    room = slot_sizes.slot_bytes(stream, shape, 100, 10**6) + slot_sizes.slot_bytes(big, shape, 300, 50)
+    room += slot_sizes.workspace_bytes(big, shape, 300) + 4096
+    busy = driver(prefix_cache={"enabled": False}, kv_bytes=room)
+    busy.submit(make_request(prompt(100), new=10**6, policy=stream, name="stream"))
+    while not busy.tokens("stream"):
+        busy.engine.step()
+    busy.submit(make_request(prompt(300), new=50, name="big"))
+    for _ in range(120):
+        busy.engine.step()
+        stats = busy.engine.stats()
+        assert stats.slot_bytes + stats.workspace_bytes <= room
+    assert len(busy.tokens("big")) == 50
+    assert busy.tokens("big") == driver().run(make_request(prompt(300), new=50))[0]
+
+
+def test_sums_of_attention_live_as_long_as_the_mark_they_belong_to(driver):
+    now = [0.0]
+    warm = driver(clock=lambda: now[0])
+    tokens = prompt(60)
+    warm.run(make_request(tokens[:40], new=1, policy="h2o@20", marks={40: "1h"}, name="first"))
+    now[0] = 600.0
+    warm.run(make_request(tokens, new=1, policy="h2o@20", reads=[40], name="second"))
+    assert warm.started("second").cached_tokens == 40

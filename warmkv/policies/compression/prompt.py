@@ -18,7 +18,9 @@ class TokenClasses:
 
     special: Tensor
     punctuation: Tensor
-    separators: Tensor  # tokens that end a passage (a blank line)
+    separators: Tensor  # tokens that hold the blank line which ends a passage
+    ends_line: Tensor | None = None  # tokens that end in a line break, and
+    starts_line: Tensor | None = None  # tokens that begin with one: together a blank line, too
 
 
 class Prompt:
@@ -65,8 +67,13 @@ class Prompt:
         """Which positions hold tokens of a class ("special", "punctuation", "separators"): bool [T]."""
         if self._classes is None or not self._ids:
             return torch.zeros(self.tokens, dtype=torch.bool, device=self.keys.device)
+        ids = torch.tensor(self._ids)
         of: Tensor = getattr(self._classes, kind)
-        return of.to(self.keys.device)[torch.tensor(self._ids, device=self.keys.device)]
+        found = of[ids]
+        ends, starts = self._classes.ends_line, self._classes.starts_line
+        if kind == "separators" and ends is not None and starts is not None:
+            found[:-1] |= ends[ids[:-1]] & starts[ids[1:]]
+        return found.to(self.keys.device)
 
     def reuse(self, tokens: int, column_sums: Tensor | None = None) -> None:
         """The first `tokens` tokens are in place already; with them what their own queries gave as column sums."""
