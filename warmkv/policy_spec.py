@@ -60,7 +60,7 @@ class PolicySpec(BaseModel):
     cache in such a storage; `structural` and `shotkv` name snapkv inside that wrapper.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     name: PolicyName = "full"
     budget: int | float = 1.0
@@ -94,7 +94,7 @@ class PolicySpec(BaseModel):
         if not isinstance(value, dict):
             return value
         tree = _resolve_alias(dict(value))
-        name = tree.get("name", "full")
+        name: Any = tree.get("name", "full")
         if name not in get_args(PolicyName):
             return tree  # refused by the field itself, with the known names
         given = {knob for knob in KNOBS if tree.get(knob) is not None}
@@ -180,7 +180,7 @@ def _parse(text: str) -> dict[str, Any]:
             tree.update(chosen)
         for knob in filter(None, knobs.split(",")):
             key, equals, value = knob.partition("=")
-            if not equals:
+            if not equals or key in tree:
                 raise ValueError
             tree[key] = int(value) if value.isdigit() else value
     except ValueError:
@@ -209,6 +209,8 @@ _BITS = {"kivi": (2, 4), "turboquant": (3, 4)}
 def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
     """Names that stand for a storage or a wrapper: `kivi` and `turboquant` take bits, the wrappers an inner method."""
     name = tree.get("name")
+    if not isinstance(name, str):
+        return tree
     if name in ("kivi", "turboquant", "fp8") and "storage" in tree:
         raise ValueError(f"{name} is a storage itself, got {tree['storage']} besides")
     if name in _BITS and tree.get("bits", 4) not in _BITS[name]:

@@ -97,6 +97,10 @@ def test_what_is_accepted_reads_back_from_its_label_and_from_its_json(tree):
         ("window@20+argmin", "window is a ring"),
         ("snapkv@10+kivi4:residual=40", "multiple of 32"),
         ("magic@3", "name"),
+        ({"name": []}, "name"),
+        ({"name": {}}, "name"),
+        ({"name": "cake", "gamma": float("inf")}, "finite"),
+        ("snapkv@0.2:budget=5", "write NAME@TOKENS or NAME@SHARE"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(short, message):

@@ -16,8 +16,8 @@ def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpe
     spec = concrete(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
     appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
-    if spec.name == "adaptive":
-        return spec if is_compressed(spec, prompt_tokens) else _whole(spec)
+    if spec.name == "adaptive" and is_compressed(spec, prompt_tokens):
+        return spec
     if budget is not None and prompt_tokens + appended <= budget:
         return _whole(spec)
     return spec
@@ -98,8 +98,14 @@ def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int
     if spec.name == "pyramidkv" and kept < prompt_tokens:
         assert spec.window is not None
         assert spec.beta is not None
-        return pyramid(kept, spec.window, prompt_tokens, layers, spec.beta)
+        return with_room(spec, pyramid(kept, spec.window, prompt_tokens, layers, spec.beta), kept)
     return [kept] * layers
+
+
+def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
+    """Layer budgets, all the same where a ring would find no room behind its sinks in one of them."""
+    cramped = spec.decode == "ring" and min(layers) <= (spec.sinks or 0)
+    return [kept] * len(layers) if cramped else layers
 
 
 def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
@@ -154,8 +160,11 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
 
 
 def is_endless(spec: PolicySpec, prompt_tokens: int, new_tokens: int, most: int) -> bool:
-    """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
-    return spec.name == "streaming_llm" and slot_capacity(spec, prompt_tokens, new_tokens) < most
+    """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size.
+
+    Half of them at most, so that keys are turned back once in their life at most and lose no precision.
+    """
+    return spec.name == "streaming_llm" and 2 * slot_capacity(spec, prompt_tokens, new_tokens) <= most
 
 
 def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:

@@ -19,7 +19,8 @@ Item = TypeVar("Item")
 class FairQueue(Generic[Item]):
     """Waiting requests of several tenants. Work is any additive measure, here tokens."""
 
-    _heap: list[tuple[float, int, Item]] = field(default_factory=list)  # (start tag, order of arrival, item)
+    _heap: list[tuple[float, int, Item, str, float]] = field(default_factory=list)
+    """(start tag, order of arrival, request, tenant, work)"""
     _finish: dict[str, float] = field(default_factory=dict)  # by tenant, where its last request ends in virtual time
     _now: float = 0.0  # virtual time: the start tag of the request that was taken last
     _order: int = 0
@@ -29,14 +30,14 @@ class FairQueue(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """The requests in the order in which they would be taken."""
-        return (item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2]))
+        return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
 
     def push(self, item: Item, tenant: str, work: float) -> None:
         """Let a request of a tenant wait; `work` is what serving it will take."""
         start = max(self._now, self._finish.get(tenant, 0.0))
         self._finish[tenant] = start + work
         self._order += 1
-        heapq.heappush(self._heap, (start, self._order, item))
+        heapq.heappush(self._heap, (start, self._order, item, tenant, work))
 
     def peek(self) -> Item:
         """The next request; it stays. Raises IndexError if none waits."""
@@ -44,17 +45,23 @@ class FairQueue(Generic[Item]):
 
     def pop(self) -> Item:
         """Take the next request out. Raises IndexError if none waits."""
-        start, _, item = heapq.heappop(self._heap)
+        start, _, item, _, _ = heapq.heappop(self._heap)
         self._now = start
-        if not self._heap:  # nobody is ahead of anybody
-            self._now, self._finish = 0.0, {}
+        self._forget()
         return item
 
     def remove(self, item: Item) -> bool:
         """Take a request out that is no longer wanted; whether it was there."""
-        left = [entry for entry in self._heap if entry[2] is not item]
-        found = len(left) < len(self._heap)
-        if found:
-            heapq.heapify(left)
-            self._heap = left
-        return found
+        found = next((entry for entry in self._heap if entry[2] is item), None)
+        if found is None:
+            return False
+        self._heap.remove(found)
+        heapq.heapify(self._heap)
+        self._finish[found[3]] -= found[4]  # its work is not charged
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """Once nobody waits, nobody is ahead of anybody."""
+        if not self._heap:
+            self._now, self._finish = 0.0, {}

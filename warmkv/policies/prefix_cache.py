@@ -145,7 +145,7 @@ class PrefixCache:
         for position in positions:
             blocks, rest = divmod(position, size)
             chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
-            if self.ledger.match(chain, now) == len(chain):
+            if chain and self.ledger.match(chain, now) == len(chain):
                 key, sizes = sums_key(chain[-1]), [0] * len(chain) + [position * token_bytes]
                 yield (
                     position,

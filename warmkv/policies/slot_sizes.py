@@ -83,7 +83,7 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     if spec.storage.startswith("kivi"):
         packed = packed_limit(spec, limit)
         if packed == 0:  # everything it may hold is recent
-            return replace(kind, storage="model")
+            return replace(kind, storage="model", capacity=min(size_class(limit), max(limit, spec.residual)))
         packed = -(-size_class(packed) // GROUP) * GROUP
         tail = spec.residual + (0 if spec.decode == "append" else GROUP - 1)
         return replace(kind, capacity=sinks + packed + tail, tail=tail, front=sinks)

@@ -46,14 +46,15 @@ def attend_packed(
     packed = keys[0].shape[1] * codec.group
     block = BLOCK // codec.group
     groups = range(0, keys[0].shape[1], block)
-    turned = codec.to_basis(query)
+    scaled = query.float() * scale  # float16 would overflow before it is scaled, bfloat16 round
+    turned = codec.to_basis(scaled)
     logits = [
-        turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), query.dtype).transpose(1, 2)
+        turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), torch.float32).transpose(1, 2)
         for at in groups
     ]
     if beside:
-        logits.append(query @ beside[0].transpose(1, 2))
-    shares = torch.cat(logits, dim=-1).float().mul_(scale)
+        logits.append(scaled @ beside[0].float().transpose(1, 2))
+    shares = torch.cat(logits, dim=-1)
     if mask is not None:
         shares = shares.masked_fill_(~mask[:, None], float("-inf"))
     shares = shares.softmax(dim=-1)

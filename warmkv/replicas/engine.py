@@ -270,6 +270,7 @@ class Engine:
         written = self.store.store(
             request.hashes, request.marks, prefill.keys, prefill.values, column_sums=sequence.column_sums
         )
+        sequence.column_sums = {}
         self._release_match(sequence)
         kept = budgets.kept_tokens(sequence.policy.spec, prefill.tokens)
         if sequence.slot is not None:

@@ -81,6 +81,10 @@ class RowState:
         """The same of the first rows only, as views."""
         return RowState(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
+    def chosen(self, rows: list[int]) -> RowState:
+        """The same of some rows, as copies."""
+        return RowState(*(getattr(self, field.name)[rows] for field in fields(self)))
+
     def clear(self, row: int) -> None:
         for field in fields(self):
             getattr(self, field.name)[row] = 0
@@ -148,21 +152,20 @@ class Slab:
             tensor[:, row].zero_()
 
     @torch.inference_mode()
-    def trim(self, multiple: int) -> None:
-        """Give back the free rows at the end; a multiple of so many rows stays."""
-        used = max((row + 1 for row, owner in enumerate(self.owners) if owner is not None), default=0)
-        rows = -(-used // multiple) * multiple
-        if rows == self.rows:
-            return
+    def compact(self) -> dict[int, int]:
+        """Give back all free rows; where each other row went."""
+        used = [row for row, owner in enumerate(self.owners) if owner is not None]
+        index = torch.tensor(used, dtype=torch.long, device=self._device)
 
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[:, :rows].clone()
+        def chosen(tensor: Tensor) -> Tensor:
+            return tensor.index_select(1, index)
 
-        self.keys, self.values = tuple(map(cut, self.keys)), tuple(map(cut, self.values))
-        self.beside_keys, self.beside_values = cut(self.beside_keys), cut(self.beside_values)
-        self._sink_keys, self._scores, self._ages = cut(self._sink_keys), cut(self._scores), cut(self._ages)
-        self._lowest, self._highest = cut(self._lowest), cut(self._highest)
-        self.state, self.owners, self.rows = self.state.first(rows), self.owners[:rows], rows
+        self.keys, self.values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
+        self.beside_keys, self.beside_values = chosen(self.beside_keys), chosen(self.beside_values)
+        self._sink_keys, self._scores, self._ages = map(chosen, (self._sink_keys, self._scores, self._ages))
+        self._lowest, self._highest = chosen(self._lowest), chosen(self._highest)
+        self.state, self.owners, self.rows = self.state.chosen(used), [self.owners[row] for row in used], len(used)
+        return {row: at for at, row in enumerate(used)}
 
     # --- from the hand-off
 
@@ -172,6 +175,8 @@ class Slab:
         Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's.
         """
         state, kind = self.state, self.kind
+        if kind.decode == "ring" and limit <= kind.sinks:
+            raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
         state.count[row], state.limit[row], state.recent[row], state.pages[row] = kept, limit, recent, pages
         if kind.tail:
             front = min(kept, kind.front)

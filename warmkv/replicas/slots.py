@@ -18,7 +18,7 @@ from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind, slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slabs import Slab, Step
+from warmkv.replicas.slabs import Ints, Slab, Step
 
 SLAB_SLOTS, MOST_SLAB_SLOTS = 4, 32
 """Slots of a kind's first slab, and of its largest. Each further one doubles them: a step attends slab by slab."""
@@ -80,23 +80,30 @@ class SlotPool:
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
         Empty slabs of other sizes are given back before the answer is None.
         """
-        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
         slot = Slot(self._next, demand)
+        self._next += 1
+        self.slots[slot.id] = slot
+        claimed = False
+        try:
+            claimed = self._claim(slot, limit)
+        finally:
+            if not claimed:
+                self.release(slot)
+        return slot if claimed else None
+
+    def _claim(self, slot: Slot, limit: int) -> bool:
+        demand = slot.demand
+        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
         if budgets.follows_content(demand.spec, demand.prompt_tokens):
             needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
             if not self.fit(limit - needed):
-                return None
+                return False
             slot.reserved = needed
-        elif len(set(layers)) == 1:
-            if not self._claim_uniform(slot, demand.kind(layers[0]), limit):
-                return None
-        else:
-            kinds = [[demand.kind(kept)] * self.shape.kv_heads for kept in layers]
-            if not self._claim_ragged(slot, kinds, limit):
-                return None
-        self._next += 1
-        self.slots[slot.id] = slot
-        return slot
+            return True
+        if len(set(layers)) == 1:
+            return self._claim_uniform(slot, demand.kind(layers[0]), limit)
+        kinds = [[demand.kind(kept)] * self.shape.kv_heads for kept in layers]
+        return self._claim_ragged(slot, kinds, limit)
 
     def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
         """Neighbouring rows for all KV heads, in a slab over all layers.
@@ -110,9 +117,7 @@ class SlotPool:
                 held += slab.rows // heads
                 idle = [row for row in range(0, slab.rows, heads) if slab.owners[row : row + heads] == [None] * heads]
                 free = idle[0] if idle else None
-                if free is not None:
-                    if not self.fit(limit, but=[slab]):
-                        return False
+                if free is not None and self.fit(limit, but=[slab]):
                     self._take(slot, slab, list(range(free, free + heads)), list(range(heads)))
                     return True
         one = row_bytes(kind, self.shape) * heads * len(layers)
@@ -160,15 +165,19 @@ class SlotPool:
         slot.places.append((slab, rows))
 
     def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
-        """Whether all slabs take at most `limit` bytes; if need be, empty ones and idle ends are given back first.
+        """Whether all slabs take at most `limit` bytes; if need be, empty ones and idle rows are given back first.
 
         Slabs in `but` are left as they are.
         """
         if self.allocated_bytes > limit:
             self.slabs = [slab for slab in self.slabs if slab in but or not slab.is_empty]
         for slab in self.slabs:
-            if self.allocated_bytes > limit and slab not in but:
-                slab.trim(self.shape.kv_heads if len(slab.layers) > 1 else 1)
+            if self.allocated_bytes > limit and slab not in but and slab.free_rows():
+                moved = slab.compact()
+                for slot in self.slots.values():
+                    slot.places = [
+                        (of, [moved[row] for row in rows] if of is slab else rows) for of, rows in slot.places
+                    ]
         return self.allocated_bytes <= limit
 
     def release(self, slot: Slot) -> None:
@@ -220,7 +229,7 @@ class SlotPool:
                     pages=pages,
                 )
             for layer in slab.layers:
-                for run in _alike(rows, [counts[layer][slab.state.head[row]] for row in rows]):
+                for run in _alike(rows, slab.state.head, counts[layer]):
                     of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
                     kept = counts[layer][of.start]
                     selection = selections[layer]
@@ -238,11 +247,12 @@ class SlotPool:
         return self._claim_uniform(slot, kind, self.allocated_bytes + one)
 
 
-def _alike(rows: list[int], kept: list[int]) -> list[slice]:
-    """Runs of neighbouring rows that keep the same number of entries."""
+def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
+    """Runs of neighbouring rows of neighbouring heads that keep the same number of entries."""
     runs: list[slice] = []
-    for row, count, before in zip(rows, kept, [-1, *kept[:-1]], strict=True):
-        if runs and runs[-1].stop == row and count == before:
+    for row in rows:
+        head = heads[row]
+        if runs and runs[-1].stop == row and heads[row - 1] == head - 1 and kept[heads[row - 1]] == kept[head]:
             runs[-1] = slice(runs[-1].start, row + 1)
         else:
             runs.append(slice(row, row + 1))

@@ -120,10 +120,14 @@ def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[
 
 
 def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
-    if spec.name == "pyramidkv":
-        return pyramid_budgets(spec, len(layers), layers[0].tokens, budget)
-    if spec.name == "cake":
-        return cake_budgets(spec, layers, budget)
+    if spec.name in ("pyramidkv", "cake"):
+        if spec.name == "pyramidkv":
+            parts = pyramid_budgets(spec, len(layers), layers[0].tokens, budget)
+        else:
+            parts = cake_budgets(spec, layers, budget)
+        if spec.decode == "ring" and min(parts) <= spec.sinks:  # a ring needs room behind its sinks
+            return [budget] * len(layers)
+        return parts
     if spec.name == "adaptive":
         return [adaptive_budget(spec, layers, budget)] * len(layers)
     if spec.name == "rocketkv":
@@ -190,7 +194,8 @@ def adaptive_budget(spec: Any, layers: list[LayerView], budget: int) -> int:
     """The smallest budget whose kept window attention reaches the target, within its bounds."""
     tokens = layers[0].tokens
     window = min(spec.window, budget)
-    least = min(max(window + 1, math.ceil(round(spec.least * tokens, 6))), budget)
+    sinks = spec.sinks if spec.decode == "ring" else 0
+    least = min(max(window + 1, sinks + 1, math.ceil(round(spec.least * tokens, 6))), budget)
     votes, inside = [], []  # for each layer and KV head
     for layer in layers:
         for head in range(layer.kv_heads):
@@ -229,6 +234,9 @@ def kept_in_layer(
     window = min(own_end, budget - ends)  # queries that vote
     front = min(max(ends, own_front), budget - ends)
     end = max(min(window, budget - front), ends)
+    if spec.decode == "ring":  # sinks come before protection
+        front = max(front, min(spec.sinks, budget - 1))
+        end = min(end, budget - front)
 
     candidates = range(front, tokens - end)
     left = budget - front - end

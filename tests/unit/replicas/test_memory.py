@@ -19,7 +19,7 @@ from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
-from warmkv.policies.slot_sizes import KVShape, slot_bytes
+from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.slots import Demand, SlotPool
 
@@ -63,7 +63,7 @@ def test_allocated_bytes_are_those_of_the_tensors_and_within_what_was_promised(p
     if budgets.follows_content(spec, tokens):  # any split of the budget over layers and heads
         kept, heads = budgets.kept_tokens(spec, tokens), SHAPE.layers * SHAPE.kv_heads
         cuts = torch.rand(heads, generator=torch.Generator().manual_seed(seed))
-        parts = [max(1, min(tokens, int(kept * heads * float(cut / cuts.sum())))) for cut in cuts]
+        parts = [max(min(6, tokens), min(tokens, int(kept * heads * float(cut / cuts.sum())))) for cut in cuts]
         counts = [parts[i : i + SHAPE.kv_heads] for i in range(0, heads, SHAPE.kv_heads)]
     else:
         counts = [[kept] * SHAPE.kv_heads for kept in budgets.layer_budgets(spec, tokens, SHAPE.layers)]
@@ -207,3 +207,80 @@ def test_what_the_engine_says_it_holds_is_what_tensors_hold(models, policy):
     assert held <= told * 1.02
     model = models["llama"].module
     assert stats.weight_bytes == sum({p.data_ptr(): p.nbytes for p in [*model.parameters(), *model.buffers()]}.values())
+
+
+def test_every_row_gets_the_keys_of_its_own_head_whatever_the_others_keep():
+    shape = KVShape(layers=2, kv_heads=6, head_dim=8, dtype_bytes=4)
+    slots = SlotPool(shape, torch.float32, torch.device("cpu"))
+    spec = PolicySpec.model_validate("adakv@30:window=4")
+    counts = [[20, 40, 20, 20, 40, 40], [30, 30, 30, 29, 30, 31]]
+    keys = torch.arange(12.0).view(2, 6, 1, 1).expand(2, 6, 100, 8).contiguous()
+    for _ in range(2):
+        slot = slots.claim(Demand(spec, 100, 8), 1 << 30)
+        assert slot is not None
+        slots.fill(slot, Prompt(keys, keys, q_heads=6), selections(counts))
+    for slab in slots.slabs:
+        for row in range(slab.rows):
+            head, layer = int(slab.state.head[row]), slab.layers[0]
+            kept = int(slab.state.count[row])
+            assert kept == counts[layer][head]
+            assert (slab.keys[0][0, row, :kept] == 6 * layer + head).all()
+
+
+def test_rows_that_moved_together_go_on_as_before(models):
+    """Idle rows before, between and behind used ones are given back while others decode."""
+    shape = models["llama"].kv_shape
+    room = 8 * slot_bytes(PolicySpec(), shape, 30, 60) + 4096
+    requests = [make_request(prompt(30, seed=i), new=60 if i in (1, 3) else 8, name=str(i)) for i in range(4)]
+    alone = [Driver(models["llama"]).run(request)[0] for request in requests]
+    busy = Driver(models["llama"], kv_bytes=room, prefix_cache={"enabled": False})
+    busy.submit(*requests)
+    for _ in range(24):
+        busy.engine.step()
+    before = busy.engine.pool.allocated_bytes
+    busy.engine.pool.fit(0)
+    assert busy.engine.pool.allocated_bytes < before
+    assert busy.run(*[make_request([1], new=1, name="last")]) is not None
+    assert [busy.tokens(str(i)) for i in range(4)] == alone
+
+
+def test_a_large_prompt_is_admitted_though_an_idle_slab_of_its_kind_holds_the_room(models):
+    shape = models["llama"].kv_shape
+    spec = PolicySpec.model_validate("snapkv@16:window=4")
+    needed = workspace_bytes(spec, shape, 450) + slot_bytes(spec, shape, 450, 8)
+    busy = Driver(models["llama"], kv_bytes=needed + 64, prefix_cache={"enabled": False})
+    busy.run(*[make_request(prompt(30, seed=i), new=8, policy=spec, name=str(i)) for i in range(3)])
+    assert len(busy.run(make_request(prompt(450), new=8, policy=spec, name="large"))[0]) == 8
+
+
+def test_an_allocation_that_fails_leaves_no_row_behind(monkeypatch):
+    slots, demand = pool(), Demand(PolicySpec.model_validate("pyramidkv@60:window=4"), 200, 20)
+    allocate, calls = SlotPool._allocate, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return allocate(*args)
+
+    monkeypatch.setattr(SlotPool, "_allocate", failing)
+    with pytest.raises(RuntimeError):
+        slots.claim(demand, 1 << 30)
+    assert slots.fit(0)
+    assert slots.claim(demand, 1 << 30) is not None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "pyramidkv@100+ring:sinks=64",
+        "cake@0.3+ring:sinks=50,window=2",
+        "adaptive@0.9+ring:sinks=100,target=0.01",
+        "adaptive@0.9+ring:window=1,target=0.01,least=0.001",
+    ],
+)
+def test_a_ring_always_has_room_behind_its_sinks(models, policy):
+    driver = Driver(models["llama"])
+    driver.submit(make_request(prompt(50), new=30, name="bystander"))
+    assert len(driver.run(make_request(prompt(200), new=30, policy=policy))[0]) == 30
+    assert len(driver.tokens("bystander")) == 30

@@ -36,7 +36,8 @@ class Adaptive(SnapKV):
             own += float((total - votes.sum(dim=-1)).sum()) / total
         rows = prompt.layers * prompt.kv_heads
         enough = int(((covered + own) / rows < self.spec.target).sum()) + 1 if own / rows < self.spec.target else 0
-        least = min(most, max(window + 1, budgets.share(self.spec.least, prompt.tokens)))
+        sinks = (self.spec.sinks or 0) if self.spec.decode == "ring" else 0
+        least = min(most, max(window + 1, sinks + 1, budgets.share(self.spec.least, prompt.tokens)))
         return [min(most, max(least, enough + window))] * prompt.layers
 
     @staticmethod

@@ -59,7 +59,9 @@ class Policy:
             chosen = shotkv.best_units(between, budget - first - last, prompt.members("separators")[first:])
         else:
             chosen = best(between, budget - first - last).sort(dim=-1).values
-        return torch.cat([*self._both(tokens, ends, chosen)], dim=-1)
+        head, tail = _ends(tokens, ends, scores.device)
+        rows = len(scores)
+        return torch.cat([head.expand(rows, -1), chosen + first, tail.expand(rows, -1)], dim=-1)
 
     def select(self, prompt: Prompt) -> list[Selection]:
         """What each layer keeps of a prompt."""
@@ -76,16 +78,16 @@ class Policy:
         budget = min(budget, prompt.tokens)
         first, last = self.protected_ends(budget)
         if first + last >= budget or budget == prompt.tokens:  # nothing is left to choose
-            head, tail = self._both(prompt.tokens, (first, budget - first))
+            head, tail = _ends(prompt.tokens, (first, budget - first), prompt.keys.device)
             return torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)
         return self.choose(self.score(prompt, layer, budget), (first, last), budget, prompt)
 
     def protected_ends(self, budget: int) -> tuple[int, int]:
         """The method's ends, those of a ring's sinks and of structural protection, within the budget."""
-        first, last = self.ends(budget)
+        first, last = structural.protect(self.ends(budget), self.spec.protect, budget)
         if self.spec.decode == "ring":
-            first = max(first, self.spec.sinks or 0)
-        return structural.protect((first, last), self.spec.protect, budget)
+            first = max(first, min(self.spec.sinks or 0, budget - 1))
+        return first, min(last, budget - first)
 
     def votes_window(self, budget: int) -> int:
         """Last queries that vote: the window, unless a small budget or a protected beginning leaves less room."""
@@ -99,17 +101,11 @@ class Policy:
         received = received_attention(self.spec, prompt, layer)
         return Selection(positions, received.gather(1, positions.clamp(min=0)))
 
-    @staticmethod
-    def _both(tokens: int, ends: tuple[int, int], chosen: Tensor | None = None) -> list[Tensor]:
-        """Positions of both ends, with those chosen between them (counted from the first that is not an end)."""
-        first, last = ends
-        device = chosen.device if chosen is not None else None
-        head = torch.arange(first, device=device)
-        tail = torch.arange(tokens - last, tokens, device=device)
-        if chosen is None:
-            return [head, tail]
-        rows = chosen.shape[0]
-        return [head.expand(rows, -1), chosen + first, tail.expand(rows, -1)]
+
+def _ends(tokens: int, ends: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of the first and of the last tokens."""
+    first, last = ends
+    return torch.arange(first, device=device), torch.arange(tokens - last, tokens, device=device)
 
 
 def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:

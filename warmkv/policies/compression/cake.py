@@ -30,7 +30,8 @@ class Cake(Policy):
             return [budget] * prompt.layers
         preferences = [_preference(*window_moments(prompt, layer, window)) for layer in range(prompt.layers)]
         room = prompt.tokens - window
-        return [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
+        layers = [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
+        return budgets.with_room(self.spec, layers, budget)
 
     def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
         assert self.spec.gamma is not None

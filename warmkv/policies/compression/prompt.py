@@ -125,13 +125,14 @@ def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, sca
     The queries go in pieces, so that no matrix of T x T logits ever exists.
     """
     kv_heads, end, head_dim = keys.shape
-    grouped = queries.reshape(kv_heads, -1, queries.shape[1], head_dim)
+    grouped = (queries.float() * scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
+    columns = keys.float().transpose(1, 2)
     group, count = grouped.shape[1:3]
     piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * end))
     seen = torch.arange(end, device=keys.device)
     for first in range(0, count, piece):
         rows = grouped[:, :, first : first + piece]
         reach = torch.arange(start + first, start + first + rows.shape[2], device=keys.device)
-        logits = (rows.flatten(1, 2) @ keys.transpose(1, 2)).float().mul_(scale).view(kv_heads, group, -1, end)
+        logits = (rows.flatten(1, 2) @ columns).view(kv_heads, group, -1, end)
         logits.masked_fill_(seen > reach[:, None], float("-inf"))
         sums[:, :end] += logits.softmax(dim=-1).sum(dim=(1, 2))

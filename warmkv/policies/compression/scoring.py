@@ -24,13 +24,15 @@ def window_attention(keys: Tensor, queries: Tensor, scale: float) -> Iterator[Te
     """
     kv_heads, tokens, head_dim = keys.shape
     window = queries.shape[1]
-    grouped = queries.reshape(kv_heads, -1, window, head_dim)  # heads of a group are neighbours
+    # Heads of a group are neighbours. Scaled first: float16 would overflow before, bfloat16 round.
+    grouped = (queries.float() * scale).reshape(kv_heads, -1, window, head_dim)
+    columns = keys.float().transpose(1, 2)
     seen = torch.arange(tokens, device=keys.device)
     piece = max(1, LOGITS_AT_ONCE // (len(queries) * tokens))
     for first in range(0, window, piece):
         rows = grouped[:, :, first : first + piece]
         count = rows.shape[2]
-        logits = (rows.flatten(1, 2) @ keys.transpose(1, 2)).float().mul_(scale).view(kv_heads, -1, count, tokens)
+        logits = (rows.flatten(1, 2) @ columns).view(kv_heads, -1, count, tokens)
         reach = torch.arange(tokens - window + first, tokens - window + first + count, device=keys.device)
         yield logits.masked_fill_(seen > reach[:, None], float("-inf")).softmax(dim=-1)
 

@@ -23,11 +23,12 @@ def best_units(scores: Tensor, budget: int, separators: Tensor) -> Tensor:
     sizes = torch.bincount(last, minlength=units)
     means = torch.zeros(scores.shape[0], units, dtype=scores.dtype, device=scores.device)
     means = means.index_add(1, last, scores) / sizes
-    rank = scores.clone()
-    for head in range(scores.shape[0]):
-        left = budget
-        for unit in means[head].argsort(descending=True).tolist():
-            if sizes[unit] <= left:
-                left -= int(sizes[unit])
-                rank[head, last == unit] = float("inf")
+    rank, size = scores.clone(), sizes.tolist()
+    for head, order in enumerate(means.argsort(descending=True, stable=True).tolist()):
+        left, whole = budget, torch.zeros(units, dtype=torch.bool)
+        for unit in order:
+            if size[unit] <= left:
+                left -= size[unit]
+                whole[unit] = True
+        rank[head, whole.to(scores.device)[last]] = float("inf")
     return best(rank, budget).sort(dim=-1).values
