@@ -178,7 +178,7 @@ def test_all_policies_in_one_batch_answer_as_they_do_alone(models, family):
 
 def live_tensors() -> list[torch.Tensor]:
     gc.collect()
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
