@@ -111,26 +111,32 @@ class SlotPool:
         A new slab takes at most a quarter of the room that is left, so that one size does not starve the others.
         """
         heads, layers = self.shape.kv_heads, range(self.shape.layers)
-        held = 0  # slots of this kind
-        for slab in self.slabs:
-            if slab.kind == kind and slab.layers == layers:
-                held += slab.rows // heads
-                idle = [row for row in range(0, slab.rows, heads) if slab.owners[row : row + heads] == [None] * heads]
-                free = idle[0] if idle else None
-                if free is not None and self.fit(limit, but=[slab]):
-                    self._take(slot, slab, list(range(free, free + heads)), list(range(heads)))
-                    return True
+        of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+        idle = (
+            (slab, row)
+            for slab in of_kind
+            for row in range(0, slab.rows, heads)
+            if slab.owners[row : row + heads] == [None] * heads
+        )
+        slab, row = next(idle, (None, 0))
+        if slab is not None and self.fit(limit, but=[slab]):
+            self._take(slot, slab, list(range(row, row + heads)), list(range(heads)))
+            return True
+        # Not even with those rows: all idle ones are given back, to find the room for one slot.
+        held = sum(slab.rows // heads for slab in of_kind)
         one = row_bytes(kind, self.shape) * heads * len(layers)
         if not self.fit(limit - one):
             return False
         wanted = min(MOST_SLAB_SLOTS, max(SLAB_SLOTS, held))
         count = max(1, min(wanted, (limit - self.allocated_bytes) // (4 * one)))
-        slab = self._allocate(kind, layers, count * heads)
-        self._take(slot, slab, list(range(heads)), list(range(heads)))
+        self._take(slot, self._allocate(kind, layers, count * heads), list(range(heads)), list(range(heads)))
         return True
 
     def _claim_ragged(self, slot: Slot, kinds: Sequence[Sequence[RowKind]], limit: int | None) -> bool:
-        """Rows of the kinds that each layer's heads ask for; exactly as many new ones as are missing."""
+        """Rows of the kinds that each layer's heads ask for; exactly as many new ones as are missing.
+
+        Without a limit the room was set aside before.
+        """
         wanted: list[tuple[range, RowKind, list[int]]] = []
         for layer, of_heads in enumerate(kinds):
             for kind in dict.fromkeys(of_heads):
@@ -143,7 +149,10 @@ class SlotPool:
             missing += (len(heads) - len(rows)) * row_bytes(kind, self.shape)
             found.append(rows)
         if limit is not None and not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
-            return False
+            # Not even with the idle rows that were found: all are given back, to find the room for new ones.
+            found = [[] for _ in wanted]
+            if not self.fit(limit - sum(len(heads) * row_bytes(kind, self.shape) for _, kind, heads in wanted)):
+                return False
         for (layers, kind, heads), rows in zip(wanted, found, strict=True):
             if len(rows) < len(heads):
                 fresh = self._allocate(kind, layers, len(heads) - len(rows))

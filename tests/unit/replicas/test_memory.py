@@ -284,3 +284,32 @@ def test_a_ring_always_has_room_behind_its_sinks(models, policy):
     driver.submit(make_request(prompt(50), new=30, name="bystander"))
     assert len(driver.run(make_request(prompt(200), new=30, policy=policy))[0]) == 30
     assert len(driver.tokens("bystander")) == 30
+
+
+def test_a_slot_never_lies_in_a_slab_that_was_given_back():
+    """Two slabs of a kind with idle rows, room for neither as they are: what is claimed counts, and is in the pool."""
+    demand = Demand(PolicySpec.model_validate("snapkv@16:window=4"), 100, 8)
+    slots = pool()
+    held = [slots.claim(demand, 1 << 30) for _ in range(5)]  # a slab of four slots, and one of four more
+    assert len(slots.slabs) == 2
+    for slot in held[1:]:
+        assert slot is not None
+        slots.release(slot)
+    room = slot_bytes(demand.spec, SHAPE, 100, 8) * 3
+    fresh = slots.claim(demand, room)
+    assert fresh is not None
+    assert all(slab in slots.slabs for slab, _ in fresh.places)
+    assert slots.allocated_bytes <= room
+
+
+@pytest.mark.parametrize("policy", ["snapkv@16:window=4", "pyramidkv@60:window=4"])
+def test_rows_of_a_kind_are_taken_or_given_back_as_room_allows(policy):
+    demand, slots = Demand(PolicySpec.model_validate(policy), 200, 20), pool()
+    one = slot_bytes(demand.spec, SHAPE, 200, 20)
+    held = [slots.claim(demand, 1 << 30) for _ in range(6)]
+    assert None not in held
+    for slot in held[:2] + held[3:]:
+        slots.release(slot)  # type: ignore[arg-type]
+    assert slots.claim(demand, one) is None  # the one that is left takes that much
+    assert slots.claim(demand, 2 * one) is not None
+    assert slots.allocated_bytes == 2 * one
