@@ -11,32 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
 from warmkv.measuring.bench import Bench
 from warmkv.measuring.spread import Spread
 
-# Okabe and Ito's palette, told apart with any colour vision; markers repeat the distinction in print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
-INK = "#222222"
-STYLE: Any = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "warmkv",  # the same figures give the same file
-}
 PANELS = 4
 """Batches that are drawn at most, of the smallest to the largest."""
 

@@ -10,11 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from warmkv.policies import budgets
-from warmkv.policies.storage_bytes import entry_bytes
+from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
 from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
-
-GROUP = 32
-"""Entries that kivi packs together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +81,8 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
         packed = packed_limit(spec, limit)
         if packed == 0:  # everything it may hold is recent
             return replace(kind, storage="model", capacity=min(size_class(limit), max(limit, spec.residual)))
-        packed = -(-size_class(packed) // GROUP) * GROUP
-        tail = spec.residual + (0 if spec.decode == "append" else GROUP - 1)
+        packed = -(-size_class(packed) // KIVI_GROUP) * KIVI_GROUP
+        tail = spec.residual + (0 if spec.decode == "append" else KIVI_GROUP - 1)
         return replace(kind, capacity=sinks + packed + tail, tail=tail, front=sinks)
     return kind
 
@@ -94,8 +91,8 @@ def packed_limit(spec: PolicySpec, limit: int) -> int:
     """Entries of a grouped row, beside sinks and tail, that may be in use: whole groups, never above a budget."""
     beside = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
     if spec.decode == "append":
-        return -(-beside // GROUP) * GROUP
-    return beside // GROUP * GROUP
+        return -(-beside // KIVI_GROUP) * KIVI_GROUP
+    return beside // KIVI_GROUP * KIVI_GROUP
 
 
 def row_bytes(kind: RowKind, shape: KVShape) -> int:
@@ -139,5 +136,5 @@ def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens:
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
     kind = row_kind(spec, prompt_tokens, limit)
     # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.
-    spread = replace(kind, capacity=limit + limit // 4 + 2 * GROUP + kind.tail + kind.front)
+    spread = replace(kind, capacity=limit + limit // 4 + 2 * KIVI_GROUP + kind.tail + kind.front)
     return shape.layers * shape.kv_heads * row_bytes(spread, shape)

@@ -11,6 +11,7 @@ import torch
 
 from warmkv.config import ModelConfig
 from warmkv.policies.compression.hook import ATTENTION
+from warmkv.policies.compression.observe import kv_shape
 from warmkv.policies.compression.prompt import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 
@@ -28,11 +29,14 @@ class LoadedModel:
     max_context: int
     vocabulary: int
     eos_ids: frozenset[int]
-    q_heads: int
     inv_freq: torch.Tensor  # float64 [head_dim / 2] on the device; radians per position of the rotary embedding
     fixed_rotation: (
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_shape.q_heads
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers; what is tied counts once."""
@@ -97,21 +101,18 @@ def prepare(module: Any) -> LoadedModel:
     module.set_attn_implementation(ATTENTION)
     if module.config._attn_implementation != ATTENTION:
         raise ValueError(f"{name} does not use the attention interface of transformers")
-    dtype = module.get_input_embeddings().weight.dtype
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    shape = kv_shape(module)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
     return LoadedModel(
         module=module,
         device=module.device,
-        dtype=dtype,
-        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype.itemsize, text.num_attention_heads),
+        dtype=module.get_input_embeddings().weight.dtype,
+        kv_shape=shape,
         max_context=_max_context(text, rotary),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        q_heads=text.num_attention_heads,
         inv_freq=rotary.inv_freq.to(module.device, torch.float64),
-        fixed_rotation=_can_rotate_on(text, rotary, head_dim),
+        fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
     )
 
 

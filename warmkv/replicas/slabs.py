@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.storage import codec
-from warmkv.policies.slot_sizes import GROUP, KVShape, RowKind, row_bytes
+from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
+from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate
 
 RECENT = 1e30
@@ -31,7 +32,7 @@ class Packing:
     """Rows of which a group of waiting entries is packed before the step."""
 
     rows: Tensor  # [m]
-    waiting: Tensor  # [m, GROUP] their places in the tail
+    waiting: Tensor  # [m, KIVI_GROUP] their places in the tail
     groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
     in_use: Tensor  # [m] packed entries in use
     oldest: Tensor  # [m] age above which entries are recent
@@ -184,7 +185,7 @@ class Slab:
             # What whole groups cannot use of an evicting row's limit, the tail does.
             state.tail_limit[row] = kind.tail if kind.decode == "append" else limit - kind.front - packed_limit
             more = max(0, kept - front - int(state.tail_limit[row]))
-            state.packed[row] = -(-more // GROUP) * GROUP
+            state.packed[row] = -(-more // KIVI_GROUP) * KIVI_GROUP
             state.waiting[row] = kept - front - state.packed[row]
 
     def fill(self, layer: int, rows: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None) -> None:
@@ -286,12 +287,12 @@ class Slab:
         due = np.flatnonzero(active & (state.waiting >= state.tail_limit))
         if not len(due):
             return ()
-        waiting = (state.tail_start[due, None] + np.arange(GROUP)) % state.tail_limit[due, None]
-        state.tail_start[due] = (state.tail_start[due] + GROUP) % state.tail_limit[due]
-        state.waiting[due] -= GROUP
+        waiting = (state.tail_start[due, None] + np.arange(KIVI_GROUP)) % state.tail_limit[due, None]
+        state.tail_start[due] = (state.tail_start[due] + KIVI_GROUP) % state.tail_limit[due]
+        state.waiting[due] -= KIVI_GROUP
         room = state.packed[due] < state.packed_limit[due]
-        groups = np.where(room, state.packed[due], state.cursor[due]) // GROUP
-        state.packed[due[room]] += GROUP
+        groups = np.where(room, state.packed[due], state.cursor[due]) // KIVI_GROUP
+        state.packed[due[room]] += KIVI_GROUP
         packings = []
         rings = np.ones_like(room) if self.kind.decode == "ring" else room
         for these, direct in ((rings, True), (~rings, False)):
@@ -307,7 +308,7 @@ class Slab:
                     )
                 )
         turned = due[~room]
-        state.cursor[turned] = (state.cursor[turned] + GROUP) % np.maximum(state.packed_limit[turned], 1)
+        state.cursor[turned] = (state.cursor[turned] + KIVI_GROUP) % np.maximum(state.packed_limit[turned], 1)
         return tuple(packings)
 
     def _seen(self, state: RowState, active: Bools) -> tuple[Ints, int, Tensor | None]:
@@ -399,13 +400,13 @@ class Slab:
         rows, front = packing.rows[:, None], self.kind.front
         keys, values = (beside[at, rows, front + packing.waiting] for beside in (self.beside_keys, self.beside_values))
         if packing.groups is not None:
-            entries = packing.groups[:, None] * GROUP + torch.arange(GROUP, device=self._device)
+            entries = packing.groups[:, None] * KIVI_GROUP + torch.arange(KIVI_GROUP, device=self._device)
             index = (at, packing.rows, packing.groups)
             _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(keys)))
             _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(values)))
         else:
             # Groups that receive an entry are packed anew; the others come out as they were.
-            entries = self._least(at, packing, GROUP)
+            entries = self._least(at, packing, KIVI_GROUP)
             old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
             _put(self.keys, (at, packing.rows), self.codec.encode_keys(_replaced(old, entries, keys)))
             old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)

@@ -51,8 +51,7 @@ class Slot:
     demand: Demand
     reserved: int = 0  # bytes
     places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
-    active: bool = False  # whether it decodes
-    tokens: int = 0  # of the sequence, what has been evicted included
+    tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
     shift: int = 0  # by how much the model sees smaller positions (an endless stream)
 
     @property
@@ -93,13 +92,13 @@ class SlotPool:
 
     def _claim(self, slot: Slot, limit: int) -> bool:
         demand = slot.demand
-        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
         if budgets.follows_content(demand.spec, demand.prompt_tokens):
             needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
             if not self.fit(limit - needed):
                 return False
             slot.reserved = needed
             return True
+        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
         if len(set(layers)) == 1:
             return self._claim_uniform(slot, demand.kind(layers[0]), limit)
         kinds = [[demand.kind(kept)] * self.shape.kv_heads for kept in layers]
@@ -196,7 +195,7 @@ class SlotPool:
         for slab, rows in slot.places:
             for row in rows:
                 slab.release(row)
-        slot.places, slot.reserved, slot.active = [], 0, False
+        slot.places, slot.reserved = [], 0
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
         """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
@@ -249,7 +248,7 @@ class SlotPool:
                         keys, values = keys.gather(1, index), values.gather(1, index)
                     scores = None if selection.attention is None else selection.attention[of, :kept]
                     slab.fill(layer, run, keys, values, positions, scores)
-        slot.tokens, slot.active = prompt.tokens, True
+        slot.tokens = prompt.tokens
 
     def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
         one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers

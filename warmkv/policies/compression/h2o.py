@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
+from warmkv.policies.budgets import recent_entries
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
 
@@ -18,7 +17,7 @@ class H2O(Policy):
     """
 
     def ends(self, budget: int) -> tuple[int, int]:
-        return 0, budget - math.floor(budget * self.spec.heavy) if self.spec.heavy is not None else budget
+        return 0, recent_entries(self.spec, budget)
 
     def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
         assert prompt.column_sums is not None

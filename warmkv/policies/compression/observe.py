@@ -11,9 +11,22 @@ from torch import Tensor
 from warmkv.policies import budgets
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 
 CHUNK = 512
+
+
+def kv_shape(model: Any) -> KVShape:
+    """The size of a transformers causal LM's KV cache, in the dtype of its weights."""
+    text = model.config.get_text_config()
+    return KVShape(
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        dtype_bytes=model.get_input_embeddings().weight.dtype.itemsize,
+        q_heads=text.num_attention_heads,
+    )
 
 
 @torch.inference_mode()
@@ -35,19 +48,16 @@ def compute_prompt(
         ids = ids[0]
     if ids.dim() != 1 or not len(ids):
         raise ValueError(f"input_ids must be one prompt, [T] or [1, T], got {list(ids.shape)}")
-    text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    tokens = len(ids)
+    shape, tokens = kv_shape(model), len(ids)
     keys = torch.empty(
-        (text.num_hidden_layers, kv_heads, tokens, head_dim),
+        (shape.layers, shape.kv_heads, tokens, shape.head_dim),
         dtype=model.get_input_embeddings().weight.dtype,
         device=model.device,
     )
     prompt = Prompt(
         keys,
         torch.empty_like(keys),
-        q_heads=text.num_attention_heads,
+        q_heads=shape.q_heads,
         observed=min(tokens, budgets.observed_queries(spec, tokens)),
         column_sums=budgets.needs_column_sums(spec, tokens),
         inv_freq=model.get_decoder().rotary_emb.inv_freq.to(model.device, torch.float64),

@@ -55,6 +55,7 @@ class Prompt:
         if column_sums:
             self.column_sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         self._ids, self._classes = token_ids, classes
+        self._members: dict[str, Tensor] = {}
         self._mask: Tensor | None = None
 
     def last_queries(self, layer: int, count: int) -> Tensor:
@@ -65,6 +66,11 @@ class Prompt:
 
     def members(self, kind: str) -> Tensor:
         """Which positions hold tokens of a class ("special", "punctuation", "separators"): bool [T]."""
+        if kind not in self._members:
+            self._members[kind] = self._find(kind)
+        return self._members[kind]
+
+    def _find(self, kind: str) -> Tensor:
         if self._classes is None or not self._ids:
             return torch.zeros(self.tokens, dtype=torch.bool, device=self.keys.device)
         ids = torch.tensor(self._ids)

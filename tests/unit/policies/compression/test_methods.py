@@ -120,8 +120,6 @@ def test_kept_positions_equal_the_slow_definition(text, seed, tokens, heads, chu
     prompt, views, members = computed(seed, tokens, *heads, spec, chunk)
     expected = slow_methods.kept(spec, views, inv_freq=INV_FREQ, **members)
     got = positions(build(spec).select(prompt))
-    if got != expected:  # a score may round to another's; nothing but the order of equals may then differ
-        assert [[len(head) for head in layer] for layer in got] == [[len(head) for head in layer] for layer in expected]
     assert got == expected
 
 

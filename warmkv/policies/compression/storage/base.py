@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from warmkv.policies import storage_bytes
-
 
 class Codec(ABC):
     """Keeps the entries of a slot as a tuple of tensors, its parts. Stateless and the same on every device.
@@ -45,10 +43,3 @@ class Codec(ABC):
     def from_basis(self, x: Tensor) -> Tensor:
         """Attention outputs [..., head_dim] out of the basis of decoded values; same shape and type."""
         return x
-
-    def entry_bytes(self, head_dim: int, dtype_bytes: int) -> float:
-        """Bytes of the key and the value of one entry of one KV head, all parts counted.
-
-        `dtype_bytes`, the size of a number of the model's own type, matters to `model` only.
-        """
-        return storage_bytes.entry_bytes(self.name, head_dim, dtype_bytes)
