@@ -81,7 +81,8 @@ def resolve(spec: Any, tokens: int) -> int:
     """The budget in tokens."""
     if isinstance(spec.budget, int):
         return spec.budget
-    least = spec.sinks + 1 if spec.name == "streaming_llm" else 1
+    needs_sinks = spec.decode == "ring" or spec.name == "expected_attention"
+    least = (spec.sinks or 0) + 1 if needs_sinks else 1
     return max(least, math.ceil(round(spec.budget * tokens, 6)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.replicas import slow_methods
@@ -117,6 +117,7 @@ def positions(selections: Any) -> list[list[list[int]]]:
 )
 def test_kept_positions_equal_the_slow_definition(text, seed, tokens, heads, chunk):
     spec = PolicySpec.model_validate(text)
+    assume(spec.name != "keydiff" or tokens != 2)  # two keys are equally unlike their mean: rounding would decide
     prompt, views, members = computed(seed, tokens, *heads, spec, chunk)
     expected = slow_methods.kept(spec, views, inv_freq=INV_FREQ, **members)
     got = positions(build(spec).select(prompt))
