@@ -18,6 +18,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 from warmkv.policy_spec import PolicySpec
 
 ENV_PREFIX = "WARMKV_"
+Eviction = Literal["lru", "lfu", "length", "cost"]
+BlockStorage = Literal["model", "fp8", "kivi4"]
 
 
 class ConfigError(ValueError):
@@ -65,11 +67,51 @@ class EngineConfig(Section):
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
 
+class TierConfig(Section):
+    """Where blocks go that the tier above it gives up."""
+
+    memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
+    eviction: Eviction | None = Field(None, description="which block goes first; as prefix_cache.eviction if absent")
+    storage: BlockStorage = Field("model", description="format of the blocks; fp8 and kivi4 need allow_lossy")
+
+
+class DiskConfig(TierConfig):
+    path: Path | None = Field(None, description="folder; every replica of a machine takes a folder of its own in it")
+
+    @model_validator(mode="after")
+    def _check(self) -> DiskConfig:
+        if (self.memory_bytes > 0) != (self.path is not None):
+            raise ValueError("a disk tier needs both path and memory_bytes")
+        return self
+
+
 class PrefixCacheConfig(Section):
     enabled: bool = True
     automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
     block_size: int = Field(64, ge=1, description="tokens in a block")
-    memory_bytes: ByteSize = Field(ByteSize(512 << 20), description="limit of stored blocks in one replica")
+    memory_bytes: ByteSize = Field(ByteSize(512 << 20), description="limit of stored blocks on the device of a replica")
+    eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
+    storage: BlockStorage = Field("model", description="format of blocks on the device; fp8 and kivi4 need allow_lossy")
+    host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
+    disk: DiskConfig = Field(DiskConfig(), description="files that survive a restart")
+    allow_lossy: bool = Field(
+        False, description="whether a tier may keep blocks in fp8 or kivi4, which changes answers"
+    )
+    moving_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="limit of blocks on their way to a lower tier; more are dropped"
+    )
+    tenant_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of every tier that nobody else can evict a tenant from; 0 is one queue for all",
+    )
+    attention_tokens: int = Field(
+        8192, ge=1, description="prompt tokens before a token that double its cost, for eviction by cost"
+    )
+    packs: tuple[Path, ...] = Field(
+        (), description="folders of `warmkv packs build`, loaded at start and never evicted"
+    )
     ttls: dict[str, float] = Field({"5m": 300.0, "1h": 3600.0}, description="names a client may use, in seconds")
     default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
     min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")
@@ -84,6 +126,9 @@ class PrefixCacheConfig(Section):
             raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
         if any(seconds <= 0 for seconds in self.ttls.values()):
             raise ValueError("every TTL must be positive")
+        for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
+            if storage != "model" and not self.allow_lossy:
+                raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
         return self
 
 

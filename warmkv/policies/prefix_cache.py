@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.retention import Admission, BlockLedger
+from warmkv.policies.retention import Entry
+from warmkv.policies.tiers import Step, Stored, Tier, Tiers
 from warmkv.prefixes.record import Candidate, Mark
 
 
@@ -36,6 +37,7 @@ class Match:
     blocks: int = 0  # leading full blocks that are resident
     tokens: int = 0  # leading tokens whose KV is resident, a tail included
     chain: tuple[bytes, ...] = ()  # keys that hold them
+    held: Sequence[Sequence[Entry]] = field(default=(), repr=False)  # what is pinned, tier by tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,12 @@ class Span:
     key: bytes
     start: int
     end: int
+    sums: bool = False  # whether it stands for column sums of these tokens rather than for their KV
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What keeping one chain did, in the order to apply it: first what left, then what came."""
-
-    evicted: Sequence[bytes]
-    stored: Sequence[Span]
+def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
+    """The blocks of a chain over the first `tokens` tokens of a prompt, the last of them as long as is left."""
+    return [Span(key, at * size, min((at + 1) * size, tokens)) for at, key in enumerate(chain)]
 
 
 def sum_positions(tokens: int, size: int, marks: Sequence[Mark]) -> list[int]:
@@ -70,10 +70,13 @@ def sums_key(key: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Resident blocks and tails of one replica. `size` is always the tokens in a block, `now` seconds on one clock."""
+    """Resident blocks and tails of one replica. `size` is always the tokens in a block, `now` seconds on one clock.
 
-    def __init__(self, capacity: int, token_bytes: int, lifetimes: Lifetimes) -> None:
-        self.ledger = BlockLedger(capacity)
+    What must be done with bytes comes as steps (`tiers.Step`), to be carried out in order before the next call.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], token_bytes: int, lifetimes: Lifetimes, share: float = 0.0) -> None:
+        self.tiers = Tiers(tiers, share)
         self._token_bytes, self._lifetimes = token_bytes, lifetimes
 
     def match(self, hashes: Sequence[bytes], reads: Sequence[Candidate], size: int, now: float) -> Match:
@@ -81,11 +84,11 @@ class PrefixCache:
 
         `reads` are the positions at which an earlier breakpoint may be read, highest first.
         """
-        ledger = self.ledger
-        full = ledger.match(hashes, now)
+        tiers = self.tiers
+        full = tiers.match(hashes, now)
         chain, tokens, hit, beside = tuple(hashes[:full]), full * size, 0, b""
         for read in reads:
-            if read.position // size > full or not ledger.has_mark(read.key, now):
+            if read.position // size > full or not tiers.has_mark(read.key, now):
                 continue
             if read.position > tokens:
                 chain, tokens = (*hashes[:full], read.key), read.position
@@ -93,26 +96,39 @@ class PrefixCache:
                 beside = read.key
             hit = hit or read.position
         if beside:  # the billed tail lies beside the chain that is reused; its blocks are touched with the chain
-            ledger.touch((beside,), now)
-        ledger.touch(chain, now)
-        ledger.pin(chain)
-        return Match(hit, full, tokens, chain)
+            tiers.touch((beside,), now)
+        tiers.touch(chain, now)
+        return Match(hit, full, tokens, chain, tiers.pin(chain))
 
     def release(self, match: Match) -> None:
-        self.ledger.unpin(match.chain)
+        if match.held:
+            self.tiers.unpin(match.held)
 
-    def store(self, hashes: Sequence[bytes], marks: Sequence[Mark], size: int, now: float) -> Iterator[Change]:
-        """Keep a computed prompt: its full blocks (unless automatic, up to the last mark) and the tails at marks."""
+    def store(
+        self,
+        hashes: Sequence[bytes],
+        marks: Sequence[Mark],
+        size: int,
+        now: float,
+        tenant: str = "",
+        match: Match | None = None,
+    ) -> Iterator[tuple[Step, Span | None]]:
+        """Keep a computed prompt: its full blocks (unless automatic, up to the last mark) and the tails at marks.
+
+        What was found of it (`match`) moves up to the first tier. Yields steps, and what to store in those that store.
+        """
         lifetimes = self._lifetimes
+        if match is not None and match.chain:
+            steps = self.tiers.promote(match.chain, now)
+            yield from _with_spans(steps, spans(match.chain, match.tokens, size))
         if lifetimes.automatic:
-            yield self._keep(hashes, 0, size, lifetimes.default, now)
+            yield from self._keep(hashes, len(hashes) * size, size, lifetimes.default, now, tenant)
         for mark in marks:
             blocks, rest = divmod(mark.position, size)
             chain = (*hashes[:blocks], mark.key) if rest else hashes[:blocks]
             ttl = lifetimes.ttls[mark.ttl]
-            yield self._keep(chain, rest, size, ttl, now)
-            if mark.key in self.ledger:
-                self.ledger.mark(mark.key, ttl, now)
+            yield from self._keep(chain, mark.position, size, ttl, now, tenant)
+            self.tiers.mark(mark.key, ttl, now)
 
     def match_sums(self, match: Match, size: int, most: int, now: float) -> tuple[int, bytes]:
         """The longest part of a match within `most` tokens whose column sums are resident, and their key; or (0, b"").
@@ -122,8 +138,8 @@ class PrefixCache:
         for at in range(len(match.chain) - 1, -1, -1):
             end = match.tokens if at == len(match.chain) - 1 else (at + 1) * size
             key = sums_key(match.chain[at])
-            if end <= most and key in self.ledger:
-                self.ledger.touch((key,), now)
+            if end <= most and key in self.tiers:
+                self.tiers.touch((key,), now)
                 return end, key
         return 0, b""
 
@@ -135,40 +151,45 @@ class PrefixCache:
         token_bytes: int,
         size: int,
         now: float,
-    ) -> Iterator[tuple[int, bytes, Admission]]:
+        tenant: str = "",
+    ) -> Iterator[tuple[Step, Span | None]]:
         """Keep the column sums of a stored prompt up to some positions, `token_bytes` for each token of them.
 
-        Yields (position, key, what that did). They lie beside the block whose end they belong to, and leave before it.
+        Yields as `store` does. Sums lie beside the block whose end they belong to, and leave before it.
         """
         tails = {mark.position: mark.key for mark in marks}
         ttls = {mark.position: self._lifetimes.ttls[mark.ttl] for mark in marks}
         for position in positions:
             blocks, rest = divmod(position, size)
             chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
-            if chain and self.ledger.match(chain, now) == len(chain):
-                key, sizes = sums_key(chain[-1]), [0] * len(chain) + [position * token_bytes]
-                yield (
-                    position,
-                    key,
-                    self.ledger.store((*chain, key), sizes, ttls.get(position, self._lifetimes.default), now),
-                )
+            if not chain or self.tiers.match(chain, now) < len(chain):
+                continue
+            key, ttl = sums_key(chain[-1]), ttls.get(position, self._lifetimes.default)
+            sizes, tokens = self._sizes(chain, position, size)
+            sizes, tokens = [*sizes, position * token_bytes], [*tokens, 0]
+            steps = self.tiers.store((*chain, key), sizes, tokens, ttl, now, tenant)
+            yield from _with_spans(steps, [*spans(chain, position, size), Span(key, 0, position, sums=True)])
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
         """Position of the last of the marks that may be read now; 0 if none may."""
-        return max((mark.position for mark in marks if self.ledger.has_mark(mark.key, now)), default=0)
+        return max((mark.position for mark in marks if self.tiers.has_mark(mark.key, now)), default=0)
 
-    def _keep(self, chain: Sequence[bytes], tail: int, size: int, ttl: float, now: float) -> Change:
-        lengths = [size] * len(chain)
-        if tail:
-            lengths[-1] = tail
-        admission = self.ledger.store(chain, [length * self._token_bytes for length in lengths], ttl, now)
-        if not admission.stored:
-            return Change(admission.evicted, ())
-        first = chain.index(
-            admission.stored[0]
-        )  # what is stored is a run of the chain: the rest was there or did not fit
-        spans = [
-            Span(key, (first + i) * size, (first + i) * size + lengths[first + i])
-            for i, key in enumerate(admission.stored)
-        ]
-        return Change(admission.evicted, spans)
+    def _keep(
+        self, chain: Sequence[bytes], position: int, size: int, ttl: float, now: float, tenant: str
+    ) -> Iterator[tuple[Step, Span | None]]:
+        sizes, tokens = self._sizes(chain, position, size)
+        steps = self.tiers.store(chain, sizes, tokens, ttl, now, tenant)
+        yield from _with_spans(steps, spans(chain, position, size))
+
+    def _sizes(self, chain: Sequence[bytes], position: int, size: int) -> tuple[list[int], list[int]]:
+        """Plain bytes and tokens of the blocks of a chain."""
+        tokens = [size] * len(chain)
+        if chain:
+            tokens[-1] = position - (len(chain) - 1) * size
+        return [count * self._token_bytes for count in tokens], tokens
+
+
+def _with_spans(steps: Iterator[Step], known: Sequence[Span]) -> Iterator[tuple[Step, Span | None]]:
+    by_key = {span.key: span for span in known}
+    for step in steps:
+        yield step, by_key[step.key] if isinstance(step, Stored) else None

@@ -1,73 +1,130 @@
 """How long prefix blocks live and which goes first. The replica's block store and the simulator run this same code.
 
-The ledger knows keys, sizes and times, not tensors. Time is an argument of every call: seconds on any clock that
-never goes back.
+A ledger knows the keys, sizes and times of one tier, not tensors. Time is an argument of every call: seconds on any
+clock that never goes back.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from warmkv.policies.eviction import Order, Reuse, lru
+from warmkv.policies.heaps import LazyHeap
 
-@dataclass(slots=True)
+LOST = -math.inf
+"""`expires_at` of an entry whose bytes are gone; it stays while others need it as their parent, and is never found."""
+
+
+@dataclass(slots=True, eq=False)
 class Entry:
     """A stored block or partial tail."""
 
     key: bytes
-    size: int  # bytes
+    parent: Entry | None  # the block before it
+    plain: int  # bytes uncompressed
+    size: int  # bytes as this tier keeps it
+    tokens: int
+    end: int  # tokens from the start of the prompt to its own end
+    tenant: str
     ttl: float  # seconds of life after each read
     expires_at: float
-    pins: int = 0  # requests that are reading it; never evicted or expired while above 0
     mark_ttl: float = 0.0  # above 0 where a breakpoint was written: its own lifetime, refreshed by reads
     mark_expires_at: float = -math.inf
-    deadline: float = math.inf  # where it stands in the ledger's heap of deadlines; inf if it does not
+    reads: int = 0
+    used: int = 0
+    pins: int = 0  # requests that are reading it; never evicted or expired while above 0
+    children: int = 0
+
+    def path(self) -> list[Entry]:
+        """The chain from the first block of the prompt to this one."""
+        chain, entry = [self], self.parent
+        while entry is not None:
+            chain.append(entry)
+            entry = entry.parent
+        return chain[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What storing a chain did: keys now resident that were not, and keys that gave way."""
+    """What storing a chain did: keys that are now held and were not, what gave way, and what had outlived its TTL."""
 
     stored: list[bytes] = field(default_factory=list)
-    evicted: list[bytes] = field(default_factory=list)
+    evicted: list[Entry] = field(default_factory=list)
+    expired: list[Entry] = field(default_factory=list)
+
+
+def as_it_is(plain: int, tokens: int) -> int:
+    return plain
 
 
 class BlockLedger:
-    """Which blocks are resident: TTL with sliding refresh, least recently used first, within a byte limit.
+    """Which blocks a tier holds: TTL with sliding refresh, and an order of eviction, within a byte limit.
 
-    Chains are touched from their end to their start, so the least recently used entry is always the end of a chain,
-    and a parent lives at least as long as its children: presence stays prefix-closed.
+    Only the end of a chain is ever given up, and only while nobody reads it, so presence is prefix-closed under every
+    order. A parent lives at least as long as its children. Every operation on a block takes O(log n).
+
+    `weigh(plain bytes, tokens)` is what a block takes here. With `share` above 0 every tenant has that share of the
+    capacity to itself: nobody else can evict it below. Beyond that, whoever holds most gives way first.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self,
+        capacity: int,
+        order: Order = lru,
+        *,
+        weigh: Callable[[int, int], int] = as_it_is,
+        share: float = 0.0,
+    ) -> None:
+        self.capacity, self.quota = capacity, int(share * capacity)
         self.bytes = 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
-        self._deadlines: list[tuple[float, bytes]] = []  # counts only where the entry's own deadline agrees
+        self._order, self._weigh, self._apart = order, weigh, share > 0
+        self._reuse = Reuse()
+        self._entries: dict[bytes, Entry] = {}
+        self._pinned = 0  # bytes that cannot be evicted
+        self._ticks = 0
+        self._deadlines: LazyHeap[bytes] = LazyHeap()  # of ends of chains that nobody reads; no other can expire first
+        self._ends: defaultdict[str, LazyHeap[bytes]] = defaultdict(LazyHeap)  # the same, by tenant, as they are to go
+        self._held: defaultdict[str, int] = defaultdict(int)  # bytes by tenant, where tenants are told apart
+        self._largest: LazyHeap[str] = LazyHeap()  # tenants, those that hold most first
 
     @property
     def next_deadline(self) -> float:
         """No entry expires before this time; infinite if none ever does."""
-        return self._deadlines[0][0] if self._deadlines else math.inf
+        first = self._deadlines.first()
+        return first[0][0] if first else math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
+        entry = self._entries.get(key)
+        return entry is not None and entry.expires_at != LOST
 
     def __iter__(self) -> Iterator[bytes]:
-        """Keys, the least recently used first."""
-        return iter(self._entries)
+        """Keys that can be found, the least recently used first."""
+        held = (entry for entry in self._entries.values() if entry.expires_at != LOST)
+        return (entry.key for entry in sorted(held, key=lambda entry: entry.used))
+
+    def entry(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def bytes_of(self, tenant: str) -> int:
+        """Bytes that a tenant holds here."""
+        if self._apart:
+            return self._held.get(tenant, 0)
+        return sum(entry.size for entry in self._entries.values() if entry.tenant == tenant)
+
+    # --- reading
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
-        """Leading keys of `chain` that are resident and alive."""
+        """Leading keys of `chain` that are held and alive."""
+        entries = self._entries
         for count, key in enumerate(chain):
-            entry = self._entries.get(key)
-            if entry is None or (entry.expires_at <= now and not entry.pins):
+            entry = entries.get(key)
+            if entry is None or not _alive(entry, now):
                 return count
         return len(chain)
 
@@ -78,13 +135,11 @@ class BlockLedger:
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
         """A read: every entry of the chain becomes recent and lives its TTL again, marks included."""
-        entries = self._entries
-        for key in reversed(chain):
-            entry = entries[key]
-            entries.move_to_end(key)
-            entry.expires_at = max(entry.expires_at, now + entry.ttl)
-            if entry.mark_expires_at > now:
-                entry.mark_expires_at = now + entry.mark_ttl
+        entries = [self._entries[key] for key in chain]
+        for entry in entries:
+            self._reuse.read(entry)
+            entry.reads += 1
+        self._refresh(entries, now)
 
     def mark(self, key: bytes, ttl: float, now: float) -> None:
         """Note that a breakpoint was written at this prefix; it is readable for `ttl` seconds after each use."""
@@ -92,86 +147,268 @@ class BlockLedger:
         entry.mark_ttl = max(ttl, entry.mark_ttl if entry.mark_expires_at > now else 0.0)
         entry.mark_expires_at = now + entry.mark_ttl
 
-    def store(self, chain: Sequence[bytes], sizes: Sequence[int], ttl: float, now: float) -> Admission:
-        """Make a chain resident, evicting what is least recently used; its head is kept if not all of it fits.
+    def pin(self, chain: Sequence[bytes]) -> list[Entry]:
+        """Keep a chain from its first block on until `unpin` of what is returned."""
+        return self._pin([self._entries[key] for key in chain])
 
-        Entries already there are touched and live at least `ttl` longer. Nothing of the chain itself and nothing
-        pinned is evicted. A parent must come before its children.
-        """
-        evicted = self.expire(now)
-        present = self.match(chain, now)
-        for key in chain[:present]:
-            self._entries[key].ttl = max(self._entries[key].ttl, ttl)
+    def _pin(self, entries: list[Entry]) -> list[Entry]:
+        for entry in entries:
+            if not entry.pins:
+                self._pinned += entry.size
+                self._hold(entry)
+            entry.pins += 1
+        return entries
 
-        protected = set(chain)
-        stored: list[bytes] = []
-        for key, size in zip(chain[present:], sizes[present:], strict=True):
-            if not self._make_room(size, protected, evicted):
-                break
-            self._entries[key] = entry = Entry(key, size, ttl, now + ttl)
-            self._queue(entry)
-            self.bytes += size
-            stored.append(key)
-        self.touch(chain[: present + len(stored)], now)
-        return Admission(stored, evicted)
-
-    def pin(self, chain: Sequence[bytes]) -> None:
-        for key in chain:
-            self._entries[key].pins += 1
-
-    def unpin(self, chain: Sequence[bytes]) -> None:
-        for key in chain:
-            entry = self._entries[key]
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
             entry.pins -= 1
-            if not entry.pins and entry.deadline == math.inf:  # its deadline passed while it was in use
-                self._queue(entry)
+            if not entry.pins:
+                self._pinned -= entry.size
+                self._free(entry)
 
-    def expire(self, now: float) -> list[bytes]:
-        """Remove what has outlived its TTL; the removed keys."""
-        expired: list[bytes] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, key = heapq.heappop(self._deadlines)
-            entry = self._entries.get(key)
-            if entry is None or entry.deadline != deadline:
-                continue  # left behind by an entry that was evicted
-            if entry.pins:
-                entry.deadline = math.inf
-            elif entry.expires_at <= now:
-                self._drop(key)
-                expired.append(key)
-            else:
-                self._queue(entry)
+    # --- writing
+
+    def store(
+        self,
+        chain: Sequence[bytes],
+        sizes: Sequence[int],
+        ttl: float,
+        now: float,
+        *,
+        tokens: Sequence[int] | None = None,
+        tenant: str = "",
+    ) -> Admission:
+        """Hold a chain, evicting what the order gives up; its head is kept if not all of it fits.
+
+        `sizes` are plain bytes, `tokens` those in each block (1 each if left out). Entries already there live at least
+        `ttl` longer. Nothing of the chain itself and nothing pinned is evicted. A parent comes before its children.
+        """
+        expired = self.expire(now)
+        self.prolong(chain, ttl, now)
+        life = (ttl, now + ttl, 0.0, -math.inf, 0)
+        held, admission = self._admit(
+            chain, sizes, tokens or [1] * len(chain), tenant, now, lambda at: life, Admission(expired=expired)
+        )
+        self._refresh(held, now)
+        return admission
+
+    def adopt(self, path: Sequence[Entry], now: float) -> Admission:
+        """Hold a chain as another tier has it, with the life that it has there: it was moved, not read."""
+
+        def life(at: int) -> tuple[float, float, float, float, int]:
+            entry = path[at]
+            return entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads
+
+        held, admission = self._admit(
+            [entry.key for entry in path],
+            [entry.plain for entry in path],
+            [entry.tokens for entry in path],
+            path[0].tenant,
+            now,
+            life,
+            Admission(expired=self.expire(now)),
+        )
+        self._use(held)
+        return admission
+
+    def inherit(self, key: bytes, other: Entry) -> None:
+        """Give an entry the lifetimes that the same block has in another tier, where these are longer."""
+        entry = self._entries[key]
+        entry.ttl, entry.expires_at = max(entry.ttl, other.ttl), max(entry.expires_at, other.expires_at)
+        if other.mark_expires_at > entry.mark_expires_at:
+            entry.mark_ttl, entry.mark_expires_at = other.mark_ttl, other.mark_expires_at
+        entry.reads = max(entry.reads, other.reads)
+        self._free(entry)
+
+    def prolong(self, chain: Sequence[bytes], ttl: float, now: float) -> None:
+        """Let what is held of a chain live at least `ttl` seconds from now."""
+        for key in chain[: self.match(chain, now)]:
+            entry = self._entries[key]
+            entry.ttl, entry.expires_at = max(entry.ttl, ttl), max(entry.expires_at, now + ttl)
+            self._free(entry)
+
+    def restore(self, entry: Entry, parent: bytes | None) -> bool:
+        """Take up an entry from elsewhere behind `parent`; False, and nothing is done, without parent or room."""
+        before = self._entries.get(parent) if parent is not None else None
+        size = self._weigh(entry.plain, entry.tokens)
+        fits = self.bytes + size <= self.capacity and entry.key not in self._entries
+        if not fits or (parent is not None and before is None):
+            return False
+        life = (entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads)
+        added = self._add(entry.key, before, entry.plain, size, entry.tokens, entry.tenant, life)
+        self._use([added])
+        return True
+
+    # --- leaving
+
+    def expire(self, now: float) -> list[Entry]:
+        """Remove what has outlived its TTL."""
+        expired: list[Entry] = []
+        while (first := self._deadlines.first()) and first[0][0] <= now:
+            entry = self._entries[first[1]]
+            self._remove(entry)
+            expired.append(entry)
         return expired
 
-    def discard(self, keys: Sequence[bytes]) -> None:
-        """Forget entries whose bytes could not be kept; what is pinned is not among them."""
-        for key in keys:
-            self._drop(key)
-
-    def _queue(self, entry: Entry) -> None:
-        entry.deadline = entry.expires_at
-        if entry.deadline == math.inf:
+    def lose(self, key: bytes) -> None:
+        """The bytes of an entry are gone: nobody finds it any more, nor what follows it, until it is stored again."""
+        entry = self._entries.get(key)
+        if entry is None or entry.expires_at == LOST:
             return
-        heapq.heappush(self._deadlines, (entry.deadline, entry.key))
-        if len(self._deadlines) > 2 * len(self._entries) + 64:  # evicted entries leave their deadlines behind
-            self._deadlines = [(e.deadline, e.key) for e in self._entries.values() if e.deadline < math.inf]
-            heapq.heapify(self._deadlines)
+        self._resize(entry, 0)
+        entry.expires_at = entry.mark_expires_at = LOST
+        at: Entry | None = entry
+        while at is not None and at.expires_at == LOST and not at.pins and not at.children:
+            self._remove(at)
+            at = at.parent
 
-    def _make_room(self, size: int, protected: set[bytes], evicted: list[bytes]) -> bool:
+    def keys_of(self, tenant: str | None = None) -> list[bytes]:
+        """Keys that can be found, of one tenant if it is given, in no order. Takes O(n)."""
+        return [
+            entry.key
+            for entry in self._entries.values()
+            if entry.expires_at != LOST and (tenant is None or entry.tenant == tenant)
+        ]
+
+    # --- inside
+
+    def _admit(
+        self,
+        chain: Sequence[bytes],
+        sizes: Sequence[int],
+        tokens: Sequence[int],
+        tenant: str,
+        now: float,
+        life: Callable[[int], tuple[float, float, float, float, int]],
+        admission: Admission,
+    ) -> tuple[list[Entry], Admission]:
+        """As much of a chain as fits, and what that did. The chain is pinned meanwhile: it must not displace itself."""
+        present = self.match(chain, now)
+        held = self._pin([self._entries[key] for key in chain[:present]])
+        for at in range(present, len(chain)):
+            key, size = chain[at], self._weigh(sizes[at], tokens[at])
+            entry = self._entries.get(key)  # there, but not alive: others need it as their parent
+            if not self._make_room(size - (entry.size if entry else 0), tenant, admission.evicted):
+                break
+            if entry is None:
+                entry = self._add(key, held[-1] if held else None, sizes[at], size, tokens[at], tenant, life(at))
+                admission.stored.append(key)
+            else:
+                if entry.expires_at == LOST:
+                    self._resize(entry, size)
+                    admission.stored.append(key)
+                entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, _ = life(at)
+            held += self._pin([entry])
+        self.unpin(held)
+        return held, admission
+
+    def _add(
+        self,
+        key: bytes,
+        parent: Entry | None,
+        plain: int,
+        size: int,
+        tokens: int,
+        tenant: str,
+        life: tuple[float, float, float, float, int],
+    ) -> Entry:
+        end = tokens + (parent.end if parent is not None else 0)
+        entry = self._entries[key] = Entry(key, parent, plain, 0, tokens, end, tenant, *life)
+        self._resize(entry, size)
+        if parent is not None:
+            self._hold(parent)
+            parent.children += 1
+        return entry
+
+    def _remove(self, entry: Entry) -> None:
+        self._reuse.left(entry)
+        self._hold(entry)
+        size = entry.size
+        self._resize(entry, 0)
+        entry.size = size  # whoever hears of it may want to know
+        del self._entries[entry.key]
+        if entry.parent is not None:
+            entry.parent.children -= 1
+            self._free(entry.parent)
+
+    def _resize(self, entry: Entry, size: int) -> None:
+        grown = size - entry.size
+        entry.size = size
+        self.bytes += grown
+        if entry.pins:
+            self._pinned += grown
+        if self._apart:
+            held = self._held[entry.tenant] = self._held[entry.tenant] + grown
+            if held:
+                self._largest.set(entry.tenant, (-held,))
+            else:
+                del self._held[entry.tenant]
+                self._largest.discard(entry.tenant)
+
+    def _refresh(self, entries: list[Entry], now: float) -> None:
+        for entry in entries:
+            entry.expires_at = max(entry.expires_at, now + entry.ttl)
+            if entry.mark_expires_at > now:
+                entry.mark_expires_at = now + entry.mark_ttl
+        self._use(entries)
+
+    def _use(self, entries: list[Entry]) -> None:
+        """From the end of the chain to its start, so that a parent is always more recent than its children."""
+        for entry in reversed(entries):
+            self._ticks += 1
+            entry.used = self._ticks
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        """Let an entry go when it is its turn, if it is the end of a chain that nobody reads."""
+        if entry.pins or entry.children:
+            return
+        self._ends[entry.tenant if self._apart else ""].set(entry.key, self._order(entry, self._reuse))
+        if entry.expires_at < math.inf:
+            self._deadlines.set(entry.key, (entry.expires_at,))
+
+    def _hold(self, entry: Entry) -> None:
+        self._ends[entry.tenant if self._apart else ""].discard(entry.key)
+        self._deadlines.discard(entry.key)
+
+    def _make_room(self, size: int, tenant: str, evicted: list[Entry]) -> bool:
         if self.bytes + size <= self.capacity:
             return True
-        victims, freed = [], 0
-        for key, entry in self._entries.items():
-            if entry.pins or key in protected:
-                continue
-            victims.append(key)
-            freed += entry.size
-            if self.bytes - freed + size <= self.capacity:
-                for victim in victims:
-                    self._drop(victim)
-                evicted.extend(victims)
-                return True
-        return False
+        if self._pinned + size > self.capacity:
+            return False
+        while self.bytes + size > self.capacity:
+            victim = self._victim(tenant, size) if self._apart else self._first("")
+            if victim is None:
+                return False
+            self._remove(victim)
+            evicted.append(victim)
+        return True
 
-    def _drop(self, key: bytes) -> None:
-        self.bytes -= self._entries.pop(key).size
+    def _first(self, tenant: str) -> Entry | None:
+        """What a tenant gives up next."""
+        ends = self._ends.get(tenant)
+        first = ends.first() if ends else None
+        return self._entries[first[1]] if first else None
+
+    def _victim(self, tenant: str, size: int) -> Entry | None:
+        """Who holds most gives way, down to its quota; `tenant`, who asks for `size` bytes, down to nothing."""
+        own, mine = self._first(tenant), self._held.get(tenant, 0) + size
+        passed: list[str] = []  # nothing of theirs can go now
+        victim = own
+        while first := self._largest.first():
+            largest = first[1]
+            if self._held[largest] <= max(self.quota, mine if own else 0):
+                break
+            entry = self._first(largest)
+            if entry is not None and (largest == tenant or self._held[largest] - entry.size >= self.quota):
+                victim = entry
+                break
+            passed.append(largest)
+            self._largest.discard(largest)
+        for name in passed:
+            self._largest.set(name, (-self._held[name],))
+        return victim
+
+
+def _alive(entry: Entry, now: float) -> bool:
+    return entry.expires_at > now or (entry.pins > 0 and entry.expires_at != LOST)

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from warmkv.policies.compression.prompt import Prompt, TokenClasses
 from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.block_store import BlockStore
+from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.loading import LoadedModel
 from warmkv.replicas.protocol import (
     Failed,
@@ -56,8 +57,9 @@ class EngineStats:
     weight_bytes: int
     slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
-    store_bytes: int
+    store_bytes: int  # of the prefix cache on the device
     store_blocks: int
+    store_tiers: Mapping[str, int]  # bytes of the prefix cache by tier: device, host, disk
     allocator_bytes: int | None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 
@@ -79,7 +81,10 @@ class Engine:
         if engine.max_context is not None and engine.max_context > model.max_context:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
         self.max_context = engine.max_context or model.max_context
-        self.store = BlockStore(prefix_cache, model.kv_shape, clock, publish)
+        identity = Identity.of(model, prefix_cache.block_size)
+        self.store = BlockStore(
+            prefix_cache, identity, model.device, clock, publish, wake=lambda: self._inbox.put(None)
+        )
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
         self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
         self._weight_bytes = model.weight_bytes()
@@ -116,6 +121,7 @@ class Engine:
 
         def stop() -> None:
             if sequence := self.scheduler.find(request_id):
+                self._keep_computed(sequence)
                 self._finish(sequence, "cancelled")
 
         self._inbox.put(stop)
@@ -123,6 +129,19 @@ class Engine:
     def call(self, action: Callable[[], None]) -> None:
         """Run something in the engine's thread, between two steps."""
         self._inbox.put(action)
+
+    def drop_prefixes(self, tenant: str) -> Future[int]:
+        """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
+        freed: Future[int] = Future()
+
+        def drop() -> None:
+            try:
+                freed.set_result(self.store.drop(tenant))
+            except Exception as error:
+                freed.set_exception(error)
+
+        self._inbox.put(drop)
+        return freed
 
     def stop(self) -> None:
         """End `run` after the step it is in."""
@@ -139,6 +158,7 @@ class Engine:
             workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
             store_bytes=self.store.resident_bytes,
             store_blocks=len(self.store),
+            store_tiers=self.store.tier_bytes,
             allocator_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
         )
 
@@ -170,11 +190,13 @@ class Engine:
                 self._fail(list(self.scheduler.decoding.values()), _describe(error))
         self._drain()
         self._fail(self.scheduler.everyone(), "the replica is stopping")
+        self.store.close()
 
     @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
         self._drain()
+        self.store.settle()
         self.store.expire()
         busy = self._advance_prompt()
         if self.scheduler.decoding:
@@ -186,8 +208,15 @@ class Engine:
         """A chunk of one prompt; if it fails, only that request ends."""
         try:
             if sequence := self.scheduler.admit():
-                self._begin(sequence)
+                self._look_up(sequence)
             if sequence := self.scheduler.prefilling:
+                assert sequence.match is not None
+                if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
+                    if not self.scheduler.decoding:
+                        self._wait()
+                    return True
+                if sequence.prefill is None:
+                    self._begin(sequence)
                 self._prefill_chunk(sequence)
                 return True
         except Exception as error:
@@ -210,15 +239,21 @@ class Engine:
             if action := self._inbox.get(timeout=IDLE_SECONDS):
                 action()
 
+    def _look_up(self, sequence: Sequence) -> None:
+        """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
+        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
+        sequence.admitted = self._clock()
+        most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
+        sums = budgets.needs_column_sums(spec, tokens)
+        sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
+
     def _begin(self, sequence: Sequence) -> None:
         """Set up a prompt's workspace and attach what is warm of it."""
+        assert sequence.match is not None
         shape, tokens = self.model.kv_shape, sequence.prompt_tokens
         size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
         keys = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
         values = torch.empty_like(keys)
-        request = sequence.request
-        sequence.admitted = self._clock()
-        sequence.match = match = self.store.match(request.hashes, request.reads)
         spec = sequence.policy.spec
         sequence.prefill = prompt = Prompt(
             keys,
@@ -227,15 +262,19 @@ class Engine:
             observed=min(tokens, budgets.observed_queries(spec, tokens)),
             column_sums=budgets.needs_column_sums(spec, tokens),
             inv_freq=self.model.inv_freq,
-            token_ids=request.token_ids,
+            token_ids=sequence.request.token_ids,
             classes=self._classes,
         )
-        reused, sums = min(match.tokens, tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))), None
-        if prompt.column_sums is not None:
-            reused, sums = self.store.column_sums(match, reused)
-        sequence.reused = reused
-        self.store.attach(match, reused, keys, values)
-        prompt.reuse(reused, sums)
+        sequence.reused, sums = self.store.attach(sequence.match, keys, values)
+        prompt.reuse(sequence.reused, sums)
+
+    def _keep_computed(self, sequence: Sequence) -> None:
+        """Store the full blocks of a prompt that is given up half way, for whoever waits for the same."""
+        prefill, request = sequence.prefill, sequence.request
+        if prefill is None or sequence is not self.scheduler.prefilling:
+            return
+        hashes = request.hashes[: prefill.computed // self.store.block_size]
+        self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant)
 
     def _prefill_chunk(self, sequence: Sequence) -> None:
         prefill = sequence.prefill
@@ -268,7 +307,13 @@ class Engine:
         assert prefill is not None
         assert match is not None
         written = self.store.store(
-            request.hashes, request.marks, prefill.keys, prefill.values, column_sums=sequence.column_sums
+            request.hashes,
+            request.marks,
+            prefill.keys,
+            prefill.values,
+            column_sums=sequence.column_sums,
+            tenant=request.tenant,
+            warm=match,
         )
         sequence.column_sums = {}
         self._release_match(sequence)
@@ -287,6 +332,7 @@ class Engine:
                 hit=match.hit,
                 written=written,
                 cached_tokens=sequence.reused,
+                tiers=match.tiers,
                 kept_tokens=kept,
                 resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
                 queue_seconds=sequence.admitted - sequence.arrived,

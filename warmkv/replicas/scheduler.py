@@ -12,8 +12,8 @@ from warmkv.config import EngineConfig
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.fair_queue import FairQueue
-from warmkv.policies.prefix_cache import Match
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
+from warmkv.replicas.block_store import WarmPrefix
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -38,7 +38,7 @@ class Sequence:
     arrived: float
     random: np.random.Generator
     slot: Slot | None = None
-    match: Match | None = None
+    match: WarmPrefix | None = None
     reused: int = 0  # prompt tokens whose KV was attached
     prefill: Prompt | None = None
     column_sums: dict[int, Tensor] = field(default_factory=dict)  # copies for the store, by prompt position

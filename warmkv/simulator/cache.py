@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, sum_positions
+from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions
+from warmkv.policies.tiers import Left, Step, Stored, Tier
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.measures import Level
@@ -13,37 +14,43 @@ from warmkv.simulator.measures import Level
 
 @dataclass(slots=True)
 class Removals:
-    """Blocks and tails that left the stores, and why."""
+    """Blocks and tails that left a tier, and why."""
 
     evicted: int = 0
     expired: int = 0
 
 
 class ReplicaCache:
-    """Blocks of one replica, known to the router through `index`. Times are virtual seconds."""
+    """Blocks of one replica in its tiers, known to the router through `index`. Times are virtual seconds.
+
+    What moves between tiers is there at once: a fetch from a lower tier takes no time.
+    """
 
     def __init__(
         self,
         replica: str,
-        capacity: int,
+        tiers: Sequence[Tier],
         token_bytes: int,
         lifetimes: Lifetimes,
         index: PrefixIndex,
         stored: Level,
         removals: Removals,
+        share: float = 0.0,
     ) -> None:
         self._replica, self._index, self._stored, self._removals = replica, index, stored, removals
-        self._cache = PrefixCache(capacity, token_bytes, lifetimes)
+        self._cache = PrefixCache(tiers, token_bytes, lifetimes, share)
+        self._known = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all tiers together."""
+        return sum(ledger.bytes for ledger in self._cache.tiers.ledgers)
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each entry at the time it ended."""
-        ledger = self._cache.ledger
-        while (deadline := ledger.next_deadline) <= now:
-            before = ledger.bytes
-            if gone := ledger.expire(deadline):
-                self._removals.expired += len(gone)
-                self._stored.change(ledger.bytes - before, deadline)
-                self._index.remove(self._replica, gone)
+        tiers = self._cache.tiers
+        while (deadline := tiers.next_deadline) <= now:
+            self._note(((step, None) for step in tiers.expire(deadline)), deadline)
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and pins what was found."""
@@ -57,29 +64,32 @@ class ReplicaCache:
         self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, now: float
     ) -> None:
         """Keep what the queries of a prompt gave its tokens, where that was computed: beyond the reused ones."""
-        positions = [at for at in sum_positions(record.input_tokens, record.block_size, marks) if at > reused]
-        before = self._cache.ledger.bytes
-        for _, _, change in self._cache.store_sums(
-            record.hashes, marks, positions, token_bytes, record.block_size, now
-        ):
-            self._removals.evicted += len(change.evicted)
-            self._index.remove(self._replica, change.evicted)
-        if (difference := self._cache.ledger.bytes - before) != 0:
-            self._stored.change(difference, now)
+        size = record.block_size
+        positions = [at for at in sum_positions(record.input_tokens, size, marks) if at > reused]
+        steps = self._cache.store_sums(record.hashes, marks, positions, token_bytes, size, now, record.tenant)
+        self._note(steps, now)
 
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float) -> int:
-        """Keep a computed prompt; the position of its highest mark that is stored now."""
-        ledger = self._cache.ledger
-        before = ledger.bytes
-        for change in self._cache.store(record.hashes, marks, record.block_size, now):
-            if change.evicted:
-                self._removals.evicted += len(change.evicted)
-                self._index.remove(self._replica, change.evicted)
-            if change.stored:
-                self._index.add(self._replica, [span.key for span in change.stored])
-        if (difference := ledger.bytes - before) != 0:
-            self._stored.change(difference, now)
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+        """Keep a computed prompt; the position of its highest mark that is stored now.
+
+        `match` is what was found of it: it moves up to the first tier.
+        """
+        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match)
+        self._note(steps, now)
         return self._cache.highest_mark(marks, now)
+
+    def _note(self, steps: Iterable[tuple[Step, Span | None]], now: float) -> None:
+        for step, span in steps:
+            if isinstance(step, Stored) and span is not None and not span.sums:
+                self._index.add(self._replica, (step.key,))
+            elif isinstance(step, Left):
+                self._removals.expired += step.expired
+                self._removals.evicted += not step.expired
+                if step.key not in self._cache.tiers:
+                    self._index.remove(self._replica, (step.key,))
+        if (difference := self.bytes - self._known) != 0:
+            self._known += difference
+            self._stored.change(difference, now)

@@ -12,6 +12,8 @@ from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.routing import rank
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.measures import Level
@@ -29,6 +31,12 @@ class Outcome:
     stored: Level  # bytes of stored blocks and tails, all replicas together
     removals: Removals
     end: float  # virtual seconds from the first arrival to the last end
+
+
+def kv_shape(config: Config) -> KVShape:
+    """The configured size of the model's KV cache."""
+    simulator = config.simulator
+    return KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
 
 
 def simulate(
@@ -49,11 +57,12 @@ def simulate(
     """
     env = simpy.Environment()
     index, slots, stored, removals = PrefixIndex(), Level(), Level(), Removals()
-    capacity = int(config.prefix_cache.memory_bytes) if config.prefix_cache.enabled else 0
+    tiers = tiers_of(config.prefix_cache, kv_shape(config)) if config.prefix_cache.enabled else [Tier("device", 0)]
+    share = config.prefix_cache.tenant_share
     replicas: dict[str, Replica] = {}
     for number in range(config.cluster.replicas):
         name = f"replica-{number}"
-        cache = ReplicaCache(name, capacity, token_bytes, lifetimes, index, stored, removals)
+        cache = ReplicaCache(name, tiers, token_bytes, lifetimes, index, stored, removals, share)
         replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward)
 
     choose = _chooser(replicas, index, config, random.Random(seed))

@@ -17,7 +17,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.breakpoints import Breakpoint, bill
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster import Outcome, simulate
+from warmkv.simulator.cluster import Outcome, kv_shape, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.variants import Variant, VariantError, price_tier
@@ -77,12 +77,6 @@ def replay(
         _replay_one(records, config, variant, times, partial(progress, number))
         for number, variant in enumerate(variants)
     ]
-
-
-def kv_shape(config: Config) -> slot_sizes.KVShape:
-    """The configured size of the model's KV cache."""
-    simulator = config.simulator
-    return slot_sizes.KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
 
 
 def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:

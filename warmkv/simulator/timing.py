@@ -16,7 +16,7 @@ from warmkv.policies import budgets, step_profile
 from warmkv.policies.costs import MeasuredCosts, StepCost, StepKind, StepTimes, fit_step_cost
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.replay import kv_shape
+from warmkv.simulator.cluster import kv_shape
 
 Floats = NDArray[np.float64]
 ENOUGH = 20  # measured requests below which a fit says little

@@ -226,7 +226,7 @@ def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypat
     shaky.run(make_request(tokens, name="lost", reads=[37]))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     assert shaky.tokens("decodes") == expected
-    ledger = shaky.engine.store._cache.ledger
+    ledger = shaky.engine.store._cache.tiers.ledgers[0]
     assert all(entry.pins == 0 for entry in ledger._entries.values())
     assert all(slab.is_empty for slab in shaky.engine.pool.slabs)
     assert shaky.run(make_request(tokens, reads=[37], name="after")) == driver().run(make_request(tokens))
@@ -251,12 +251,12 @@ def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, m
             raise RuntimeError("device out of memory")
         return original(*args, **options)
 
-    monkeypatch.setattr("warmkv.replicas.block_store.torch.stack", stack)
+    monkeypatch.setattr("warmkv.replicas.block_store.store.torch.stack", stack)
     shaky.run(make_request(prompt(40), name="lost"))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     store = shaky.engine.store
-    assert set(store._cache.ledger) == set(store._blocks)
-    assert len(store) == 2
+    assert set(store._cache.tiers.ledgers[0]) == set(store._places[0].blocks)
+    assert len(store._places[0].blocks) == 2
     assert shaky.run(make_request(prompt(40), name="after")) == driver().run(make_request(prompt(40)))
     assert shaky.started("after").cached_tokens == 2 * BLOCK
 
@@ -388,12 +388,16 @@ def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_
     assert warm.engine.store.resident_bytes == plain + 4 * shape.layers * shape.kv_heads * (32 + 40)
     now[0] = 1000.0
     warm.engine.store.expire()
-    assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store._sums)) == (0, 0, 0)
+    assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store._places[0].blocks)) == (
+        0,
+        0,
+        0,
+    )
     tight = driver(prefix_cache={"memory_bytes": 5 * BLOCK * shape.token_bytes})
     for i in range(6):
         tight.run(make_request(prompt(30, seed=i), new=2, policy="h2o@20", name=str(i)))
         assert tight.engine.store.resident_bytes <= 5 * BLOCK * shape.token_bytes
-        held = sum(t.nbytes for t in [*tight.engine.store._blocks.values(), *tight.engine.store._sums.values()])
+        held = sum(packed.nbytes for packed in tight.engine.store._places[0].blocks.values())
         assert held == tight.engine.store.resident_bytes
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.replicas.conftest import BLOCK, Driver, make_request, random_model
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.tiers import Tier
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.loading import prepare
@@ -38,7 +39,9 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks):
     capacity = blocks * BLOCK * SHAPE.token_bytes
     live = Driver(MODEL, clock=lambda: now[0], prefix_cache={"memory_bytes": capacity})
     lifetimes = Lifetimes(TTLS, 300.0, automatic=True)
-    cache = ReplicaCache("a", capacity, SHAPE.token_bytes, lifetimes, PrefixIndex(), Level(), Removals())
+    cache = ReplicaCache(
+        "a", [Tier("device", capacity)], SHAPE.token_bytes, lifetimes, PrefixIndex(), Level(), Removals()
+    )
     for tokens, marks, reads, policy, pause in sequence:
         now[0] += pause
         request = make_request(tokens, new=1, policy=policy, marks=marks, reads=reads, name=str(next(number)))
@@ -55,9 +58,9 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks):
         reused = min(match.tokens, len(tokens) - min(len(tokens), budgets.recomputed_tokens(spec, len(tokens))))
         if token_bytes:
             reused = cache.sums(match, record, reused, now[0])
-        cache.store(record, record.marks, now[0])
+        cache.store(record, record.marks, now[0], match)
         if token_bytes:
             cache.store_sums(record, record.marks, reused, token_bytes, now[0])
         cache.release(match)
         assert live.started(request.id).cached_tokens == reused
-        assert live.engine.store.resident_bytes == cache._cache.ledger.bytes
+        assert live.engine.store.resident_bytes == cache.bytes

@@ -2,6 +2,7 @@ import pytest
 
 from tests.unit.simulator.conversations import BLOCK, record
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.tiers import Tier
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.measures import Level
@@ -12,7 +13,7 @@ PROMPT = list(range(30))
 def cache(capacity=1000, automatic=True, default=300.0):
     index, stored, removals = PrefixIndex(), Level(), Removals()
     lifetimes = Lifetimes({"5m": 300.0, "1h": 3600.0}, default, automatic)
-    return ReplicaCache("a", capacity, 2, lifetimes, index, stored, removals), index, stored, removals
+    return ReplicaCache("a", [Tier("device", capacity)], 2, lifetimes, index, stored, removals), index, stored, removals
 
 
 def use(store, request, now):

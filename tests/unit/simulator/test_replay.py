@@ -11,8 +11,9 @@ from warmkv.policies.budgets import kept_tokens
 from warmkv.policies.costs import StepCost
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator import workloads
+from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.measures import Level, percentiles
-from warmkv.simulator.replay import billed, kv_shape, prepare, replay
+from warmkv.simulator.replay import billed, prepare, replay
 from warmkv.simulator.sessions import ShareGPTLike
 from warmkv.simulator.variants import Variant, VariantError, grid, policy_spec, price_tier
 

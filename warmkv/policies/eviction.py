@@ -1,0 +1,102 @@
+"""Which block a full tier gives up: orders as values. The replica's store and the simulator take them from here.
+
+An order gives a block a priority, a tuple of numbers; the least goes first. It only ever chooses among the ends of
+chains that nobody reads (`retention.BlockLedger`), so that what remains can always be reached from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from warmkv.config import Eviction
+
+READS_APART = 16
+"""Blocks that were read more often than this are taken together when the chance of another read is estimated."""
+
+
+class Block(Protocol):
+    """What an order may look at."""
+
+    size: int  # bytes
+    tokens: int  # in the block; 0 where an entry holds no KV
+    end: int  # tokens from the start of the prompt to the end of the block
+    reads: int  # since it was stored
+    used: int  # counts up with every use of any block
+
+
+@dataclass(slots=True)
+class Reuse:
+    """How likely a block is read once more before it leaves, by how often it was read: as observed.
+
+    A block that is not read for its TTL leaves, so this is the probability of reuse within its TTL.
+    """
+
+    again: list[int] = field(default_factory=lambda: [0] * READS_APART)
+    never: list[int] = field(default_factory=lambda: [0] * READS_APART)
+
+    def read(self, block: Block) -> None:
+        """Note a read, before it is counted in the block."""
+        self.again[min(block.reads, READS_APART - 1)] += 1
+
+    def left(self, block: Block) -> None:
+        self.never[min(block.reads, READS_APART - 1)] += 1
+
+    def probability(self, reads: int) -> float:
+        """Laplace's rule of succession; what was read more often starts at the probability of what was read less."""
+        found = 0.5
+        for at in range(min(reads, READS_APART - 1) + 1):
+            found = (self.again[at] + 2 * found) / (self.again[at] + self.never[at] + 2)
+        return found
+
+
+Cost = Callable[[int, int], float]
+"""What it takes to compute `tokens` tokens anew that end at position `end`, in any unit."""
+Order = Callable[[Block, Reuse], tuple[float, ...]]
+
+
+def lru(block: Block, reuse: Reuse) -> tuple[float, ...]:
+    """Least recently used first."""
+    return (block.used,)
+
+
+def lfu(block: Block, reuse: Reuse) -> tuple[float, ...]:
+    """Least often read first, the least recently used among equals."""
+    return (block.reads, block.used)
+
+
+def length(block: Block, reuse: Reuse) -> tuple[float, ...]:
+    """The end of the longest prefix first, the least recently used among equals: beginnings are what many share."""
+    return (-block.end, block.used)
+
+
+@dataclass(frozen=True, slots=True)
+class CostAware:
+    """What is cheapest to lose goes first: recompute cost x probability of reuse within its TTL, per byte.
+
+    The value of an object by Greedy-Dual-Size-Frequency (Cherkasova, 1998), with an observed probability in place of
+    the count. It is computed when the block is used, so losing a block takes no look at the others.
+    """
+
+    cost: Cost
+
+    def __call__(self, block: Block, reuse: Reuse) -> tuple[float, ...]:
+        lost = self.cost(block.tokens, block.end) * reuse.probability(block.reads)
+        return (lost / max(1, block.size), block.used)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Relative cost of prefill: a token costs 1, and once more for every `attention_tokens` tokens before it."""
+
+    attention_tokens: int
+
+    def __call__(self, tokens: int, end: int) -> float:
+        return tokens * (1 + (end - tokens / 2) / self.attention_tokens)
+
+
+def order(name: Eviction, cost: Cost) -> Order:
+    """The order of that name; `cost` is for `cost` only."""
+    orders: dict[Eviction, Order] = {"lru": lru, "lfu": lfu, "length": length, "cost": CostAware(cost)}
+    return orders[name]

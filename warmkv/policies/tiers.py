@@ -1,0 +1,196 @@
+"""Where a block lives: device, host memory, disk. The rules, without the bytes.
+
+A lower tier holds whole chains, from their first blocks on, whatever the tiers above hold: so it can be read on its
+own, after a restart too, and a tier above gives up what lies below at once. What a tier evicts goes down together with
+the chain before it; what has expired goes nowhere. What is read is stored again in the first tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from warmkv.config import BlockStorage, PrefixCacheConfig
+from warmkv.policies import eviction
+from warmkv.policies.eviction import Order, PrefillCost
+from warmkv.policies.retention import Admission, BlockLedger, Entry, as_it_is
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
+
+FILE_BYTES = 4096
+"""What a file on disk takes beside its tensors, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One place for blocks. `weigh(plain bytes, tokens)` is what a block takes there."""
+
+    name: str  # device, host, disk
+    capacity: int  # bytes
+    order: Order = eviction.lru
+    storage: BlockStorage = "model"
+    weigh: Callable[[int, int], int] = as_it_is
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A computed block is kept in a tier."""
+
+    key: bytes
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A block of one tier is now in a lower one, too."""
+
+    key: bytes
+    source: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A tier has given a block up."""
+
+    key: bytes
+    tier: int
+    tokens: int  # that it held; 0 for what is no KV
+    expired: bool = False
+
+
+Step = Stored | Copied | Left
+"""What to do with bytes, in order."""
+
+
+def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
+    """The tiers of a replica, fastest first."""
+    cost = PrefillCost(config.attention_tokens)
+    device = Tier(
+        "device",
+        int(config.memory_bytes),
+        eviction.order(config.eviction, cost),
+        config.storage,
+        weight(config.storage, shape),
+    )
+    tiers = [device]
+    for name, below, extra in (("host", config.host, 0), ("disk", config.disk, FILE_BYTES)):
+        if below.memory_bytes:
+            order = eviction.order(below.eviction or config.eviction, cost)
+            weigh = weight(below.storage, shape, extra)
+            tiers.append(Tier(name, int(below.memory_bytes), order, below.storage, weigh))
+    return tiers
+
+
+def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[int, int], int]:
+    """Bytes of a block in a format. What is no KV (0 tokens), and tokens beyond whole groups, stay as they are."""
+    group = KIVI_GROUP if storage == "kivi4" else 1
+    packed = shape.layers * shape.kv_heads * entry_bytes(storage, shape.head_dim, shape.dtype_bytes)
+
+    def weigh(plain: int, tokens: int) -> int:
+        whole = tokens // group * group
+        return plain - whole * shape.token_bytes + round(whole * packed) + extra
+
+    return weigh
+
+
+class Tiers:
+    """The ledgers of one replica's tiers, fastest first, and what moves between them. Not thread-safe."""
+
+    def __init__(self, tiers: Sequence[Tier], share: float = 0.0) -> None:
+        self.tiers = list(tiers)
+        self.ledgers = [BlockLedger(tier.capacity, tier.order, weigh=tier.weigh, share=share) for tier in tiers]
+
+    @property
+    def next_deadline(self) -> float:
+        return min(ledger.next_deadline for ledger in self.ledgers)
+
+    def __contains__(self, key: bytes) -> bool:
+        return any(key in ledger for ledger in self.ledgers)
+
+    def match(self, chain: Sequence[bytes], now: float) -> int:
+        """Leading keys of a chain that are held and alive in some tier."""
+        return max(ledger.match(chain, now) for ledger in self.ledgers)
+
+    def has_mark(self, key: bytes, now: float) -> bool:
+        return any(ledger.has_mark(key, now) for ledger in self.ledgers)
+
+    def touch(self, chain: Sequence[bytes], now: float) -> None:
+        """A read, noted in every tier that holds the chain or its beginning."""
+        for ledger in self.ledgers:
+            ledger.touch([key for key in chain if key in ledger], now)
+
+    def mark(self, key: bytes, ttl: float, now: float) -> None:
+        for ledger in self.ledgers:
+            if key in ledger:
+                ledger.mark(key, ttl, now)
+
+    def pin(self, chain: Sequence[bytes]) -> list[list[Entry]]:
+        """Keep a chain in all tiers until `unpin` of what is returned."""
+        return [ledger.pin([key for key in chain if key in ledger]) for ledger in self.ledgers]
+
+    def unpin(self, held: Sequence[Sequence[Entry]]) -> None:
+        for ledger, entries in zip(self.ledgers, held, strict=True):
+            ledger.unpin(entries)
+
+    def store(
+        self,
+        chain: Sequence[bytes],
+        sizes: Sequence[int],
+        tokens: Sequence[int],
+        ttl: float,
+        now: float,
+        tenant: str,
+    ) -> Iterator[Step]:
+        """Keep a computed chain in the first tier, and in the next one as well if not all of it fits there."""
+        for tier, ledger in enumerate(self.ledgers):
+            admission = ledger.store(chain, sizes, ttl, now, tokens=tokens, tenant=tenant)
+            yield from self._apply(tier, admission, now)
+            for key in admission.stored:
+                for other in self.ledgers:
+                    if other is not ledger and (entry := other.entry(key)) is not None:
+                        ledger.inherit(key, entry)
+            if all(key in ledger for key in chain):
+                break
+        for ledger in self.ledgers:  # a chain that lives longer now does so wherever it is
+            ledger.prolong(chain, ttl, now)
+
+    def promote(self, chain: Sequence[bytes], now: float) -> Iterator[Step]:
+        """Keep in the first tier what was found further down."""
+        found = [self._lowest(key) for key in chain[: self.match(chain, now)]]
+        entries = [entry for entry in found if entry is not None]
+        if not all(entry.key in self.ledgers[0] for entry in entries):
+            yield from self._apply(0, self.ledgers[0].adopt(entries, now), now)
+
+    def expire(self, now: float) -> Iterator[Step]:
+        for tier, ledger in enumerate(self.ledgers):
+            for entry in ledger.expire(now):
+                yield Left(entry.key, tier, entry.tokens, expired=True)
+
+    def drop(self, keys: Sequence[bytes]) -> Iterator[Step]:
+        """Give keys up at once, wherever they are and whoever reads them."""
+        for tier, ledger in enumerate(self.ledgers):
+            for key in keys:
+                if (entry := ledger.entry(key)) is not None and key in ledger:
+                    ledger.lose(key)
+                    yield Left(key, tier, entry.tokens)
+
+    def _lowest(self, key: bytes) -> Entry | None:
+        return next((entry for ledger in reversed(self.ledgers) if (entry := ledger.entry(key)) is not None), None)
+
+    def _apply(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
+        yield from self._gone(tier, admission, now)
+        for key in admission.stored:
+            yield Stored(key, tier)
+
+    def _gone(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
+        """What left a tier: first copied to the next one, as far as it was evicted and there is one."""
+        for entry in admission.expired:
+            yield Left(entry.key, tier, entry.tokens, expired=True)
+        for entry in admission.evicted:
+            if tier + 1 < len(self.ledgers):
+                below = self.ledgers[tier + 1].adopt(entry.path(), now)
+                yield from self._gone(tier + 1, below, now)
+                for key in below.stored:
+                    yield Copied(key, tier, tier + 1)
+            yield Left(entry.key, tier, entry.tokens)

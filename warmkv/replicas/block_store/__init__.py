@@ -1,0 +1,9 @@
+"""The prefixes a replica keeps warm: KV blocks under their chained hashes, on the device, in host memory, on disk.
+
+`policies/prefix_cache.py` and `policies/tiers.py` decide what is found, kept, moved and given up; the bytes are here.
+"""
+
+from warmkv.replicas.block_store.identity import Identity
+from warmkv.replicas.block_store.store import BlockStore, WarmPrefix
+
+__all__ = ["BlockStore", "Identity", "WarmPrefix"]

@@ -1,0 +1,216 @@
+"""Blocks as files: safetensors with a checksum, in a folder that says whose KV it holds. Never pickle.
+
+A folder has a `manifest.json` and a file for each block, named after its key. A file is complete or not there: it is
+written under another name first. Whatever else lies in the folder is left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from warmkv.config import BlockStorage
+from warmkv.policies.tiers import FILE_BYTES
+from warmkv.replicas.block_store.formats import Packed
+from warmkv.replicas.block_store.identity import Identity
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST, LOCK, SUFFIX = "manifest.json", "lock", ".safetensors"
+MOST_FOLDERS = 256  # replicas of one machine that share a path, and folders of other models in it
+
+
+class BlockFileError(ValueError):
+    """A file that is damaged, or not what its name says."""
+
+
+class FolderError(ValueError):
+    """A folder that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its block. Times are Unix time; infinite ones are None."""
+
+    key: str  # hexadecimal, as `parent`, which is empty for the first block of a prompt
+    parent: str
+    tenant: str
+    plain: int  # bytes uncompressed
+    tokens: int
+    end: int  # tokens from the start of the prompt
+    ttl: float | None
+    expires_at: float | None
+    mark_ttl: float | None  # 0 where there is no mark
+    mark_expires_at: float | None
+    storage: BlockStorage
+
+
+class Folder:
+    """Reads and writes blocks of one identity and one storage format. Threads may share it."""
+
+    def __init__(self, path: Path, identity: Identity, storage: BlockStorage) -> None:
+        self.path, self.identity, self.storage = path, identity, storage
+        self._lock: int | None = None
+
+    # --- whose it is
+
+    def manifest(self) -> dict[str, Any]:
+        return {"format": FORMAT, "storage": self.storage, "identity": self.identity.document()}
+
+    def create(self, **more: Any) -> None:
+        """Make the folder and its manifest. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / MANIFEST, (json.dumps(self.manifest() | more, indent=2) + "\n").encode())
+
+    def check(self) -> dict[str, Any]:
+        """Its manifest. Raises FolderError if it cannot be read or belongs to other KV."""
+        try:
+            found = json.loads((self.path / MANIFEST).read_bytes())
+        except (OSError, ValueError) as error:
+            raise FolderError(f"{self.path} has no manifest that can be read: {error}") from None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise FolderError(f"{self.path} is not of format {FORMAT}")
+        identity = found.get("identity")
+        if unlike := self.identity.differs(identity):
+            named = identity.get("model") if isinstance(identity, dict) else "an unknown model"
+            raise FolderError(f"{self.path} holds KV of {named}, not of {self.identity.model}: {unlike}")
+        if found.get("storage") != self.storage:
+            raise FolderError(f"{self.path} is kept as {found.get('storage')!r}, not as {self.storage!r}")
+        return found
+
+    def claim(self) -> bool:
+        """Take the folder for this process, until it ends; False if another one has it. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return False
+        self._lock = lock
+        return True
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # --- blocks
+
+    def file(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.path / name[:2] / (name + SUFFIX)
+
+    def write(self, packed: Packed, header: Header) -> None:
+        """Raises OSError, on a full disk for instance; then nothing is left behind."""
+        tensors = {str(at): part.contiguous() for at, part in enumerate(packed.parts)}
+        text = json.dumps(asdict(header), sort_keys=True)
+        metadata = {"header": text, "checksum": _checksum(text, tensors)}
+        content = safetensors.torch.save(tensors, metadata)
+        path = self.file(bytes.fromhex(header.key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, content)
+
+    def read(self, key: bytes) -> tuple[Packed, Header]:
+        """Raises BlockFileError if the file is missing, damaged or that of another block."""
+        path = self.file(key)
+        try:
+            content = path.read_bytes()
+            tensors = safetensors.torch.load(content)
+            header, checksum = _metadata(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise BlockFileError(f"{path} cannot be read: {error}") from None
+        if _checksum(json.dumps(asdict(header), sort_keys=True), tensors) != checksum:
+            raise BlockFileError(f"{path} is damaged: its checksum does not agree")
+        if header.key != key.hex() or header.storage not in (self.storage, "model"):
+            raise BlockFileError(f"{path} holds another block")
+        return Packed(header.storage, header.tokens, tuple(tensors[str(at)] for at in range(len(tensors)))), header
+
+    def delete(self, key: bytes) -> None:
+        self.file(key).unlink(missing_ok=True)
+
+    def scan(self) -> Iterator[Header | Path]:
+        """The headers of all blocks in no order, and the paths of files that look like one but are not."""
+        for path in self.path.glob(f"??/*{SUFFIX}"):
+            try:
+                with path.open("rb") as file:
+                    length = int.from_bytes(file.read(8), "little")
+                    if length > FILE_BYTES:
+                        raise ValueError("its header is too long")
+                    text = file.read(length)
+                    size = os.fstat(file.fileno()).st_size - 8 - length
+                header, _ = _metadata(text)
+                if path.name != header.key + SUFFIX or size != _data_bytes(text):
+                    raise ValueError("it is cut short, or renamed")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("%s is no block and is skipped: %s", path, error)
+                yield path
+            else:
+                yield header
+
+
+def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
+    """The first of the folders 0, 1, ... in `path` that is free and holds KV of this kind, or nothing yet.
+
+    So replicas of one machine do not meet, and one that starts again finds what another left. Folders of other models
+    are reported and skipped. Raises FolderError if all are taken, OSError if the path cannot be written.
+    """
+    for number in range(MOST_FOLDERS):
+        folder = Folder(path / str(number), identity, storage)
+        if not folder.claim():
+            continue
+        if {entry.name for entry in folder.path.iterdir()} == {LOCK}:
+            folder.create()
+            return folder
+        try:
+            folder.check()
+        except FolderError as error:
+            log.warning("skipped: %s", error)
+            folder.release()
+        else:
+            return folder
+    raise FolderError(f"{path} has no folder left for a replica: delete what is not needed there")
+
+
+def _metadata(text: bytes) -> tuple[Header, str]:
+    """Header and checksum in the JSON of a safetensors file. Raises ValueError, KeyError, TypeError."""
+    metadata = json.loads(text)["__metadata__"]
+    return Header(**json.loads(metadata["header"])), metadata["checksum"]
+
+
+def _data_bytes(text: bytes) -> int:
+    parts = (part for name, part in json.loads(text).items() if name != "__metadata__")
+    return max(int(part["data_offsets"][1]) for part in parts)
+
+
+def _checksum(header: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.blake2b(header.encode(), digest_size=16)
+    for name in sorted(tensors, key=int):
+        part = tensors[name]
+        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(cast("np.ndarray[Any, Any]", part.contiguous().view(-1).view(torch.uint8).numpy()).data)
+    return digest.hexdigest()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

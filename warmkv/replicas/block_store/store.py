@@ -1,0 +1,505 @@
+"""The blocks of one replica: carries out with tensors and files what `policies/prefix_cache.py` decides."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warmkv.config import PrefixCacheConfig
+from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, spans
+from warmkv.policies.retention import Entry
+from warmkv.policies.tiers import Copied, Left, Step, Stored, tiers_of
+from warmkv.prefixes.record import Candidate, Mark
+from warmkv.replicas.block_store import disk, packs
+from warmkv.replicas.block_store.disk import Folder, Header
+from warmkv.replicas.block_store.formats import Packed, pack, unpack
+from warmkv.replicas.block_store.identity import Identity
+from warmkv.replicas.block_store.lanes import Lane, Lanes, Threads
+from warmkv.replicas.block_store.tiers import Move, Place
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class WarmPrefix:
+    """What a request found, pinned until `release`, and what of it has been read from disk so far."""
+
+    match: Match = field(default_factory=Match)
+    reused: int = 0  # leading tokens to attach
+    sums: bytes = b""  # key of the column sums of these, where they are needed
+    read: dict[bytes, Packed] = field(default_factory=dict)
+    pending: set[bytes] = field(default_factory=set)
+    tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
+
+    @property
+    def hit(self) -> int:
+        return self.match.hit
+
+
+class BlockStore:
+    """Blocks of one replica. Not thread-safe: the engine's thread owns it.
+
+    `publish(stored, evicted)` is told of every full block that comes to the replica or leaves it, whatever the tier,
+    what left before what came. `wake` is called from another thread when a read or a move is done: `settle` then.
+    Raises FolderError, PackError or OSError where the disk's folder or a pack cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: PrefixCacheConfig,
+        identity: Identity,
+        device: torch.device,
+        clock: Callable[[], float],
+        publish: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, evicted: None,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        wall_clock: Callable[[], float] = time.time,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.enabled, self.block_size = config.enabled, config.block_size
+        self._identity, self._dtype, self._device = identity, identity.torch_dtype, device
+        self._clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
+        self._lanes = lanes or Threads()
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
+        self._packed_keys: set[bytes] = set()  # of packs: never dropped
+        self._moving_limit, self.moving_bytes = int(config.moving_bytes), 0
+        self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
+        tiers = tiers_of(config, identity.shape) if config.enabled else []
+        self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
+        self._places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
+        for place in self._places:
+            place.pinned = place.tier.name == "host" and device.type == "cuda"
+            if place.tier.name == "disk":
+                assert config.disk.path is not None
+                place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
+                self._restore(place.folder)
+        for path in config.packs if config.enabled else ():
+            self._load_pack(path)
+
+    def _device_of(self, tier: str) -> torch.device:
+        return self._device if tier == "device" else torch.device("cpu")
+
+    def __len__(self) -> int:
+        """Blocks and tails in all tiers; what is in two counts twice."""
+        return sum(len(ledger) for ledger in self._cache.tiers.ledgers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.tier_bytes.get("device", 0)
+
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes in each tier."""
+        return {
+            t.name: ledger.bytes for t, ledger in zip(self._cache.tiers.tiers, self._cache.tiers.ledgers, strict=True)
+        }
+
+    def full_blocks(self) -> list[bytes]:
+        """Keys of the full blocks in any tier, for a snapshot."""
+        tiers = self._cache.tiers
+        return list({key for ledger in tiers.ledgers for key in ledger.keys_of() if self._is_full(ledger.entry(key))})
+
+    def _is_full(self, entry: Entry | None) -> bool:
+        return entry is not None and entry.tokens == self.block_size
+
+    # --- a request's way
+
+    def match(
+        self, hashes: Sequence[bytes], reads: Sequence[Candidate], most: int | None = None, *, sums: bool = False
+    ) -> WarmPrefix:
+        """Find the longest stored prefix of a prompt, pin it, and begin to read what is on disk.
+
+        `reads` are breakpoints, highest first. At most `most` tokens will be attached; with `sums`, only as many as
+        there are column sums for.
+        """
+        if not self.enabled:
+            return WarmPrefix()
+        now, cache = self._clock(), self._cache
+        match = cache.match(hashes, reads, self.block_size, now)
+        warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens))
+        if sums:
+            warm.reused, warm.sums = cache.match_sums(match, self.block_size, warm.reused, now)
+        for key in self._keys_to_attach(warm):
+            packed = self._find(key)
+            if packed is None:
+                warm.pending.add(key)
+            elif key == warm.sums:  # they are not pinned, and may leave meanwhile
+                warm.read[key] = packed
+        for key in warm.pending.copy():
+            self._read(key, warm)
+        return warm
+
+    def ready(self, warm: WarmPrefix) -> bool:
+        """Whether everything has been read; the others may decode until then."""
+        return not warm.pending
+
+    def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
+        """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim].
+
+        Returns the tokens that are there now, fewer than expected where a file was damaged, and their column sums
+        [layers, kv_heads, tokens] where these were asked for.
+        """
+        parts = self._parts(warm)
+        sums: Packed | None = None
+        if warm.sums:
+            sums = warm.read.get(warm.sums)
+            if sums is None or sum(span.end - span.start for span, _, _ in parts) < warm.reused:
+                parts, sums = [], None  # they hold for exactly this prefix
+        warm.tiers = {}
+        for span, packed, tier in parts:
+            tokens = span.end - span.start
+            block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), self._dtype)
+            keys[:, :, span.start : span.end] = block[0, :, :, :tokens]
+            values[:, :, span.start : span.end] = block[1, :, :, :tokens]
+            warm.tiers[tier] = warm.tiers.get(tier, 0) + tokens
+        warm.read.clear()
+        warm.reused = sum(warm.tiers.values())
+        return warm.reused, None if sums is None else unpack(sums, self._dtype).to(keys.device)
+
+    def release(self, warm: WarmPrefix) -> None:
+        """Let what a request read go; once for each `match`."""
+        for key in warm.pending:
+            self._readers[key].remove(warm)
+        warm.pending.clear()
+        warm.read.clear()
+        self._cache.release(warm.match)
+
+    def store(
+        self,
+        hashes: Sequence[bytes],
+        marks: Sequence[Mark],
+        keys: Tensor,
+        values: Tensor,
+        column_sums: Mapping[int, Tensor] | None = None,
+        *,
+        tenant: str = "",
+        warm: WarmPrefix | None = None,
+    ) -> int:
+        """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
+
+        `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is. What was read of the
+        prompt, `warm`, moves up to the first tier.
+
+        Returns the position of the highest mark that is stored now, 0 if none is: memory may not suffice for all.
+        """
+        if not self.enabled:
+            return 0
+        sums = column_sums or {}
+
+        def computed(span: Span) -> Tensor:
+            if span.sums:
+                return sums[span.end]
+            at = slice(span.start, span.end)
+            return torch.stack([keys[:, :, at], values[:, :, at]])
+
+        match = warm.match if warm is not None else None
+        self._apply(self._cache.store(hashes, marks, self.block_size, self._clock(), tenant, match), computed)
+        if sums:
+            position, first = next(iter(sums.items()))
+            token_bytes = first.nbytes // position
+            now = self._clock()
+            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, now, tenant)
+            self._apply(steps, computed)
+        return self._cache.highest_mark(marks, self._clock())
+
+    # --- beside the requests
+
+    def expire(self) -> None:
+        """Drop what has outlived its TTL."""
+        if self.enabled:
+            self._apply((step, None) for step in self._cache.tiers.expire(self._clock()))
+
+    def drop(self, tenant: str) -> int:
+        """Forget a tenant's entries, packs aside; the bytes freed in all tiers. Takes time in the number of entries."""
+        if not self.enabled:
+            return 0
+        tiers, before = self._cache.tiers, sum(self.tier_bytes.values())
+        keys = {key for ledger in tiers.ledgers for key in ledger.keys_of(tenant)} - self._packed_keys
+        self._apply((step, None) for step in tiers.drop(list(keys)))
+        return before - sum(self.tier_bytes.values())
+
+    def settle(self) -> None:
+        """Take note of reads and moves that are done."""
+        while not self._done.empty():
+            self._done.get()()
+
+    def close(self) -> None:
+        """Finish what is on its way and let the folder go to another process."""
+        self._lanes.close()
+        self.settle()
+        for place in self._places:
+            if place.folder is not None:
+                place.folder.release()
+
+    def export(self, chain: Sequence[bytes], folder: Folder) -> int:
+        """Write a chain from memory into a pack's folder, without an end to its life; the bytes written."""
+        written = 0
+        for key in chain:
+            packed, entry = self._find(key), self._cache.tiers.ledgers[0].entry(key)
+            if packed is None or entry is None:
+                raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
+            held = packed.map(lambda part: part.cpu())
+            is_last = key == chain[-1]
+            header = self._header(entry, packed, lasting=True, marked=is_last)
+            folder.write(held, header)
+            written += held.nbytes
+        return written
+
+    # --- steps
+
+    def _apply(
+        self, steps: Iterable[tuple[Step, Span | None]], computed: Callable[[Span], Tensor] | None = None
+    ) -> None:
+        """Do what the rules say, step by step; if keeping a block fails, the ledger promises none that is not there."""
+        came: list[bytes] = []
+        left: dict[bytes, bool] = {}  # key -> whether it is a full block
+        failure: Exception | None = None
+        for step, span in steps:
+            match step:
+                case Stored(key, tier):
+                    try:
+                        if failure is None:
+                            assert span is not None
+                            assert computed is not None
+                            self._put(key, tier, computed(span), 0 if span.sums else span.end - span.start)
+                    except Exception as error:  # out of memory, say
+                        failure = error
+                    if failure is not None:
+                        self._lose(key, tier)
+                    elif self._is_new(key, tier) and key not in left:
+                        came.append(key)
+                case Copied(key, source, tier):
+                    packed = self._places[source].find(key)
+                    if packed is None or not self._move(key, tier, packed):
+                        self._lose(key, tier)
+                case Left(key, tier, tokens):
+                    self._remove(key, tier)
+                    left[key] = tokens == self.block_size
+        tiers = self._cache.tiers
+        gone = [key for key, full in left.items() if full and key not in tiers]
+        self._tell([key for key in came if key in tiers], gone)
+        if failure is not None:
+            raise failure
+
+    def _is_new(self, key: bytes, tier: int) -> bool:
+        ledgers = self._cache.tiers.ledgers
+        others = (ledger for at, ledger in enumerate(ledgers) if at != tier)
+        return self._is_full(ledgers[tier].entry(key)) and not any(key in ledger for ledger in others)
+
+    def _put(self, key: bytes, tier: int, block: Tensor, tokens: int) -> None:
+        place = self._places[tier]
+        packed = pack(block, tokens, place.tier.storage if tier == 0 else "model")
+        if tier == 0:
+            place.blocks[key] = packed
+        elif not self._move(key, tier, packed):
+            self._lose(key, tier)
+
+    def _move(self, key: bytes, tier: int, packed: Packed) -> bool:
+        """Bring a block into a lower tier; False if too much is on its way already."""
+        place = self._places[tier]
+        if place.takes_as_it_is(packed):
+            place.blocks[key] = packed
+            return True
+        if self.moving_bytes + packed.nbytes > self._moving_limit:
+            return False
+        self.moving_bytes += packed.nbytes
+        move = place.arriving[key] = Move(packed)
+        folder = place.folder
+        entry = self._cache.tiers.ledgers[tier].entry(key)
+        header = self._header(entry, packed, storage=place.tier.storage) if folder is not None and entry else None
+
+        def job() -> Packed | None:
+            if not move.wanted:
+                return None
+            kept = place.converted(packed)
+            if folder is None:
+                return kept
+            assert header is not None
+            folder.write(kept, header)
+            return None
+
+        self._submit("write", job, partial(self._arrived, key, tier, move))
+        return True
+
+    def _arrived(self, key: bytes, tier: int, move: Move, result: Packed | Exception | None) -> None:
+        place = self._places[tier]
+        self.moving_bytes -= move.packed.nbytes
+        if place.arriving.get(key) is not move:
+            return  # it has left again meanwhile
+        del place.arriving[key]
+        if isinstance(result, Exception):
+            log.warning("a block could not be moved to the tier %s: %s", place.tier.name, result)
+            self._lose(key, tier, tell=True)
+        elif result is not None:
+            place.blocks[key] = result
+
+    def _remove(self, key: bytes, tier: int) -> None:
+        place = self._places[tier]
+        place.blocks.pop(key, None)
+        if move := place.arriving.pop(key, None):
+            move.wanted = False
+        if place.folder is not None:
+            self._submit("write", partial(place.folder.delete, key), lambda result: None)
+
+    def _lose(self, key: bytes, tier: int, *, tell: bool = False) -> None:
+        """The bytes of a block are not there; nobody shall find it."""
+        self.lost_blocks += 1
+        ledger = self._cache.tiers.ledgers[tier]
+        full = self._is_full(ledger.entry(key))
+        ledger.lose(key)
+        if tell and full and key not in self._cache.tiers:
+            self._tell([], [key])
+
+    # --- reading files
+
+    def _keys_to_attach(self, warm: WarmPrefix) -> list[bytes]:
+        chain = spans(warm.match.chain, warm.match.tokens, self.block_size)
+        keys = [span.key for span in chain if span.start < warm.reused]
+        return [*keys, warm.sums] if warm.sums else keys
+
+    def _find(self, key: bytes) -> Packed | None:
+        return next((packed for place in self._places if (packed := place.find(key)) is not None), None)
+
+    def _parts(self, warm: WarmPrefix) -> list[tuple[Span, Packed, str]]:
+        """The blocks to attach with the tiers they are in, up to the first that is missing."""
+        found = []
+        for span in spans(warm.match.chain, warm.match.tokens, self.block_size):
+            if span.start >= warm.reused:
+                break
+            at = next((place for place in self._places if place.find(span.key) is not None), None)
+            packed = at.find(span.key) if at is not None else warm.read.get(span.key)
+            if packed is None:
+                break
+            name = at.tier.name if at is not None else "disk"
+            found.append((Span(span.key, span.start, min(span.end, warm.reused)), packed, name))
+        return found
+
+    def _read(self, key: bytes, warm: WarmPrefix) -> None:
+        """Begin to read a file, once for all who wait for it."""
+        readers = self._readers.setdefault(key, [])
+        readers.append(warm)
+        if len(readers) > 1:
+            return
+        folder = next(place.folder for place in self._places if place.folder is not None)
+        self._submit("read", partial(folder.read, key), partial(self._has_read, key))
+
+    def _has_read(self, key: bytes, result: tuple[Packed, Header] | Exception) -> None:
+        for warm in self._readers.pop(key):
+            warm.pending.discard(key)
+            if not isinstance(result, Exception):
+                warm.read[key] = result[0]
+        if isinstance(result, Exception):
+            log.warning("a stored block is lost: %s", result)
+            tier = next(at for at, place in enumerate(self._places) if place.folder is not None)
+            self._lose(key, tier, tell=True)
+            self._remove(key, tier)
+
+    def _submit(self, lane: Lane, job: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """Run a job beside the engine; `finish` gets its result, or its exception, in the engine's thread."""
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                result = error
+            self._done.put(partial(finish, result))
+            self._wake()
+
+        self._lanes.submit(lane, run)
+
+    # --- files that were there before
+
+    def _header(
+        self, entry: Entry, packed: Packed, *, lasting: bool = False, marked: bool = False, storage: Any = None
+    ) -> Header:
+        """What a file says of an entry; one that is lasting has no end to its life."""
+        shift = self._wall_clock() - self._clock()
+
+        def ends(at: float) -> float | None:
+            return at + shift if math.isfinite(at) else None
+
+        is_marked = entry.mark_expires_at > self._clock() or marked
+        return Header(
+            key=entry.key.hex(),
+            parent=entry.parent.key.hex() if entry.parent else "",
+            tenant=entry.tenant,
+            plain=entry.plain,
+            tokens=entry.tokens,
+            end=entry.end,
+            ttl=None if lasting or math.isinf(entry.ttl) else entry.ttl,
+            expires_at=None if lasting else ends(entry.expires_at),
+            mark_ttl=(None if lasting or math.isinf(entry.mark_ttl) else entry.mark_ttl) if is_marked else 0.0,
+            mark_expires_at=None if lasting or not is_marked else ends(entry.mark_expires_at),
+            storage=storage if storage is not None and packed.tokens else packed.storage,
+        )
+
+    def _entry(self, header: Header) -> Entry:
+        """A ledger's entry from a file, before it has a place there."""
+        shift = self._clock() - self._wall_clock()
+
+        def at(time: float | None) -> float:
+            return math.inf if time is None else time + shift
+
+        ttl, mark_ttl = (math.inf if t is None else t for t in (header.ttl, header.mark_ttl))
+        mark_expires_at = at(header.mark_expires_at) if mark_ttl else -math.inf
+        return Entry(
+            bytes.fromhex(header.key), None, header.plain, 0, header.tokens, header.end, header.tenant,
+            ttl, at(header.expires_at), mark_ttl, mark_expires_at,
+        )  # fmt: skip
+
+    def _restore(self, folder: Folder) -> None:
+        """Take up the blocks of a folder that still live, with the chain before them; remove the others' files."""
+        ledger, now, kept = self._cache.tiers.ledgers[-1], self._clock(), 0
+        headers: list[Header] = []
+        for found in folder.scan():
+            if isinstance(found, Header):
+                headers.append(found)
+            else:
+                self.lost_blocks += 1
+                found.unlink(missing_ok=True)
+        headers.sort(key=lambda header: (header.end, not header.tokens))
+        for header in headers:
+            entry = self._entry(header)
+            parent = bytes.fromhex(header.parent) if header.parent else None
+            if entry.expires_at > now and ledger.restore(entry, parent):
+                kept += 1
+            else:
+                folder.delete(entry.key)
+        if headers:
+            log.info("%d of %d blocks in %s are taken up", kept, len(headers), folder.path)
+
+    def _load_pack(self, path: Path) -> None:
+        """Keep a pack's blocks for good, in the first tier in memory that has room for all of them."""
+        blocks = packs.read(path, self._identity)
+        for place, ledger in zip(self._places, self._cache.tiers.ledgers, strict=True):
+            new = [(packed, header) for packed, header in blocks if bytes.fromhex(header.key) not in ledger]
+            needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new)
+            if place.folder is None and ledger.bytes + needed <= ledger.capacity:
+                break
+        else:
+            raise packs.PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
+        for packed, header in new:
+            entry = self._entry(header)
+            if not ledger.restore(entry, bytes.fromhex(header.parent) if header.parent else None):
+                raise packs.PackError(f"pack {path} is not complete: the block before {header.key} is missing")
+            kept = place.converted(packed)
+            place.blocks[entry.key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
+        ledger.pin([bytes.fromhex(header.key) for _, header in blocks])
+        self._packed_keys.update(bytes.fromhex(header.key) for _, header in blocks)
+        log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
+
+    def _tell(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        if stored or gone:
+            self._publish(stored, gone)

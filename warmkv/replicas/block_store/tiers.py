@@ -1,0 +1,62 @@
+"""Where the bytes of one tier are. The engine's thread owns both kinds; what takes long is left to `lanes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.tiers import Tier
+from warmkv.replicas.block_store.disk import Folder
+from warmkv.replicas.block_store.formats import Packed, repack
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A block on its way into a tier. It is read from where it was until it has arrived."""
+
+    packed: Packed
+    wanted: bool = True  # whether the tier still holds it
+
+
+@dataclass(slots=True)
+class Place:
+    """The blocks of a tier: in memory, or on disk where there is a `folder`."""
+
+    tier: Tier
+    device: torch.device
+    dtype: torch.dtype
+    folder: Folder | None = None
+    pinned: bool = False  # page-locked memory, which a GPU copies from while it computes
+    blocks: dict[bytes, Packed] = field(default_factory=dict)  # in memory
+    arriving: dict[bytes, Move] = field(default_factory=dict)
+
+    def find(self, key: bytes) -> Packed | None:
+        """A block that can be read without a file."""
+        packed = self.blocks.get(key)
+        if packed is None and (move := self.arriving.get(key)) is not None:
+            return move.packed
+        return packed
+
+    def takes_as_it_is(self, packed: Packed) -> bool:
+        """Whether a block can be put here without a copy."""
+        alike = packed.storage == self.tier.storage or not packed.tokens
+        return self.folder is None and alike and packed.parts[0].device == self.device
+
+    @torch.inference_mode()
+    def converted(self, packed: Packed) -> Packed:
+        """A block as this tier keeps it. On a GPU it is copied beside the computation, and waited for."""
+        source = packed.parts[0].device
+        if source.type != "cuda" or self.device.type == "cuda":
+            return repack(packed, self.tier.storage, self.dtype).map(lambda part: part.to(self.device))
+        beside = torch.cuda.Stream(source)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.default_stream(source))
+        with torch.cuda.stream(beside):
+            kept = repack(packed, self.tier.storage, self.dtype).map(self._to_host)
+        beside.synchronize()
+        return kept
+
+    def _to_host(self, part: Tensor) -> Tensor:
+        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=self.pinned)
+        return host.copy_(part, non_blocking=True)
