@@ -46,11 +46,14 @@ WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a re
 KV_BYTES = Metric("warmkv_kv_bytes", "gauge", "KV memory by use: slots, workspace, store", "bytes", ("use",))
 WEIGHT_BYTES = Metric("warmkv_weight_bytes", "gauge", "Bytes of the model's weights on the replica's device", "bytes")
 STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails resident", "blocks")
+PREFIX_BYTES = Metric(
+    "warmkv_prefix_bytes", "gauge", "Bytes of stored prefixes by tier: device, host, disk", "bytes", ("tier",)
+)
 # Recorded by the router.
 ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
 
 GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT)
-REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS)
+REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
 ROUTER = (ROUTED,)
 ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *ROUTER)
 

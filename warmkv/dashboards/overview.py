@@ -195,6 +195,13 @@ def build() -> Any:
             [(level(t.STORED_BLOCKS, ("replica",)), "{{replica}}")],
             stacked=True,
         ),
+        graph(
+            "Stored prefixes by tier",
+            "Bytes of prefix blocks in all replicas: on the device, in host memory, on disk.",
+            "bytes",
+            [(level(t.PREFIX_BYTES, ("tier",)), "{{tier}}")],
+            stacked=True,
+        ),
     ):
         board.with_panel(panel)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from warmkv.config import BlockStorage, PrefixCacheConfig
 from warmkv.policies import eviction
 from warmkv.policies.eviction import Order, PrefillCost
-from warmkv.policies.retention import Admission, BlockLedger, Entry, as_it_is
+from warmkv.policies.retention import LOST, Admission, BlockLedger, Entry, as_it_is
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
 
@@ -55,7 +55,6 @@ class Left:
 
     key: bytes
     tier: int
-    tokens: int  # that it held; 0 for what is no KV
     expired: bool = False
 
 
@@ -145,11 +144,11 @@ class Tiers:
         """Keep a computed chain in the first tier, and in the next one as well if not all of it fits there."""
         for tier, ledger in enumerate(self.ledgers):
             admission = ledger.store(chain, sizes, ttl, now, tokens=tokens, tenant=tenant)
-            yield from self._apply(tier, admission, now)
             for key in admission.stored:
                 for other in self.ledgers:
                     if other is not ledger and (entry := other.entry(key)) is not None:
                         ledger.inherit(key, entry)
+            yield from self._apply(tier, admission, now)
             if all(key in ledger for key in chain):
                 break
         for ledger in self.ledgers:  # a chain that lives longer now does so wherever it is
@@ -164,16 +163,15 @@ class Tiers:
 
     def expire(self, now: float) -> Iterator[Step]:
         for tier, ledger in enumerate(self.ledgers):
-            for entry in ledger.expire(now):
-                yield Left(entry.key, tier, entry.tokens, expired=True)
+            yield from self._gone(tier, Admission(expired=ledger.expire(now)), now)
 
     def drop(self, keys: Sequence[bytes]) -> Iterator[Step]:
         """Give keys up at once, wherever they are and whoever reads them."""
         for tier, ledger in enumerate(self.ledgers):
             for key in keys:
-                if (entry := ledger.entry(key)) is not None and key in ledger:
+                if key in ledger:
                     ledger.lose(key)
-                    yield Left(key, tier, entry.tokens)
+                    yield Left(key, tier)
 
     def _lowest(self, key: bytes) -> Entry | None:
         return next((entry for ledger in reversed(self.ledgers) if (entry := ledger.entry(key)) is not None), None)
@@ -186,11 +184,15 @@ class Tiers:
     def _gone(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
         """What left a tier: first copied to the next one, as far as it was evicted and there is one."""
         for entry in admission.expired:
-            yield Left(entry.key, tier, entry.tokens, expired=True)
+            if entry.expires_at != LOST:
+                yield Left(entry.key, tier, expired=True)
         for entry in admission.evicted:
-            if tier + 1 < len(self.ledgers):
-                below = self.ledgers[tier + 1].adopt(entry.path(), now)
+            if entry.expires_at == LOST:
+                continue
+            path = entry.path()
+            if tier + 1 < len(self.ledgers) and all(before.expires_at != LOST for before in path):
+                below = self.ledgers[tier + 1].adopt(path, now)
                 yield from self._gone(tier + 1, below, now)
                 for key in below.stored:
                     yield Copied(key, tier, tier + 1)
-            yield Left(entry.key, tier, entry.tokens)
+            yield Left(entry.key, tier)

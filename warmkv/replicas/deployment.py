@@ -91,6 +91,8 @@ class Replica:
         record(telemetry.KV_BYTES, stats.workspace_bytes, use="workspace")
         record(telemetry.KV_BYTES, stats.store_bytes, use="store")
         record(telemetry.STORED_BLOCKS, stats.store_blocks)
+        for tier, held in stats.store_tiers.items():
+            record(telemetry.PREFIX_BYTES, held, tier=tier)
         return asdict(stats)
 
 

@@ -10,9 +10,10 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from warmkv.config import BlockStorage
+from warmkv.policies.retention import Entry
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
@@ -57,6 +59,66 @@ class Header:
     mark_ttl: float | None  # 0 where there is no mark
     mark_expires_at: float | None
     storage: BlockStorage
+
+    @property
+    def parent_key(self) -> bytes | None:
+        return bytes.fromhex(self.parent) if self.parent else None
+
+
+def header(entry: Entry, storage: BlockStorage, now: float, wall: float) -> Header:
+    """What a file says of an entry, whose times are those of the clock that shows `now` at the Unix time `wall`."""
+    is_marked = entry.mark_expires_at > now
+    return Header(
+        key=entry.key.hex(),
+        parent=entry.parent.key.hex() if entry.parent else "",
+        tenant=entry.tenant,
+        plain=entry.plain,
+        tokens=entry.tokens,
+        end=entry.end,
+        ttl=_finite(entry.ttl),
+        expires_at=_finite(entry.expires_at + wall - now),
+        mark_ttl=_finite(entry.mark_ttl) if is_marked else 0.0,
+        mark_expires_at=_finite(entry.mark_expires_at + wall - now) if is_marked else 0.0,
+        storage=storage,
+    )
+
+
+def lasting_header(entry: Entry, storage: BlockStorage, *, marked: bool) -> Header:
+    """The same of an entry that shall live for good; `marked` if a breakpoint is readable at its end."""
+    lasting = replace(
+        entry,
+        ttl=math.inf,
+        expires_at=math.inf,
+        mark_ttl=math.inf if marked else 0.0,
+        mark_expires_at=math.inf if marked else -math.inf,
+    )
+    return header(lasting, storage, 0.0, 0.0)
+
+
+def entry(header: Header, now: float, wall: float) -> Entry:
+    """The entry that a file tells of, without a place in a ledger yet."""
+    return Entry(
+        bytes.fromhex(header.key),
+        None,
+        header.plain,
+        0,
+        header.tokens,
+        header.end,
+        header.tenant,
+        ttl=_infinite(header.ttl),
+        expires_at=_infinite(header.expires_at) + now - wall,
+        mark_ttl=_infinite(header.mark_ttl),
+        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else -math.inf,
+    )
+
+
+def _finite(time: float) -> float | None:
+    """JSON has no infinity."""
+    return time if math.isfinite(time) else None
+
+
+def _infinite(time: float | None) -> float:
+    return math.inf if time is None else time
 
 
 class Folder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, spans
-from warmkv.policies.retention import Entry
 from warmkv.policies.tiers import Copied, Left, Step, Stored, tiers_of
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
@@ -74,6 +72,7 @@ class BlockStore:
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
         self._moving_limit, self.moving_bytes = int(config.moving_bytes), 0
+        self._published: set[bytes] = set()  # full blocks in any tier
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
@@ -86,6 +85,8 @@ class BlockStore:
                 self._restore(place.folder)
         for path in config.packs if config.enabled else ():
             self._load_pack(path)
+        held = (key for ledger in self._cache.tiers.ledgers for key in ledger.keys_of())
+        self._published.update(key for key in held if self._is_full_block(key))
 
     def _device_of(self, tier: str) -> torch.device:
         return self._device if tier == "device" else torch.device("cpu")
@@ -108,11 +109,7 @@ class BlockStore:
 
     def full_blocks(self) -> list[bytes]:
         """Keys of the full blocks in any tier, for a snapshot."""
-        tiers = self._cache.tiers
-        return list({key for ledger in tiers.ledgers for key in ledger.keys_of() if self._is_full(ledger.entry(key))})
-
-    def _is_full(self, entry: Entry | None) -> bool:
-        return entry is not None and entry.tokens == self.block_size
+        return list(self._published)
 
     # --- a request's way
 
@@ -135,8 +132,8 @@ class BlockStore:
             packed = self._find(key)
             if packed is None:
                 warm.pending.add(key)
-            elif key == warm.sums:  # they are not pinned, and may leave meanwhile
-                warm.read[key] = packed
+            elif key == warm.sums or not any(key in place.blocks for place in self._places):
+                warm.read[key] = packed  # sums are not pinned; what is on its way to disk will soon be a file
         for key in warm.pending.copy():
             self._read(key, warm)
         return warm
@@ -251,9 +248,7 @@ class BlockStore:
             if packed is None or entry is None:
                 raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
             held = packed.map(lambda part: part.cpu())
-            is_last = key == chain[-1]
-            header = self._header(entry, packed, lasting=True, marked=is_last)
-            folder.write(held, header)
+            folder.write(held, disk.lasting_header(entry, packed.storage, marked=key == chain[-1]))
             written += held.nbytes
         return written
 
@@ -263,10 +258,10 @@ class BlockStore:
         self, steps: Iterable[tuple[Step, Span | None]], computed: Callable[[Span], Tensor] | None = None
     ) -> None:
         """Do what the rules say, step by step; if keeping a block fails, the ledger promises none that is not there."""
-        came: list[bytes] = []
-        left: dict[bytes, bool] = {}  # key -> whether it is a full block
+        changed: list[bytes] = []
         failure: Exception | None = None
         for step, span in steps:
+            changed.append(step.key)
             match step:
                 case Stored(key, tier):
                     try:
@@ -278,25 +273,31 @@ class BlockStore:
                         failure = error
                     if failure is not None:
                         self._lose(key, tier)
-                    elif self._is_new(key, tier) and key not in left:
-                        came.append(key)
                 case Copied(key, source, tier):
                     packed = self._places[source].find(key)
                     if packed is None or not self._move(key, tier, packed):
                         self._lose(key, tier)
-                case Left(key, tier, tokens):
+                case Left(key, tier):
                     self._remove(key, tier)
-                    left[key] = tokens == self.block_size
-        tiers = self._cache.tiers
-        gone = [key for key, full in left.items() if full and key not in tiers]
-        self._tell([key for key in came if key in tiers], gone)
+        self._tell(changed)
         if failure is not None:
             raise failure
 
-    def _is_new(self, key: bytes, tier: int) -> bool:
-        ledgers = self._cache.tiers.ledgers
-        others = (ledger for at, ledger in enumerate(ledgers) if at != tier)
-        return self._is_full(ledgers[tier].entry(key)) and not any(key in ledger for ledger in others)
+    def _tell(self, changed: Sequence[bytes]) -> None:
+        """Publish which of these keys are full blocks that came to the replica, or left it."""
+        tiers, known = self._cache.tiers, self._published
+        gone = [key for key in dict.fromkeys(changed) if key in known and key not in tiers]
+        came = [key for key in dict.fromkeys(changed) if key not in known and self._is_full_block(key)]
+        known.difference_update(gone)
+        known.update(came)
+        if came or gone:
+            self._publish(came, gone)
+
+    def _is_full_block(self, key: bytes) -> bool:
+        return any(
+            key in ledger and (entry := ledger.entry(key)) is not None and entry.tokens == self.block_size
+            for ledger in self._cache.tiers.ledgers
+        )
 
     def _put(self, key: bytes, tier: int, block: Tensor, tokens: int) -> None:
         place = self._places[tier]
@@ -316,9 +317,9 @@ class BlockStore:
             return False
         self.moving_bytes += packed.nbytes
         move = place.arriving[key] = Move(packed)
-        folder = place.folder
-        entry = self._cache.tiers.ledgers[tier].entry(key)
-        header = self._header(entry, packed, storage=place.tier.storage) if folder is not None and entry else None
+        folder, entry = place.folder, self._cache.tiers.ledgers[tier].entry(key)
+        assert entry is not None
+        header = disk.header(entry, place.storage_of(packed), self._clock(), self._wall_clock())
 
         def job() -> Packed | None:
             if not move.wanted:
@@ -326,7 +327,6 @@ class BlockStore:
             kept = place.converted(packed)
             if folder is None:
                 return kept
-            assert header is not None
             folder.write(kept, header)
             return None
 
@@ -341,7 +341,8 @@ class BlockStore:
         del place.arriving[key]
         if isinstance(result, Exception):
             log.warning("a block could not be moved to the tier %s: %s", place.tier.name, result)
-            self._lose(key, tier, tell=True)
+            self._lose(key, tier)
+            self._tell([key])
         elif result is not None:
             place.blocks[key] = result
 
@@ -353,14 +354,10 @@ class BlockStore:
         if place.folder is not None:
             self._submit("write", partial(place.folder.delete, key), lambda result: None)
 
-    def _lose(self, key: bytes, tier: int, *, tell: bool = False) -> None:
+    def _lose(self, key: bytes, tier: int) -> None:
         """The bytes of a block are not there; nobody shall find it."""
         self.lost_blocks += 1
-        ledger = self._cache.tiers.ledgers[tier]
-        full = self._is_full(ledger.entry(key))
-        ledger.lose(key)
-        if tell and full and key not in self._cache.tiers:
-            self._tell([], [key])
+        self._cache.tiers.ledgers[tier].lose(key)
 
     # --- reading files
 
@@ -403,8 +400,9 @@ class BlockStore:
         if isinstance(result, Exception):
             log.warning("a stored block is lost: %s", result)
             tier = next(at for at, place in enumerate(self._places) if place.folder is not None)
-            self._lose(key, tier, tell=True)
+            self._lose(key, tier)
             self._remove(key, tier)
+            self._tell([key])
 
     def _submit(self, lane: Lane, job: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         """Run a job beside the engine; `finish` gets its result, or its exception, in the engine's thread."""
@@ -421,44 +419,6 @@ class BlockStore:
 
     # --- files that were there before
 
-    def _header(
-        self, entry: Entry, packed: Packed, *, lasting: bool = False, marked: bool = False, storage: Any = None
-    ) -> Header:
-        """What a file says of an entry; one that is lasting has no end to its life."""
-        shift = self._wall_clock() - self._clock()
-
-        def ends(at: float) -> float | None:
-            return at + shift if math.isfinite(at) else None
-
-        is_marked = entry.mark_expires_at > self._clock() or marked
-        return Header(
-            key=entry.key.hex(),
-            parent=entry.parent.key.hex() if entry.parent else "",
-            tenant=entry.tenant,
-            plain=entry.plain,
-            tokens=entry.tokens,
-            end=entry.end,
-            ttl=None if lasting or math.isinf(entry.ttl) else entry.ttl,
-            expires_at=None if lasting else ends(entry.expires_at),
-            mark_ttl=(None if lasting or math.isinf(entry.mark_ttl) else entry.mark_ttl) if is_marked else 0.0,
-            mark_expires_at=None if lasting or not is_marked else ends(entry.mark_expires_at),
-            storage=storage if storage is not None and packed.tokens else packed.storage,
-        )
-
-    def _entry(self, header: Header) -> Entry:
-        """A ledger's entry from a file, before it has a place there."""
-        shift = self._clock() - self._wall_clock()
-
-        def at(time: float | None) -> float:
-            return math.inf if time is None else time + shift
-
-        ttl, mark_ttl = (math.inf if t is None else t for t in (header.ttl, header.mark_ttl))
-        mark_expires_at = at(header.mark_expires_at) if mark_ttl else -math.inf
-        return Entry(
-            bytes.fromhex(header.key), None, header.plain, 0, header.tokens, header.end, header.tenant,
-            ttl, at(header.expires_at), mark_ttl, mark_expires_at,
-        )  # fmt: skip
-
     def _restore(self, folder: Folder) -> None:
         """Take up the blocks of a folder that still live, with the chain before them; remove the others' files."""
         ledger, now, kept = self._cache.tiers.ledgers[-1], self._clock(), 0
@@ -471,9 +431,8 @@ class BlockStore:
                 found.unlink(missing_ok=True)
         headers.sort(key=lambda header: (header.end, not header.tokens))
         for header in headers:
-            entry = self._entry(header)
-            parent = bytes.fromhex(header.parent) if header.parent else None
-            if entry.expires_at > now and ledger.restore(entry, parent):
+            entry = disk.entry(header, now, self._wall_clock())
+            if entry.expires_at > now and ledger.restore(entry, header.parent_key):
                 kept += 1
             else:
                 folder.delete(entry.key)
@@ -491,15 +450,11 @@ class BlockStore:
         else:
             raise packs.PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
         for packed, header in new:
-            entry = self._entry(header)
-            if not ledger.restore(entry, bytes.fromhex(header.parent) if header.parent else None):
+            entry = disk.entry(header, self._clock(), self._wall_clock())
+            if not ledger.restore(entry, header.parent_key):
                 raise packs.PackError(f"pack {path} is not complete: the block before {header.key} is missing")
             kept = place.converted(packed)
             place.blocks[entry.key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
         ledger.pin([bytes.fromhex(header.key) for _, header in blocks])
         self._packed_keys.update(bytes.fromhex(header.key) for _, header in blocks)
         log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
-
-    def _tell(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
-        if stored or gone:
-            self._publish(stored, gone)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from warmkv.config import BlockStorage
 from warmkv.policies.tiers import Tier
 from warmkv.replicas.block_store.disk import Folder
 from warmkv.replicas.block_store.formats import Packed, repack
@@ -39,9 +40,13 @@ class Place:
             return move.packed
         return packed
 
+    def storage_of(self, packed: Packed) -> BlockStorage:
+        """The format that a block has here; what is no KV stays as it is."""
+        return self.tier.storage if packed.tokens else "model"
+
     def takes_as_it_is(self, packed: Packed) -> bool:
         """Whether a block can be put here without a copy."""
-        alike = packed.storage == self.tier.storage or not packed.tokens
+        alike = packed.storage == self.storage_of(packed)
         return self.folder is None and alike and packed.parts[0].device == self.device
 
     @torch.inference_mode()

@@ -1,0 +1,251 @@
+"""A store whose clock, threads and faults are in the hands of a test, beside a slow model of what it may answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warmkv.config import PrefixCacheConfig
+from warmkv.prefixes import hashing
+from warmkv.prefixes.record import Candidate, Mark
+from warmkv.replicas.block_store import BlockStore, Identity, WarmPrefix
+from warmkv.replicas.block_store.disk import SUFFIX
+
+BLOCK = 4
+IDENTITY = Identity("test", "weights", "float32", layers=2, kv_heads=1, head_dim=4, block_size=BLOCK)
+TOKEN = IDENTITY.shape.token_bytes
+CPU = torch.device("cpu")
+
+
+class ByHand:
+    """Lanes whose jobs run when the test says."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, deque[Any]] = {"write": deque(), "read": deque()}
+
+    def submit(self, lane: str, job: Any) -> None:
+        self.jobs[lane].append(job)
+
+    def run(self, lane: str, most: int = 1 << 30) -> None:
+        while self.jobs[lane] and most:
+            self.jobs[lane].popleft()()
+            most -= 1
+
+    def close(self) -> None:
+        for lane in self.jobs:
+            self.run(lane)
+
+
+def kv(tokens: list[int], salt: str = "") -> torch.Tensor:
+    """Keys and values [2, layers, kv_heads, T, head_dim] in which every token's depend on all before it."""
+    shape = IDENTITY.shape
+    out = torch.empty(2, shape.layers, shape.kv_heads, len(tokens), shape.head_dim)
+    digest = hashlib.blake2b(salt.encode(), digest_size=8)
+    for at, token in enumerate(tokens):
+        digest.update(bytes([token]))
+        value = int.from_bytes(digest.digest()[:3], "little") / 2**24
+        out[..., at, :] = torch.arange(1.0, 1 + out[..., at, :].numel()).view(out[..., at, :].shape) * value
+    return out
+
+
+class Prompt:
+    """Tokens of a tenant, with hashes and the keys of positions."""
+
+    def __init__(self, tenant: str, tokens: list[int]) -> None:
+        self.tenant, self.tokens = tenant, tokens
+        self.root = hashing.chain_root(tenant.encode(), "test")
+        self.hashes = hashing.block_hashes(tokens, BLOCK, self.root)
+        self.kv = kv(tokens, tenant)
+
+    def key(self, position: int) -> bytes:
+        return hashing.prefix_key(self.tokens, position, BLOCK, self.hashes, self.root)
+
+    def marks(self, positions: dict[int, str]) -> list[Mark]:
+        return [Mark(at, ttl, self.key(at)) for at, ttl in sorted(positions.items())]
+
+    def reads(self, positions: list[int]) -> list[Candidate]:
+        return [Candidate(at, self.key(at)) for at in sorted(positions, reverse=True)]
+
+
+class Harness:
+    """Drives a store and checks every answer.
+
+    `expiry` holds, for every prefix that was ever stored, the latest moment until which it may be found.
+    """
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.now, self.restarts = 1000.0, 0
+        defaults = {
+            "block_size": BLOCK,
+            "min_tokens": 1,
+            "ttls": {"5m": 30.0, "1h": 200.0},
+            "memory_bytes": 6 * BLOCK * TOKEN,
+            "host": {"memory_bytes": 10 * BLOCK * TOKEN},
+            "disk": {"memory_bytes": 24 * (BLOCK * TOKEN + 4096), "path": path},
+            "moving_bytes": 8 * BLOCK * TOKEN,
+        }
+        self.config = PrefixCacheConfig.model_validate(defaults | settings)
+        self.path = path
+        self.expiry: dict[bytes, float] = {}
+        self.held: list[tuple[Prompt, WarmPrefix, set[bytes]]] = []  # with what was taken from them meanwhile
+        self.attached: Counter[str] = Counter()  # tokens by tier
+        self.damaged: dict[bytes, bytes] = {}  # what was made of files
+        self.open()
+
+    def open(self) -> None:
+        self.lanes = ByHand()
+        self.directory: set[bytes] = set()
+        # After a restart the monotonic clock shows something else.
+        self.store = BlockStore(
+            self.config, IDENTITY, CPU, lambda: self.now + 1e6 * self.restarts, self._published,
+            wall_clock=lambda: self.now + 1e9, lanes=self.lanes,
+        )  # fmt: skip
+        self.directory = set(self.store.full_blocks())
+
+    def _published(self, stored: Any, evicted: Any) -> None:
+        assert self.directory >= set(evicted)
+        self.directory -= set(evicted)
+        assert not self.directory & set(stored)
+        self.directory |= set(stored)
+
+    # --- what happens
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.store.expire()
+
+    def write(self, prompt: Prompt, marks: dict[int, str], warm: WarmPrefix | None = None) -> int:
+        keys, values = prompt.kv
+        found = prompt.marks(marks)
+        written = self.store.store(prompt.hashes, found, keys, values, tenant=prompt.tenant, warm=warm)
+        lives = dict.fromkeys(prompt.hashes, 30.0)
+        for mark in found:
+            for key in [*prompt.hashes[: mark.position // BLOCK], mark.key]:
+                lives[key] = max(lives.get(key, 0.0), self.config.ttls[mark.ttl])
+        for key, ttl in lives.items():
+            self.expiry[key] = max(self.expiry.get(key, 0.0), self.now + max(ttl, self.ttl(key)))
+        assert written in {0, *marks}
+        return written
+
+    def ttl(self, key: bytes) -> float:
+        """The longest life that the entry of a key may have."""
+        entries = [ledger.entry(key) for ledger in self.store._cache.tiers.ledgers]
+        return max((entry.ttl for entry in entries if entry is not None), default=0.0)
+
+    def look_up(self, prompt: Prompt, reads: list[int]) -> None:
+        warm = self.store.match(prompt.hashes, prompt.reads(reads))
+        for key in warm.match.chain:
+            assert self.expiry[key] > self.now or self.is_held(key), "found after its life has ended"
+            self.expiry[key] = max(self.expiry[key], self.now + self.ttl(key))
+        assert warm.match.hit in {0, *reads}
+        files = self.files()
+        broken = {key for key, content in self.damaged.items() if _content(files.get(key.hex())) == content}
+        self.held.append((prompt, warm, broken & set(warm.match.chain)))
+
+    def is_held(self, key: bytes) -> bool:
+        return any(key in warm.match.chain for _, warm, _ in self.held)
+
+    def finish(self, at: int, store: bool) -> None:
+        """A request attaches what it found, and stores its prompt or leaves."""
+        prompt, warm, broken = self.held.pop(at)
+        while not self.store.ready(warm):
+            self.lanes.run("read", 1)
+            self.store.settle()
+        keys, values = torch.zeros_like(prompt.kv)
+        reused, sums = self.store.attach(warm, keys, values)
+        assert sums is None
+        assert torch.equal(keys[:, :, :reused], prompt.kv[0, :, :, :reused]), "a wrong hit"
+        assert torch.equal(values[:, :, :reused], prompt.kv[1, :, :, :reused]), "a wrong hit"
+        if not broken:
+            assert reused == warm.match.tokens, "a pinned entry was lost"
+        assert sum(warm.tiers.values()) == reused
+        self.attached.update(warm.tiers)
+        if store:
+            self.write(prompt, {}, warm)
+        self.store.release(warm)
+
+    def drop(self, tenant: str) -> None:
+        before = sum(self.store.tier_bytes.values())
+        assert self.store.drop(tenant) == before - sum(self.store.tier_bytes.values())
+        for prompt, warm, broken in self.held:
+            if prompt.tenant == tenant:
+                broken |= set(warm.match.chain)
+        for ledger in self.store._cache.tiers.ledgers:
+            assert not ledger.keys_of(tenant)
+
+    def run(self, lane: str, most: int) -> None:
+        self.lanes.run(lane, most)
+        self.store.settle()
+
+    def damage(self, number: int, how: str) -> None:
+        files = self.files()
+        if not files:
+            return
+        name = sorted(files)[number % len(files)]
+        path = files[name]
+        content = bytearray(path.read_bytes() or b"-")
+        if how == "flip":
+            content[-1 - number % min(64, len(content))] ^= 1 + number % 255
+        elif how == "header":
+            content[number % min(200, len(content))] ^= 1
+        else:
+            content = content[: number % len(content)]
+        path.write_bytes(content)
+        self.damaged[bytes.fromhex(name)] = bytes(content)
+        for _, warm, broken in self.held:
+            broken |= {bytes.fromhex(name)} & set(warm.match.chain)
+
+    def restart(self, crash: bool) -> None:
+        """Everything in memory is gone; what was not written yet, too, after a crash."""
+        self.held.clear()
+        if crash:
+            self.store._places[-1].folder.release()
+        else:
+            self.store.close()
+        self.restarts += 1
+        self.open()
+
+    def files(self) -> dict[str, Path]:
+        return {path.name.removesuffix(SUFFIX): path for path in (self.path / "0").glob(f"??/*{SUFFIX}")}
+
+    # --- what must hold at all times
+
+    def check(self) -> None:
+        store = self.store
+        places, ledgers = store._places, store._cache.tiers.ledgers
+        for place, ledger in zip(places, ledgers, strict=True):
+            held = set(ledger)
+            assert ledger.bytes <= ledger.capacity
+            if place.folder is None:
+                assert place.blocks.keys() | place.arriving.keys() == held
+                assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
+            parents = [ledger.entry(key).parent for key in held]
+            assert all(parent is None or ledger.entry(parent.key) is parent for parent in parents)
+        assert store.moving_bytes <= self.config.moving_bytes
+        assert self.directory == set(store.full_blocks())
+
+    def check_at_rest(self) -> None:
+        """Nothing is on its way, nobody reads: memory, files and ledgers agree, and nothing is left over."""
+        while self.held:
+            self.finish(0, store=False)
+        for lane in ("write", "read"):
+            self.run(lane, 1 << 30)
+        self.check()
+        store = self.store
+        assert (store.moving_bytes, len(store._readers)) == (0, 0)
+        disk, ledger = store._places[-1], store._cache.tiers.ledgers[-1]
+        assert not disk.arriving
+        files = self.files()
+        assert files.keys() == {key.hex() for key in ledger}
+        assert sum(path.stat().st_size for path in files.values()) <= disk.tier.capacity
+        assert not list((self.path / "0").rglob("*.part"))
+        for each in store._cache.tiers.ledgers:
+            assert all(entry.pins == (entry.key in store._packed_keys) for entry in each._entries.values())
+
+
+def _content(path: Path | None) -> bytes | None:
+    return path.read_bytes() if path is not None else None
