@@ -16,6 +16,7 @@ from warmkv.dashboards.commands import app as dashboards_app
 from warmkv.evaluation import commands as evaluation_commands
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
+from warmkv.platform.pack_commands import app as packs_app
 from warmkv.simulator import commands as simulator_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -23,6 +24,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in f
 app.add_typer(config_app, name="config")
 app.add_typer(dashboards_app, name="dashboards")
 app.add_typer(manifest_app, name="k8s")
+app.add_typer(packs_app, name="packs")
 
 console = Console()
 errors = Console(stderr=True)

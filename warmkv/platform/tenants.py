@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from warmkv.config import TenantConfig
+from warmkv.config import Config, TenantConfig
 from warmkv.platform.gateway.errors import ApiError
 from warmkv.prefixes import hashing
 
@@ -23,6 +23,23 @@ class Tenant:
     @property
     def label(self) -> str:
         return hashlib.sha256(self.salt).hexdigest()[:16]
+
+
+def chain_root(salt: bytes, config: Config) -> bytes:
+    """Where the block hashes of a tenant begin, under a configuration."""
+    model, size = config.model, config.prefix_cache.block_size
+    return hashing.chain_root(salt, model.path, model.revision or "", model.dtype, str(size))
+
+
+def find(name: str, config: Config, secret: bytes) -> Tenant:
+    """The tenant of that name; where none are configured, the one whose API key `name` is. Raises LookupError."""
+    if not config.gateway.tenants:
+        return authenticate({"x-api-key": name}, (), secret)
+    for tenant in config.gateway.tenants:
+        if tenant.name == name:
+            return Tenant(name, hashing.tenant_salt(secret, f"tenant:{name}"), tenant.operator)
+    known = ", ".join(tenant.name for tenant in config.gateway.tenants)
+    raise LookupError(f"no tenant is called {name!r}; gateway.tenants has {known}")
 
 
 def hash_key(key: str) -> str:

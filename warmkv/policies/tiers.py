@@ -146,7 +146,7 @@ class Tiers:
             admission = ledger.store(chain, sizes, ttl, now, tokens=tokens, tenant=tenant)
             for key in admission.stored:
                 for other in self.ledgers:
-                    if other is not ledger and (entry := other.entry(key)) is not None:
+                    if other is not ledger and key in other and (entry := other.entry(key)) is not None:
                         ledger.inherit(key, entry)
             yield from self._apply(tier, admission, now)
             if all(key in ledger for key in chain):
@@ -174,7 +174,7 @@ class Tiers:
                     yield Left(key, tier)
 
     def _lowest(self, key: bytes) -> Entry | None:
-        return next((entry for ledger in reversed(self.ledgers) if (entry := ledger.entry(key)) is not None), None)
+        return next((ledger.entry(key) for ledger in reversed(self.ledgers) if key in ledger), None)
 
     def _apply(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
         yield from self._gone(tier, admission, now)
@@ -189,10 +189,15 @@ class Tiers:
         for entry in admission.evicted:
             if entry.expires_at == LOST:
                 continue
-            path = entry.path()
-            if tier + 1 < len(self.ledgers) and all(before.expires_at != LOST for before in path):
-                below = self.ledgers[tier + 1].adopt(path, now)
-                yield from self._gone(tier + 1, below, now)
-                for key in below.stored:
-                    yield Copied(key, tier, tier + 1)
+            if tier + 1 < len(self.ledgers) and entry.key not in self.ledgers[tier + 1]:
+                yield from self._demote(tier, entry.path(), admission, now)
             yield Left(entry.key, tier)
+
+    def _demote(self, tier: int, path: Sequence[Entry], admission: Admission, now: float) -> Iterator[Step]:
+        """Copy a chain to the next tier, if all of it is there: a block may be lost, or only just come back."""
+        if any(entry.expires_at == LOST or entry.key in admission.stored for entry in path):
+            return
+        below = self.ledgers[tier + 1].adopt(path, now)
+        yield from self._gone(tier + 1, below, now)
+        for key in below.stored:
+            yield Copied(key, tier, tier + 1)

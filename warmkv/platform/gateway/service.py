@@ -14,7 +14,7 @@ from warmkv.platform.gateway.answer import Answer, Status
 from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
 from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.schema import WarmkvOptions
-from warmkv.platform.tenants import Tenant
+from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import pricing
 from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
@@ -114,9 +114,7 @@ class Service:
             raise invalid("the prompt is empty")
         if options.policy is not None and not config.compression.allow_request_policy:
             raise invalid("warmkv.policy: this server does not let requests choose (compression.allow_request_policy)")
-        root = hashing.chain_root(
-            tenant.salt, config.model.path, config.model.revision or "", config.model.dtype, str(cache.block_size)
-        )
+        root = chain_root(tenant.salt, config)
         size, tokens = cache.block_size, prompt.tokens
         hashes = hashing.block_hashes(tokens, size, root)
         marks = breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else ()

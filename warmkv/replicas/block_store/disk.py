@@ -194,10 +194,10 @@ class Folder:
             content = path.read_bytes()
             tensors = safetensors.torch.load(content)
             header, checksum = _metadata(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            if _checksum(json.dumps(asdict(header), sort_keys=True), tensors) != checksum:
+                raise ValueError("its checksum does not agree")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise BlockFileError(f"{path} cannot be read: {error}") from None
-        if _checksum(json.dumps(asdict(header), sort_keys=True), tensors) != checksum:
-            raise BlockFileError(f"{path} is damaged: its checksum does not agree")
         if header.key != key.hex() or header.storage not in (self.storage, "model"):
             raise BlockFileError(f"{path} holds another block")
         return Packed(header.storage, header.tokens, tuple(tensors[str(at)] for at in range(len(tensors)))), header
@@ -263,7 +263,7 @@ def _checksum(header: str, tensors: dict[str, Tensor]) -> str:
     digest = hashlib.blake2b(header.encode(), digest_size=16)
     for name in sorted(tensors, key=int):
         part = tensors[name]
-        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
         digest.update(cast("np.ndarray[Any, Any]", part.contiguous().view(-1).view(torch.uint8).numpy()).data)
     return digest.hexdigest()
 

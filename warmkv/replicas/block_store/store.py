@@ -240,16 +240,16 @@ class BlockStore:
             if place.folder is not None:
                 place.folder.release()
 
-    def export(self, chain: Sequence[bytes], folder: Folder) -> int:
-        """Write a chain from memory into a pack's folder, without an end to its life; the bytes written."""
-        written = 0
+    def export(self, chain: Sequence[bytes], folder: Folder) -> dict[bytes, int]:
+        """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
+        written = {}
         for key in chain:
             packed, entry = self._find(key), self._cache.tiers.ledgers[0].entry(key)
             if packed is None or entry is None:
                 raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
             held = packed.map(lambda part: part.cpu())
-            folder.write(held, disk.lasting_header(entry, packed.storage, marked=key == chain[-1]))
-            written += held.nbytes
+            folder.write(held, disk.lasting_header(entry, packed.storage, marked=entry.mark_expires_at > self._clock()))
+            written[key] = held.nbytes
         return written
 
     # --- steps

@@ -1,0 +1,114 @@
+"""Building knowledge packs: the KV of documents or a system prompt, computed once, as replicas load it at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmkv.config import Config
+from warmkv.platform.gateway.prompt import Block, Turn, render
+from warmkv.platform.tenants import Tenant, chain_root
+from warmkv.policies.slot_sizes import workspace_bytes
+from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes import hashing
+from warmkv.prefixes.record import Mark
+from warmkv.replicas.block_store.disk import Folder
+from warmkv.replicas.block_store.identity import Identity
+from warmkv.replicas.block_store.packs import PackError
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.protocol import EngineError, Failed, GenerateRequest, SamplingParams
+
+QUESTION = Block("?")
+"""Stands for what a client will ask: what comes before it is what the pack holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a pack holds, all tenants together."""
+
+    prefixes: int
+    tokens: int
+    blocks: int
+    bytes: int
+
+
+def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens that a conversation begins with: the system prompt, then one document each, if there are any.
+
+    A document is the first content block of the first user message. Raises PackError if there is nothing to hold, and
+    ApiError where the model's chat template refuses.
+    """
+    before = [Turn("system", (Block(system),))] if system else []
+    if not before and not documents:
+        raise PackError("a pack needs a system prompt or documents")
+    found = []
+    for blocks in [(Block(document), QUESTION) for document in documents] or [(QUESTION,)]:
+        prompt = render(tokenizer, [*before, Turn("user", blocks)])
+        found.append(prompt.tokens[: prompt.ends[-2]])
+    return found
+
+
+def build(
+    config: Config,
+    tenants: Sequence[Tenant],
+    system: str | None,
+    documents: Sequence[str],
+    out: Path,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Built:
+    """Compute the prefixes for every tenant and write them to the folder `out`.
+
+    Raises PackError, ApiError (the template refuses), or OSError.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise PackError(f"{out} is not empty")
+    found = prefixes(load_tokenizer(config.model), system, documents)
+    model = load_model(config.model)
+    longest, total = max(map(len, found)), sum(map(len, found))
+    room = total * len(tenants) * model.kv_shape.token_bytes
+    needed = workspace_bytes(PolicySpec(), model.kv_shape, longest)
+    cache = config.prefix_cache.model_copy(
+        update={"enabled": True, "automatic": True, "memory_bytes": room, "storage": "model", "packs": ()}
+        | {name: type(getattr(config.prefix_cache, name))() for name in ("host", "disk")}
+    )
+    limits = config.engine.model_copy(update={"kv_bytes": max(needed, config.engine.kv_bytes)})
+    engine = Engine(model, limits, cache, clock=lambda: 0.0)  # nothing expires while it is built
+    folder = Folder(out, Identity.of(model, cache.block_size), "model")
+    folder.create()
+    written: dict[bytes, int] = {}
+    for tenant in tenants:
+        for number, tokens in enumerate(found, 1):
+            progress(f"{tenant.name}: prefix {number} of {len(found)}, {len(tokens)} tokens")
+            chain = _compute(engine, tokens, tenant, chain_root(tenant.salt, config), cache.default_ttl)
+            written |= engine.store.export(chain, folder)
+    folder.create(blocks=len(written), tenants=sorted({tenant.name for tenant in tenants}), tokens=total)
+    return Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
+
+
+def _compute(engine: Engine, tokens: tuple[int, ...], tenant: Tenant, root: bytes, ttl: str) -> list[bytes]:
+    """Prefill a prefix with a breakpoint at its end; the keys of its blocks and its tail."""
+    size = engine.store.block_size
+    hashes = hashing.block_hashes(tokens, size, root)
+    key = hashing.prefix_key(tokens, len(tokens), size, hashes, root)
+    request = GenerateRequest(
+        id="pack",
+        token_ids=tokens,
+        hashes=tuple(hashes),
+        sampling=SamplingParams(max_tokens=0),
+        policy=PolicySpec(),
+        marks=(Mark(len(tokens), ttl, key),),
+        tenant=tenant.label,
+    )
+    told: list[object] = []
+    try:
+        engine.submit(request, told.append)
+    except EngineError as error:
+        raise PackError(f"a prefix of {len(tokens)} tokens cannot be computed: {error}") from None
+    while engine.step():
+        pass
+    if isinstance(told[-1], Failed):
+        raise PackError(f"a prefix of {len(tokens)} tokens could not be computed: {told[-1].message}")
+    return hashes if key in hashes else [*hashes, key]
