@@ -24,7 +24,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
     "command",
     [
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
-        *(["config", "show"], ["dashboards", "publish"]),
+        *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
     ],
     ids=" ".join,
 )

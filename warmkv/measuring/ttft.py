@@ -40,7 +40,7 @@ def warm_up(engine: Engine, spec: PolicySpec) -> None:
     Raises MeasureError if the engine cannot serve the policy on this model.
     """
     tokens = min(64, engine.max_context // 2)
-    first_token(engine, _request(engine, [0] * tokens, spec, 4))
+    first_token(engine, request(engine, [0] * tokens, spec, 4))
 
 
 def cold_and_warm(
@@ -54,35 +54,35 @@ def cold_and_warm(
     first, second = (random.integers(0, engine.model.vocabulary, tokens) for _ in ("cold", "warm"))
     second[:shared] = first[:shared]
     cold, warm = (
-        first_token(engine, _request(engine, ids.tolist(), spec, new_tokens, (shared, ttl))) for ids in (first, second)
+        first_token(engine, request(engine, ids.tolist(), spec, new_tokens, (shared, ttl))) for ids in (first, second)
     )
     return Pair(cold, warm)
 
 
-def first_token(engine: Engine, request: GenerateRequest) -> FirstToken:
+def first_token(engine: Engine, asked: GenerateRequest) -> FirstToken:
     """Submit a request to an idle engine, step until its first token, then cancel it. Raises MeasureError."""
     told: list[EngineEvent] = []
     watch = Stopwatch(engine.model.device)
     try:
-        engine.submit(request, told.append)
+        engine.submit(asked, told.append)
     except UnservableRequestError as error:
-        raise MeasureError(f"policy {request.policy.label}: {error}") from None
+        raise MeasureError(f"policy {asked.policy.label}: {error}") from None
     while not told or isinstance(told[-1], Started):
         if not engine.step() and not told:
-            raise MeasureError(f"policy {request.policy.label}: the engine does not admit {request.id}")
+            raise MeasureError(f"policy {asked.policy.label}: the engine does not admit {asked.id}")
     seconds = watch.seconds()
-    engine.cancel(request.id)
+    engine.cancel(asked.id)
     engine.step()
     started = told[0]
     if not isinstance(started, Started) or isinstance(told[1], Failed):
-        raise MeasureError(f"policy {request.policy.label}: {told[-1]}")
+        raise MeasureError(f"policy {asked.policy.label}: {told[-1]}")
     return FirstToken(seconds, started.prefill_seconds, started.cached_tokens)
 
 
-def _request(
+def request(
     engine: Engine, tokens: Sequence[int], spec: PolicySpec, new_tokens: int, mark: tuple[int, str] | None = None
 ) -> GenerateRequest:
-    """A request; `mark` is the position and the TTL's name of a breakpoint, as a client would set it."""
+    """A request of these tokens; `mark` is the position and the TTL's name of a breakpoint, as a client sets it."""
     size = engine.store.block_size
     hashes = hashing.block_hashes(tokens, size, ROOT)
     marks: tuple[Mark, ...] = ()

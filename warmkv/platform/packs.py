@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> li
     if not before and not documents:
         raise PackError("a pack needs a system prompt or documents")
     found = []
-    for blocks in [(Block(document), QUESTION) for document in documents] or [(QUESTION,)]:
+    contents: list[tuple[Block, ...]] = [(Block(document), QUESTION) for document in documents] or [(QUESTION,)]
+    for blocks in contents:
         prompt = render(tokenizer, [*before, Turn("user", blocks)])
         found.append(prompt.tokens[: prompt.ends[-2]])
     return found
@@ -84,8 +85,9 @@ def build(
             progress(f"{tenant.name}: prefix {number} of {len(found)}, {len(tokens)} tokens")
             chain = _compute(engine, tokens, tenant, chain_root(tenant.salt, config), cache.default_ttl)
             written |= engine.store.export(chain, folder)
-    folder.create(blocks=len(written), tenants=sorted({tenant.name for tenant in tenants}), tokens=total)
-    return Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
+    built = Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
+    folder.create(tenants=sorted({tenant.name for tenant in tenants}), **asdict(built))
+    return built
 
 
 def _compute(engine: Engine, tokens: tuple[int, ...], tenant: Tenant, root: bytes, ttl: str) -> list[bytes]:

@@ -255,8 +255,8 @@ def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, m
     shaky.run(make_request(prompt(40), name="lost"))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     store = shaky.engine.store
-    assert set(store._cache.tiers.ledgers[0]) == set(store._places[0].blocks)
-    assert len(store._places[0].blocks) == 2
+    assert set(store._cache.tiers.ledgers[0]) == set(store.places[0].blocks)
+    assert len(store.places[0].blocks) == 2
     assert shaky.run(make_request(prompt(40), name="after")) == driver().run(make_request(prompt(40)))
     assert shaky.started("after").cached_tokens == 2 * BLOCK
 
@@ -388,7 +388,7 @@ def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_
     assert warm.engine.store.resident_bytes == plain + 4 * shape.layers * shape.kv_heads * (32 + 40)
     now[0] = 1000.0
     warm.engine.store.expire()
-    assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store._places[0].blocks)) == (
+    assert (warm.engine.store.resident_bytes, len(warm.engine.store), len(warm.engine.store.places[0].blocks)) == (
         0,
         0,
         0,
@@ -397,7 +397,7 @@ def test_sums_of_attention_count_against_the_memory_of_the_store_and_leave_with_
     for i in range(6):
         tight.run(make_request(prompt(30, seed=i), new=2, policy="h2o@20", name=str(i)))
         assert tight.engine.store.resident_bytes <= 5 * BLOCK * shape.token_bytes
-        held = sum(packed.nbytes for packed in tight.engine.store._places[0].blocks.values())
+        held = sum(packed.nbytes for packed in tight.engine.store.places[0].blocks.values())
         assert held == tight.engine.store.resident_bytes
 
 

@@ -176,7 +176,7 @@ def test_lossy_tiers_answer_with_nearly_the_same_logits(models, storage):
     assert driver.started("again").tiers["host"] > 0
     difference = (seen[0] - logits[0]).abs().max()
     assert 0 < difference < 0.5 * logits[0].std()
-    blocks = driver.engine.store._places[1].blocks.values()
+    blocks = driver.engine.store.places[1].blocks.values()
     assert driver.engine.store.tier_bytes["host"] == sum(packed.nbytes for packed in blocks) < 0.6 * len(blocks) * size
 
 

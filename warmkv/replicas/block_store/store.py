@@ -76,8 +76,8 @@ class BlockStore:
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
-        self._places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
-        for place in self._places:
+        self.places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
+        for place in self.places:
             place.pinned = place.tier.name == "host" and device.type == "cuda"
             if place.tier.name == "disk":
                 assert config.disk.path is not None
@@ -132,7 +132,7 @@ class BlockStore:
             packed = self._find(key)
             if packed is None:
                 warm.pending.add(key)
-            elif key == warm.sums or not any(key in place.blocks for place in self._places):
+            elif key == warm.sums or not any(key in place.blocks for place in self.places):
                 warm.read[key] = packed  # sums are not pinned; what is on its way to disk will soon be a file
         for key in warm.pending.copy():
             self._read(key, warm)
@@ -236,7 +236,7 @@ class BlockStore:
         """Finish what is on its way and let the folder go to another process."""
         self._lanes.close()
         self.settle()
-        for place in self._places:
+        for place in self.places:
             if place.folder is not None:
                 place.folder.release()
 
@@ -274,7 +274,7 @@ class BlockStore:
                     if failure is not None:
                         self._lose(key, tier)
                 case Copied(key, source, tier):
-                    packed = self._places[source].find(key)
+                    packed = self.places[source].find(key)
                     if packed is None or not self._move(key, tier, packed):
                         self._lose(key, tier)
                 case Left(key, tier):
@@ -300,7 +300,7 @@ class BlockStore:
         )
 
     def _put(self, key: bytes, tier: int, block: Tensor, tokens: int) -> None:
-        place = self._places[tier]
+        place = self.places[tier]
         packed = pack(block, tokens, place.tier.storage if tier == 0 else "model")
         if tier == 0:
             place.blocks[key] = packed
@@ -309,7 +309,7 @@ class BlockStore:
 
     def _move(self, key: bytes, tier: int, packed: Packed) -> bool:
         """Bring a block into a lower tier; False if too much is on its way already."""
-        place = self._places[tier]
+        place = self.places[tier]
         if place.takes_as_it_is(packed):
             place.blocks[key] = packed
             return True
@@ -334,7 +334,7 @@ class BlockStore:
         return True
 
     def _arrived(self, key: bytes, tier: int, move: Move, result: Packed | Exception | None) -> None:
-        place = self._places[tier]
+        place = self.places[tier]
         self.moving_bytes -= move.packed.nbytes
         if place.arriving.get(key) is not move:
             return  # it has left again meanwhile
@@ -347,7 +347,7 @@ class BlockStore:
             place.blocks[key] = result
 
     def _remove(self, key: bytes, tier: int) -> None:
-        place = self._places[tier]
+        place = self.places[tier]
         place.blocks.pop(key, None)
         if move := place.arriving.pop(key, None):
             move.wanted = False
@@ -367,7 +367,7 @@ class BlockStore:
         return [*keys, warm.sums] if warm.sums else keys
 
     def _find(self, key: bytes) -> Packed | None:
-        return next((packed for place in self._places if (packed := place.find(key)) is not None), None)
+        return next((packed for place in self.places if (packed := place.find(key)) is not None), None)
 
     def _parts(self, warm: WarmPrefix) -> list[tuple[Span, Packed, str]]:
         """The blocks to attach with the tiers they are in, up to the first that is missing."""
@@ -375,7 +375,7 @@ class BlockStore:
         for span in spans(warm.match.chain, warm.match.tokens, self.block_size):
             if span.start >= warm.reused:
                 break
-            at = next((place for place in self._places if place.find(span.key) is not None), None)
+            at = next((place for place in self.places if place.find(span.key) is not None), None)
             packed = at.find(span.key) if at is not None else warm.read.get(span.key)
             if packed is None:
                 break
@@ -389,7 +389,7 @@ class BlockStore:
         readers.append(warm)
         if len(readers) > 1:
             return
-        folder = next(place.folder for place in self._places if place.folder is not None)
+        folder = next(place.folder for place in self.places if place.folder is not None)
         self._submit("read", partial(folder.read, key), partial(self._has_read, key))
 
     def _has_read(self, key: bytes, result: tuple[Packed, Header] | Exception) -> None:
@@ -399,7 +399,7 @@ class BlockStore:
                 warm.read[key] = result[0]
         if isinstance(result, Exception):
             log.warning("a stored block is lost: %s", result)
-            tier = next(at for at, place in enumerate(self._places) if place.folder is not None)
+            tier = next(at for at, place in enumerate(self.places) if place.folder is not None)
             self._lose(key, tier)
             self._remove(key, tier)
             self._tell([key])
@@ -442,7 +442,7 @@ class BlockStore:
     def _load_pack(self, path: Path) -> None:
         """Keep a pack's blocks for good, in the first tier in memory that has room for all of them."""
         blocks = packs.read(path, self._identity)
-        for place, ledger in zip(self._places, self._cache.tiers.ledgers, strict=True):
+        for place, ledger in zip(self.places, self._cache.tiers.ledgers, strict=True):
             new = [(packed, header) for packed, header in blocks if bytes.fromhex(header.key) not in ledger]
             needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new)
             if place.folder is None and ledger.bytes + needed <= ledger.capacity:

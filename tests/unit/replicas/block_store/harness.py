@@ -203,7 +203,7 @@ class Harness:
         """Everything in memory is gone; what was not written yet, too, after a crash."""
         self.held.clear()
         if crash:
-            self.store._places[-1].folder.release()
+            self.store.places[-1].folder.release()
         else:
             self.store.close()
         self.restarts += 1
@@ -216,7 +216,7 @@ class Harness:
 
     def check(self) -> None:
         store = self.store
-        places, ledgers = store._places, store._cache.tiers.ledgers
+        places, ledgers = store.places, store._cache.tiers.ledgers
         for place, ledger in zip(places, ledgers, strict=True):
             held = set(ledger)
             assert ledger.bytes <= ledger.capacity
@@ -237,7 +237,7 @@ class Harness:
         self.check()
         store = self.store
         assert (store.moving_bytes, len(store._readers)) == (0, 0)
-        disk, ledger = store._places[-1], store._cache.tiers.ledgers[-1]
+        disk, ledger = store.places[-1], store._cache.tiers.ledgers[-1]
         assert not disk.arriving
         files = self.files()
         assert files.keys() == {key.hex() for key in ledger}
