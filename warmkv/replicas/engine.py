@@ -274,7 +274,10 @@ class Engine:
         if prefill is None or sequence is not self.scheduler.prefilling:
             return
         hashes = request.hashes[: prefill.computed // self.store.block_size]
-        self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant)
+        try:
+            self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant)
+        except Exception:  # memory, say: the others must not suffer from it
+            log.exception("the blocks of %s could not be kept", request.id)
 
     def _prefill_chunk(self, sequence: Sequence) -> None:
         prefill = sequence.prefill
