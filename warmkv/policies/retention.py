@@ -288,17 +288,20 @@ class BlockLedger:
         for at in range(present, len(chain)):
             key, size = chain[at], self._weigh(sizes[at], tokens[at])
             entry = self._entries.get(key)  # there, but not alive: others need it as their parent
+            again = self._pin([entry]) if entry is not None else []
             if not self._make_room(size - (entry.size if entry else 0), tenant, admission.evicted):
+                self.unpin(again)
                 break
             if entry is None:
                 entry = self._add(key, held[-1] if held else None, sizes[at], size, tokens[at], tenant, life(at))
+                again = self._pin([entry])
                 admission.stored.append(key)
             else:
                 if entry.expires_at == LOST:
                     self._resize(entry, size)
                     admission.stored.append(key)
                 entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, _ = life(at)
-            held += self._pin([entry])
+            held += again
         self.unpin(held)
         return held, admission
 

@@ -329,3 +329,14 @@ def test_a_share_is_not_evicted_even_if_the_newcomer_gets_nothing():
     assert ledger.store([b"c"], [1], 9.0, 1.0, tenant="c").stored == []
     assert ledger.expire(20.0)
     assert ledger.store([b"c"], [1], 9.0, 20.0, tenant="c").stored == [b"c"]
+
+
+def test_making_room_for_a_lost_block_does_not_take_the_block_itself():
+    ledger = BlockLedger(4)
+    ledger.store([b"a", b"ab"], [1, 1], 9.0, 0.0)
+    ledger.store([b"x"], [2], 9.0, 1.0)
+    ledger.lose(b"a")
+    admission = ledger.store([b"a"], [4], 9.0, 2.0)
+    assert (admission.stored, [entry.key for entry in admission.evicted]) == ([b"a"], [b"ab", b"x"])
+    assert (list(ledger), ledger.bytes, ledger.match([b"a"], 3.0)) == ([b"a"], 4, 1)
+    assert [entry.key for entry in ledger.expire(20.0)] == [b"a"]

@@ -32,7 +32,7 @@ from warmkv.replicas.block_store.identity import Identity
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-MANIFEST, LOCK, SUFFIX = "manifest.json", "lock", ".safetensors"
+MANIFEST, LOCK, SUFFIX, PART = "manifest.json", "lock", ".safetensors", ".part"
 MOST_FOLDERS = 256  # replicas of one machine that share a path, and folders of other models in it
 
 
@@ -205,6 +205,11 @@ class Folder:
     def delete(self, key: bytes) -> None:
         self.file(key).unlink(missing_ok=True)
 
+    def tidy(self) -> None:
+        """Remove what a process that was killed had not finished writing."""
+        for path in self.path.glob(f"??/*{SUFFIX}{PART}"):
+            path.unlink(missing_ok=True)
+
     def scan(self) -> Iterator[Header | Path]:
         """The headers of all blocks in no order, and the paths of files that look like one but are not."""
         for path in self.path.glob(f"??/*{SUFFIX}"):
@@ -269,7 +274,7 @@ def _checksum(header: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(path.name + ".part")
+    beside = path.with_name(path.name + PART)
     try:
         beside.write_bytes(content)
         beside.replace(path)

@@ -17,7 +17,7 @@ class Lanes(Protocol):
     def submit(self, lane: Lane, job: Job) -> None: ...
 
     def close(self) -> None:
-        """Finish what was submitted; take nothing more."""
+        """Finish what was submitted; what comes later is not done."""
         ...
 
 
@@ -26,12 +26,16 @@ class Threads:
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, ThreadPoolExecutor] = {}
+        self._closed = False
 
     def submit(self, lane: Lane, job: Job) -> None:
+        if self._closed:
+            return
         if lane not in self._lanes:
             self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"blocks-{lane}")
         self._lanes[lane].submit(job)
 
     def close(self) -> None:
+        self._closed = True
         for lane in self._lanes.values():
             lane.shutdown()

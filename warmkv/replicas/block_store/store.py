@@ -423,6 +423,7 @@ class BlockStore:
         """Take up the blocks of a folder that still live, with the chain before them; remove the others' files."""
         ledger, now, kept = self._cache.tiers.ledgers[-1], self._clock(), 0
         headers: list[Header] = []
+        folder.tidy()
         for found in folder.scan():
             if isinstance(found, Header):
                 headers.append(found)

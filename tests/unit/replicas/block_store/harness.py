@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.retention import BlockLedger
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import BlockStore, Identity, WarmPrefix
@@ -223,8 +224,7 @@ class Harness:
             if place.folder is None:
                 assert place.blocks.keys() | place.arriving.keys() == held
                 assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
-            parents = [ledger.entry(key).parent for key in held]
-            assert all(parent is None or ledger.entry(parent.key) is parent for parent in parents)
+            check_ledger(ledger)
         assert store.moving_bytes <= self.config.moving_bytes
         assert self.directory == set(store.full_blocks())
 
@@ -245,6 +245,25 @@ class Harness:
         assert not list((self.path / "0").rglob("*.part"))
         for each in store._cache.tiers.ledgers:
             assert all(entry.pins == (entry.key in store._packed_keys) for entry in each._entries.values())
+
+
+def check_ledger(ledger: BlockLedger) -> None:
+    """What a ledger keeps beside its entries follows from them."""
+    entries = ledger._entries.values()
+    assert ledger.bytes == sum(entry.size for entry in entries)
+    assert ledger._pinned == sum(entry.size for entry in entries if entry.pins)
+    children = Counter(entry.parent.key for entry in entries if entry.parent is not None)
+    assert all(entry.children == children[entry.key] for entry in entries)
+    assert all(entry.parent is None or ledger._entries[entry.parent.key] is entry.parent for entry in entries)
+    free = {entry.key for entry in entries if not entry.pins and not entry.children}
+    assert free == {key for ends in ledger._ends.values() for key in ends}
+    assert all(entry.pins or entry.children or entry.key in ledger._deadlines for entry in entries)
+    if ledger._apart:
+        held = Counter[str]()
+        for entry in entries:
+            held[entry.tenant] += entry.size
+        assert {tenant: size for tenant, size in held.items() if size} == dict(ledger._held)
+        assert set(ledger._largest) == set(ledger._held)
 
 
 def _content(path: Path | None) -> bytes | None:

@@ -187,6 +187,15 @@ def test_a_restart_finds_what_was_on_disk_and_lets_expire_what_has(tmp_path):
     assert (len(harness.store), harness.files()) == (0, {})
 
 
+def test_what_a_killed_process_had_half_written_is_removed(tmp_path):
+    harness = Harness(tmp_path)
+    half = harness.store.places[-1].folder.file(KEY).with_suffix(".safetensors.part")
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    harness.restart(crash=True)
+    assert not half.exists()
+
+
 def test_two_requests_for_the_same_file_read_it_once(tmp_path):
     harness = Harness(tmp_path, memory_bytes=2 * BLOCK * TOKEN, host={"memory_bytes": 0})
     first = Prompt("a", list(range(8)))
