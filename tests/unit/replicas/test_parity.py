@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import BLOCK, Driver, make_request, random_model
+from warmkv.config import PrefixCacheConfig
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.policies.tiers import Tier
+from warmkv.policies.tiers import tiers_of
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.loading import prepare
@@ -32,22 +35,30 @@ def requests(draw):
     return [(family * at) % 50 for at in range(length)], marks, reads, policy, draw(st.sampled_from([0.0, 10.0, 400.0]))
 
 
-@settings(max_examples=40)
-@given(st.lists(requests(), min_size=1, max_size=12), st.sampled_from([6, 1000]))
-def test_reuse_and_resident_bytes_are_equal(sequence, blocks):
-    now, number = [0.0], itertools.count()
-    capacity = blocks * BLOCK * SHAPE.token_bytes
-    live = Driver(MODEL, clock=lambda: now[0], prefix_cache={"memory_bytes": capacity})
-    lifetimes = Lifetimes(TTLS, 300.0, automatic=True)
+@hypothesis_settings(max_examples=60)
+@given(
+    sequence=st.lists(requests(), min_size=1, max_size=12),
+    blocks=st.sampled_from([0, 6, 1000]),
+    below=st.sampled_from([0, 8, 1000]),
+    order=st.sampled_from(["lru", "lfu", "length", "cost"]),
+    share=st.sampled_from([0.0, 0.3]),
+)
+def test_reuse_and_resident_bytes_are_equal(sequence, blocks, below, order, share):
+    now, number, block = [0.0], itertools.count(), BLOCK * SHAPE.token_bytes
+    host = {"memory_bytes": below * block}
+    settings = {"memory_bytes": blocks * block, "host": host, "eviction": order, "tenant_share": share}
+    live = Driver(MODEL, clock=lambda: now[0], prefix_cache=settings)
+    config = PrefixCacheConfig.model_validate(settings)
     cache = ReplicaCache(
-        "a", [Tier("device", capacity)], SHAPE.token_bytes, lifetimes, PrefixIndex(), Level(), Removals()
+        "a", tiers_of(config, SHAPE), SHAPE.token_bytes, Lifetimes.of(config), PrefixIndex(), Level(), Removals(), share
     )
     for tokens, marks, reads, policy, pause in sequence:
         now[0] += pause
         request = make_request(tokens, new=1, policy=policy, marks=marks, reads=reads, name=str(next(number)))
-        live.run(request)
+        tenant = "even" if tokens[-1] % 2 == 0 else "odd"
+        live.run(dataclasses.replace(request, tenant=tenant))
         record = RequestRecord(
-            id=request.id, arrival=now[0], api="messages", model="m", policy=policy, tenant="t", replica="a",
+            id=request.id, arrival=now[0], api="messages", model="m", policy=policy, tenant=tenant, replica="a",
             block_size=BLOCK, input_tokens=len(tokens), output_tokens=1, max_tokens=1,
             hashes=request.hashes, marks=request.marks, reads=request.reads,
         )  # fmt: skip
@@ -63,4 +74,4 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks):
             cache.store_sums(record, record.marks, reused, token_bytes, now[0])
         cache.release(match)
         assert live.started(request.id).cached_tokens == reused
-        assert live.engine.store.resident_bytes == cache.bytes
+        assert sum(live.engine.store.tier_bytes.values()) == cache.bytes

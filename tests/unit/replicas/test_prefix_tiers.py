@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request
+from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request, random_model
+from warmkv.replicas.loading import prepare
 from warmkv.replicas.protocol import Failed
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)
@@ -56,12 +57,13 @@ def until_written(driver: Driver) -> None:
         driver.engine.store.settle()
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv@20", "h2o@20", "expected_attention@20:window=16"])
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_kv_of_every_tier_gives_the_same_logits_bit_by_bit(models, tmp_path, tier, policy):
-    """Against the device tier, which the engine's tests hold against computing the prompt anew."""
+POLICIES = ["full", "snapkv@20", "h2o@20", "expected_attention@20:window=16"]
+
+
+def compare(models: Any, path: Any, tier: str, policy: str) -> Driver:
+    """The same requests with a large device tier, and with the blocks in `tier`: equal logits, bit by bit."""
     reference = Driver(models["llama"])
-    told = tiered(models, tmp_path if tier == "disk" else None, host=0 if tier == "disk" else 100)
+    told = tiered(models, path if tier == "disk" else None, host=0 if tier == "disk" else 100)
     seen = []
     for driver in (reference, told):
         driver.run(make_request(TOKENS[:53], new=1, marks={53: "5m"}, policy=policy, name="first"))
@@ -78,6 +80,26 @@ def test_kv_of_every_tier_gives_the_same_logits_bit_by_bit(models, tmp_path, tie
     if tier != "device":
         assert found.tiers[tier] > 0
     assert torch.equal(*seen)
+    return told
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_kv_of_every_tier_gives_the_same_logits_bit_by_bit(models, tmp_path, tier, policy):
+    """Against the device tier, which the engine's tests hold against computing the prompt anew."""
+    compare(models, tmp_path, tier, policy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_the_same_on_a_gpu_whose_host_tier_is_page_locked(tmp_path, tier, policy):
+    driver = compare({"llama": prepare(random_model("llama").cuda())}, tmp_path, tier, policy)
+    for place in driver.engine.store.places:
+        for packed in place.blocks.values():
+            assert packed.parts[0].is_cuda == (place.tier.name == "device")
+            assert packed.parts[0].is_pinned() == (place.tier.name == "host")
 
 
 def test_fresh_kv_and_every_tier_draw_the_same_tokens(models, tmp_path):
