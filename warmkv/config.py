@@ -98,7 +98,8 @@ class PrefixCacheConfig(Section):
         False, description="whether a tier may keep blocks in fp8 or kivi4, which changes answers"
     )
     moving_bytes: ByteSize = Field(
-        ByteSize(256 << 20), description="limit of blocks on their way to a lower tier; more are dropped"
+        ByteSize(256 << 20),
+        description="limit of evicted blocks that are not in a lower tier yet; more are dropped",
     )
     tenant_share: float = Field(
         0.0,

@@ -79,7 +79,7 @@ def _measure(engine: Engine, name: str, length: int, random: np.random.Generator
 
 def settle(engine: Engine) -> None:
     """Wait until all blocks are where they belong; files leave the system's cache, so that they are read from disk."""
-    while engine.store.moving_bytes:
+    while engine.store.moving:
         engine.store.settle()
     for place in engine.store.places:
         if place.folder is not None:

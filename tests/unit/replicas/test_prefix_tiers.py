@@ -52,7 +52,7 @@ def fill(driver: Driver, start: int = 0) -> None:
 
 def until_written(driver: Driver) -> None:
     """Wait for the threads, as the engine would meet them later."""
-    while driver.engine.store.moving_bytes:
+    while driver.engine.store.moving:
         driver.engine._wait()
         driver.engine.store.settle()
 

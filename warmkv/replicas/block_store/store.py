@@ -71,7 +71,8 @@ class BlockStore:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self._moving_limit, self.moving_bytes = int(config.moving_bytes), 0
+        self._moving_limit = int(config.moving_bytes)
+        self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: set[bytes] = set()  # full blocks in any tier
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
@@ -106,6 +107,11 @@ class BlockStore:
         return {
             t.name: ledger.bytes for t, ledger in zip(self._cache.tiers.tiers, self._cache.tiers.ledgers, strict=True)
         }
+
+    @property
+    def moving(self) -> int:
+        """Blocks on their way to a lower tier."""
+        return sum(len(place.arriving) for place in self.places)
 
     def full_blocks(self) -> list[bytes]:
         """Keys of the full blocks in any tier, for a snapshot."""
@@ -275,7 +281,9 @@ class BlockStore:
                         self._lose(key, tier)
                 case Copied(key, source, tier):
                     packed = self.places[source].find(key)
-                    if packed is None or not self._move(key, tier, packed):
+                    if packed is not None:
+                        self._move(key, tier, packed)
+                    else:
                         self._lose(key, tier)
                 case Left(key, tier):
                     self._remove(key, tier)
@@ -304,41 +312,50 @@ class BlockStore:
         packed = pack(block, tokens, place.tier.storage if tier == 0 else "model")
         if tier == 0:
             place.blocks[key] = packed
-        elif not self._move(key, tier, packed):
-            self._lose(key, tier)
+        else:
+            self._move(key, tier, packed)
+            self._leave_alone(key, tier, packed)
 
-    def _move(self, key: bytes, tier: int, packed: Packed) -> bool:
-        """Bring a block into a lower tier; False if too much is on its way already."""
+    def _move(self, key: bytes, tier: int, packed: Packed) -> None:
+        """Bring a block into a lower tier."""
         place = self.places[tier]
         if place.takes_as_it_is(packed):
             place.blocks[key] = packed
-            return True
-        if self.moving_bytes + packed.nbytes > self._moving_limit:
-            return False
-        self.moving_bytes += packed.nbytes
+            return
         move = place.arriving[key] = Move(packed)
         folder, entry = place.folder, self._cache.tiers.ledgers[tier].entry(key)
         assert entry is not None
         header = disk.header(entry, place.storage_of(packed), self._clock(), self._wall_clock())
 
         def job() -> Packed | None:
-            if not move.wanted:
+            wanted = move.packed  # the engine's thread may give it up meanwhile
+            if wanted is None:
                 return None
-            kept = place.converted(packed)
+            kept = place.converted(wanted)
             if folder is None:
                 return kept
             folder.write(kept, header)
             return None
 
         self._submit("write", job, partial(self._arrived, key, tier, move))
-        return True
+
+    def _leave_alone(self, key: bytes, tier: int, packed: Packed) -> None:
+        """Nothing but the way to a tier keeps a block now: that is bounded, and what is too much is given up."""
+        move = self.places[tier].arriving.get(key)
+        if move is None or move.packed is not packed or move.alone:
+            return
+        if self.moving_bytes + packed.nbytes > self._moving_limit:
+            self._give_up(key, tier)
+            self._lose(key, tier)
+        else:
+            move.alone = True
+            self.moving_bytes += packed.nbytes
 
     def _arrived(self, key: bytes, tier: int, move: Move, result: Packed | Exception | None) -> None:
         place = self.places[tier]
-        self.moving_bytes -= move.packed.nbytes
         if place.arriving.get(key) is not move:
             return  # it has left again meanwhile
-        del place.arriving[key]
+        self._give_up(key, tier)
         if isinstance(result, Exception):
             log.warning("a block could not be moved to the tier %s: %s", place.tier.name, result)
             self._lose(key, tier)
@@ -348,11 +365,21 @@ class BlockStore:
 
     def _remove(self, key: bytes, tier: int) -> None:
         place = self.places[tier]
+        packed = place.find(key)
         place.blocks.pop(key, None)
-        if move := place.arriving.pop(key, None):
-            move.wanted = False
+        self._give_up(key, tier)
+        if packed is not None and tier + 1 < len(self.places):
+            self._leave_alone(key, tier + 1, packed)
         if place.folder is not None:
             self._submit("write", partial(place.folder.delete, key), lambda result: None)
+
+    def _give_up(self, key: bytes, tier: int) -> None:
+        """Forget a move, if there is one; its bytes are free as soon as nobody is copying them."""
+        move = self.places[tier].arriving.pop(key, None)
+        if move is not None and move.packed is not None:
+            if move.alone:
+                self.moving_bytes -= move.packed.nbytes
+            move.packed = None
 
     def _lose(self, key: bytes, tier: int) -> None:
         """The bytes of a block are not there; nobody shall find it."""

@@ -17,8 +17,8 @@ from warmkv.replicas.block_store.formats import Packed, repack
 class Move:
     """A block on its way into a tier. It is read from where it was until it has arrived."""
 
-    packed: Packed
-    wanted: bool = True  # whether the tier still holds it
+    packed: Packed | None  # None once the tier does not want it any more
+    alone: bool = False  # whether nothing else keeps its bytes: the tier that it comes from has given it up
 
 
 @dataclass(slots=True)
