@@ -210,12 +210,12 @@ class Engine:
             if sequence := self.scheduler.admit():
                 self._look_up(sequence)
             if sequence := self.scheduler.prefilling:
-                assert sequence.match is not None
-                if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
-                    if not self.scheduler.decoding:
-                        self._wait()
-                    return True
                 if sequence.prefill is None:
+                    assert sequence.match is not None
+                    if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
+                        if not self.scheduler.decoding:
+                            self._wait()
+                        return True
                     self._begin(sequence)
                 self._prefill_chunk(sequence)
                 return True
