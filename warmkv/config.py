@@ -62,6 +62,11 @@ class EngineConfig(Section):
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
     max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
+        "On a CPU packed weights, which cannot be compiled, are faster",
+    )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
 

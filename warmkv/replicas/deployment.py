@@ -36,7 +36,7 @@ class Replica:
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
         self._tokenizer = load_tokenizer(config.model)
         self._engine = Engine(
-            load_model(config.model),
+            load_model(config.model, packed=config.engine.compile != "on"),
             config.engine,
             config.prefix_cache,
             clock=time.monotonic,

@@ -37,14 +37,14 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cpu"
         and dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and all(hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
     )
 
 
 @torch.inference_mode()
 def pack_linears(module: nn.Module) -> None:
-    """Replace every plain linear layer inside a module. A weight that is shared with an embedding stays there as well."""
+    """Replace every plain linear layer inside a module. A weight that an embedding shares stays there as well."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child))

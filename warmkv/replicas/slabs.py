@@ -39,8 +39,8 @@ class Numbers(NamedTuple, Generic[T]):
     oldest: T  # age above which entries are recent
     turned: T  # positions by which sinks are rotated on
     pages: T  # pages that may be read
-    index: T  # (sequence, KV head) of the row, counted through; 0 if idle
-    written: T  # the same, with idle rows sent to a place of their own
+    source: T  # (sequence, KV head) of the row, counted through; 0 if idle
+    target: T  # the same, with idle rows sent to a place of their own
 
 
 @dataclass(frozen=True, slots=True)

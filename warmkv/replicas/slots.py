@@ -328,8 +328,8 @@ class DecodeState:
             oldest=ages - state.recent,
             turned=np.where(active, ages - shifts + 1 - done.lengths, 0),
             pages=np.maximum(state.pages, 1),
-            index=np.where(active, index, 0),
-            written=np.where(active, index, self._rows),
+            source=np.where(active, index, 0),
+            target=np.where(active, index, self._rows),
         )
         numbers = torch.from_numpy(np.stack(host)).to(inv_freq.device, non_blocking=True)
         for slab, span, due in zip(pool.slabs, spans, dues, strict=True):
@@ -345,7 +345,7 @@ class DecodeState:
                 due,
                 inv_freq,
             )
-            whole = step.used == self._rows and bool((host.written[of] == np.arange(self._rows)).all())
+            whole = step.used == self._rows and bool((host.target[of] == np.arange(self._rows)).all())
             for layer in slab.layers:
                 self._parts[layer].append(_Part(slab, step, whole))
         for slot in slots:
@@ -362,8 +362,8 @@ class DecodeState:
                 return part.slab.attend(layer, part.step, queries, keys, values, scale).view_as(query)
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
-            index, written = part.step.numbers.index, part.step.numbers.written
-            picked = queries[index], keys[index], values[index]
-            out[written] = part.slab.attend(layer, part.step, *picked, scale)
+            source, target = part.step.numbers.source, part.step.numbers.target
+            picked = queries[source], keys[source], values[source]
+            out[target] = part.slab.attend(layer, part.step, *picked, scale)
         assert out is not None
         return out[:-1].reshape(query.shape)
