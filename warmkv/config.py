@@ -62,6 +62,13 @@ class EngineConfig(Section):
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
     max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
+    preempt_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="how long a tenant's request waits until one of a tenant that holds more is set aside for it; "
+        "null: never",
+    )
+    parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "

@@ -55,6 +55,7 @@ class EngineStats:
 
     waiting: int
     decoding: int
+    preempted: int  # requests set aside so far
     weight_bytes: int
     slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
@@ -140,6 +141,7 @@ class Engine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             decoding=len(scheduler.decoding),
+            preempted=scheduler.preempted,
             weight_bytes=self._weight_bytes,
             slot_bytes=self.pool.allocated_bytes,
             workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
@@ -209,21 +211,20 @@ class Engine:
     def _advance_prompt(self) -> bool:
         """A chunk of one prompt; if it fails, only that request ends."""
         try:
-            if sequence := self.scheduler.admit():
+            if sequence := self.scheduler.admit(self._clock()):
                 self._begin(sequence)
             if sequence := self.scheduler.prefilling:
                 self._prefill_chunk(sequence)
                 return True
         except Exception as error:
             log.exception("prefill failed")
-            assert self.scheduler.prefilling is not None
-            self._fail([self.scheduler.prefilling], _describe(error))
+            self._fail([self.scheduler.prefilling or self.scheduler.waiting.peek()], _describe(error))
             return True
         return False
 
     def _drain(self) -> None:
         while not self._arrivals.empty():
-            self.scheduler.enqueue(self._arrivals.get())
+            self.scheduler.enqueue(self._arrivals.get(), self._clock())
         while not self._inbox.empty():
             if action := self._inbox.get():
                 action()

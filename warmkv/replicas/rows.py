@@ -91,6 +91,11 @@ class RowState:
             getattr(self, field.name)[row] = 0
         self.owner[row] = FREE
 
+    def take(self, rows: Sequence[int], other: RowState, which: Sequence[int]) -> None:
+        """What `which` rows of another state held is in these rows now; they keep their owner."""
+        for field in fields(self)[1:]:
+            getattr(self, field.name)[list(rows)] = getattr(other, field.name)[list(which)]
+
     def start(
         self, row: int, kind: RowKind, *, kept: int, limit: int, packed_limit: int, recent: int, pages: int
     ) -> None:

@@ -132,6 +132,20 @@ class Slab:
             tensor[:, row].zero_()
 
     @torch.inference_mode()
+    def take_out(self, rows: list[int]) -> tuple[RowState, list[Tensor]]:
+        """Copies of what some rows hold, in host memory."""
+        index = torch.tensor(rows, device=self._device)
+        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
+
+    @torch.inference_mode()
+    def put_in(self, rows: list[int], state: RowState, tensors: Sequence[Tensor], which: list[int]) -> None:
+        """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
+        index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
+        for mine, tensor in zip(self.tensors(), tensors, strict=True):
+            mine[:, index] = tensor[:, source].to(self._device)
+        self.state.take(rows, state, which)
+
+    @torch.inference_mode()
     def compact(self) -> dict[int, int]:
         """Give back all free rows; where each other row went."""
         used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()

@@ -62,6 +62,31 @@ class Slot:
         return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a slot that were taken out of a slab."""
+
+    layers: range
+    kind: RowKind
+    state: RowState
+    tensors: list[Tensor]  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A slot that gave up its rows, and goes on when it has others."""
+
+    demand: Demand
+    tokens: int
+    shift: int
+    pieces: list[Piece]
+    slot_bytes: int  # that it takes in slabs
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
+
+
 class SlotPool:
     """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
 
@@ -91,8 +116,7 @@ class SlotPool:
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
         Empty slabs of other sizes are given back before the answer is None.
         """
-        slot = Slot(next(number for number in itertools.count() if number not in self.slots), demand)
-        self.slots[slot.id] = slot
+        slot = self._new_slot(demand)
         claimed = False
         try:
             claimed = self._claim(slot, limit)
@@ -100,6 +124,11 @@ class SlotPool:
             if not claimed:
                 self.release(slot)
         return slot if claimed else None
+
+    def _new_slot(self, demand: Demand) -> Slot:
+        slot = Slot(next(number for number in itertools.count() if number not in self.slots), demand)
+        self.slots[slot.id] = slot
+        return slot
 
     def _claim(self, slot: Slot, limit: int) -> bool:
         demand = slot.demand
@@ -216,6 +245,45 @@ class SlotPool:
             for row in rows:
                 slab.release(row)
         slot.places, slot.reserved = [], 0
+
+    def park(self, slot: Slot) -> Parked:
+        """Copy a slot that decodes to host memory, and free it."""
+        pieces = [Piece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        parked = Parked(slot.demand, slot.tokens, slot.shift, pieces, slot.resident_bytes)
+        self.release(slot)
+        return parked
+
+    def resume(self, parked: Parked, limit: int) -> Slot | None:
+        """The slot again, in whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
+        slot = self._new_slot(parked.demand)
+        resumed = False
+        try:
+            resumed = self._claim_again(slot, parked.pieces, limit)
+            if resumed:
+                self._put_back(slot, parked)
+        finally:
+            if not resumed:
+                self.release(slot)
+        return slot if resumed else None
+
+    @staticmethod
+    def _put_back(slot: Slot, parked: Parked) -> None:
+        for slab, rows in slot.places:
+            for piece in parked.pieces:
+                if (piece.kind, piece.layers) == (slab.kind, slab.layers):
+                    heads = piece.state.head.tolist()
+                    mine = [row for row in rows if slab.state.head[row] in heads]
+                    slab.put_in(mine, piece.state, piece.tensors, [heads.index(slab.state.head[row]) for row in mine])
+        slot.tokens, slot.shift = parked.tokens, parked.shift
+
+    def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
+        if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
+            return self._claim_uniform(slot, pieces[0].kind, limit)
+        kinds = [[pieces[0].kind] * self.shape.kv_heads for _ in range(self.shape.layers)]
+        for piece in pieces:
+            for head in piece.state.head:
+                kinds[piece.layers.start][head] = piece.kind
+        return self._claim_ragged(slot, kinds, limit)
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
         """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
