@@ -342,7 +342,7 @@ for storage in sys.argv[2:]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(capability, tmp_path):
     """What the interpreter takes the compiler may not. The memory of a program stays below what every GPU has."""
-    storages = get_args(Storage) if capability == 90 else ("model", "fp8")
+    storages = get_args(Storage) if capability == 90 else ("model",)
     ran = subprocess.run(
         [sys.executable, "-c", COMPILES, str(capability), *storages],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},

@@ -17,6 +17,7 @@ from warmkv.replicas import attention
 from warmkv.replicas.attention import Parts
 
 _STORAGES = ("model", "fp8", "kivi4", "kivi2", "turbo4", "turbo3")
+_HAS_TRITON = find_spec("triton") is not None  # without importing it
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -26,7 +27,7 @@ def is_available(device: torch.device) -> bool:
     Triton decides when it is first imported whether it interprets, so the variable must be set by then.
     """
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
+    return (device.type == "cuda" or interpreted) and _HAS_TRITON
 
 
 def reads(codec: Codec, query: Tensor) -> bool:
