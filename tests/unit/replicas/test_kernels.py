@@ -333,6 +333,12 @@ for storage in sys.argv[2:]:
     make(case, torch.device("cpu"), 0.0).attend(case, received=torch.zeros(2, 133), adds=True)
     assert len(compiled) == 3, compiled
     assert "mma.sync" in compiled[0].asm["ptx"], "no tensor cores"
+    if storage == "model":
+        alone = Case(storage, torch.float16, 2, 4, 128, 128, (128, 96), 0, 1, 0)
+        inputs = make(alone, torch.device("cpu"), 0.0)
+        inputs.attend(alone, received=torch.zeros(2, 128))
+        inputs.attend(alone, pages=(torch.zeros(2, 3).long(), torch.ones(2).long(), 5))
+        assert len(compiled) == 6, compiled
     print(storage, *(kernel.metadata.shared for kernel in compiled))
     compiled.clear()
 """
@@ -351,7 +357,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(capability, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     shared = [int(size) for line in ran.stdout.splitlines() for size in line.split()[1:]]
-    assert len(shared) == 3 * len(storages)
+    assert len(shared) >= 3 * len(storages)
     assert max(shared) <= 99 * 1024
 
 
