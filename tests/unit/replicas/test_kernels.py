@@ -115,10 +115,10 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
 
     n, group = case.rows, case.codec.group
 
-    def stored(encoded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def stored(encoded: tuple[Tensor, ...], spare: int) -> tuple[Tensor, ...]:
         views = []
         for part in encoded:
-            slab = torch.full((2, n + 1, part.shape[1] + 2, *part.shape[2:]), 0, dtype=part.dtype, device=device)
+            slab = torch.zeros(2, n + 1, part.shape[1] + spare, *part.shape[2:], dtype=part.dtype, device=device)
             view = slab[1, :n, : part.shape[1]]
             view.copy_(part)
             for row, length in enumerate(case.lengths):
@@ -136,7 +136,7 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
         beside = fresh[0].to(device), fresh[1].to(device), mask.to(device)
     query = normal(n, case.group, case.head_dim).to(device)
     lengths = torch.tensor(case.lengths, device=device)
-    return Inputs(query, stored(keys), stored(values), lengths, beside, case.head_dim**-0.5)
+    return Inputs(query, stored(keys, 2), stored(values, 3), lengths, beside, case.head_dim**-0.5)
 
 
 def slow(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
