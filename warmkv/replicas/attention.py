@@ -92,20 +92,25 @@ def attend_pages(
     ranked by the upper bound of q.k, summed over the query heads of the group.
     """
     n, _, head_dim = query.shape
-    count = lowest.shape[1]
-    page = keys.shape[1] // count
-    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
-    rank = bound.float().sum(dim=1)
-    newest = (lengths - 1) // page
-    at = torch.arange(count, device=query.device)
-    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
-    chosen = rank.topk(min(most, count), dim=-1).indices  # [n, most]
+    page = keys.shape[1] // lowest.shape[1]
+    chosen = choose_pages(query, lowest, highest, lengths, page, most)
     entries = chosen[..., None] * page + torch.arange(page, device=query.device)
     read = torch.arange(chosen.shape[1], device=query.device) < pages[:, None]
     seen = (entries < lengths[:, None, None]) & read[..., None]
     index = entries.reshape(n, -1, 1).expand(-1, -1, head_dim)
     bias = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf")).reshape(n, -1)
     return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale)
+
+
+def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor, page: int, most: int) -> Tensor:
+    """The pages of `page` entries that a row reads, best first: int64 [n, at most `most`]. As in `attend_pages`."""
+    count = lowest.shape[1]
+    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
+    rank = bound.float().sum(dim=1)
+    newest = (lengths - 1).clamp(min=0) // page
+    at = torch.arange(count, device=query.device)
+    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
+    return rank.topk(min(most, count), dim=-1).indices
 
 
 def rotate(keys: Tensor, angles: Tensor) -> Tensor:
