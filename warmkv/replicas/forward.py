@@ -87,7 +87,8 @@ class _Relay:
         _relays[self.number] = self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return _attend(query, key, value, layer, scale, self.number)
+        out: Tensor = _attend(query, key, value, layer, scale, self.number)
+        return out
 
 
 _numbers = itertools.count()

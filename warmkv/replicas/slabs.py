@@ -19,6 +19,7 @@ from torch import Tensor
 from warmkv.policies.compression.storage import codec
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.replicas import kernels
 from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate
 from warmkv.replicas.rows import FREE, Bools, Due, Ints, RowState, seen_beside
 
@@ -63,6 +64,7 @@ class Step:
     full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
     reach: int  # packed entries up to the last that any row uses
     bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
+    beside: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_pages: int
     packing: tuple[Packing, ...]
@@ -102,6 +104,7 @@ class Slab:
         self._ages = torch.zeros(len(layers), rows, scored, dtype=torch.int32, device=device)
         pages = kind.packed // kind.page if kind.page else 0
         self._lowest, self._highest = room(pages), room(pages)
+        self._fused = kernels.reads(self.codec, dtype, device)
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowState.of_kind(kind, rows)
 
@@ -227,19 +230,20 @@ class Slab:
         """What the step does with the first n rows, whose bookkeeping has advanced already; active, full bool [n]."""
         kind, n = self.kind, len(active)
         reach = int(host.packed.max())
+        beside = self._upload(seen_beside(self.state.first(n), active, kind)) if kind.grouped else None
         bias: Tensor | None = None
-        if kind.grouped:
-            packed = np.arange(reach) < host.packed[:, None]
-            seen = np.concatenate([packed, seen_beside(self.state.first(n), active, kind)], axis=1)
-            bias = self._bias(self._upload(seen))
-        elif reach > host.packed.min() and not kind.page:
-            bias = self._bias(self._counting[:reach] < device.packed[:, None])
+        if not (self._fused or kind.page) and (kind.grouped or reach > host.packed.min()):
+            packed = self._counting[:reach] < device.packed[:, None]
+            seen = packed if beside is None else torch.cat([packed, beside], dim=1)
+            bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+            bias.masked_fill_(~seen, float("-inf"))
         return Step(
             numbers=device,
             rows=self._counting[:n],
             full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
             bias=bias,
+            beside=beside,
             angles=device.turned.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_pages=int(host.pages.max()) if kind.page else 0,
             packing=tuple(
@@ -254,9 +258,6 @@ class Slab:
             ),
         )
 
-    def _bias(self, seen: Tensor) -> Tensor:
-        return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, float("-inf"))
-
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
@@ -266,28 +267,68 @@ class Slab:
         for packing in step.packing:
             self._pack_group(at, packing)
         entries = self._write(at, step, key, value)
-        kind, groups = self.kind, step.reach // self.codec.group
-        keys, values = (tuple(part[at, :n, :groups] for part in parts) for parts in (self.keys, self.values))
+        kind, used = self.kind, step.numbers
         if kind.page:
             self._widen_page(at, step, key)
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
-            return attend_pages(query, *whole, step.numbers.lengths, step.numbers.pages, step.most_pages, scale)
-        if kind.storage == "model" and kind.decode != "argmin":
-            return attend_rows(query, keys[0], values[0], step.bias, scale)
-        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.front + kind.tail else None
+            by_pages = kernels.attend_pages if self._fused else attend_pages
+            return by_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
+        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
         if beside and step.angles is not None:
             sinks = rotate(beside[0][:, : kind.front], step.angles[:, None])
             beside = torch.cat([sinks, beside[0][:, kind.front :]], dim=1), beside[1]
-        out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
+        scores = None
         if kind.decode == "argmin":
-            received, scores = shares.sum(dim=1), self._scores[at, :n]
+            scores = self._scores[at, :n]
             scores[step.rows, entries] = 0.0
+            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+        attend = self._attend_fused if self._fused else self._attend_plain
+        return attend(at, step, query, beside, scores, scale)
+
+    def _attend_fused(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
+        masked = (*beside, step.beside) if beside and step.beside is not None else None
+        return kernels.attend(
+            query,
+            self.codec,
+            keys,
+            values,
+            step.numbers.packed,
+            masked,
+            scale,
+            received=scores,
+            adds=not self.kind.replaces,
+        )
+
+    def _attend_plain(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        groups = step.reach // self.codec.group
+        keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
+        if self.kind.storage == "model" and scores is None:
+            return attend_rows(query, keys[0], values[0], step.bias, scale)
+        out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
+        if scores is not None:
+            received = shares.sum(dim=1)
             for mine, fresh in (
                 (scores[:, : step.reach], received[:, : step.reach]),
-                (scores[:, kind.packed :], received[:, step.reach :]),
+                (scores[:, self.kind.packed :], received[:, step.reach :]),
             ):
-                mine.copy_(fresh) if kind.replaces else mine.add_(fresh)
-            self._ages[at, step.rows, entries] = step.numbers.ages.to(torch.int32)
+                mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
 
     def _write(self, at: int, step: Step, key: Tensor, value: Tensor) -> Tensor:

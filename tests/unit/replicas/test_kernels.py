@@ -16,6 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.test_engine import prompt
 from warmkv.policies.compression.storage import Codec, codec
 from warmkv.policy_spec import Storage
 from warmkv.replicas import attention, kernels
@@ -194,12 +196,18 @@ def test_the_result_is_that_of_the_path_without_kernels(device, case):
     n, entries = case.rows, case.capacity + case.beside
     got, wanted = torch.ones(n, entries, device=device), torch.ones(n, entries, device=device)
     out = inputs.attend(case, received=got, adds=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "is_available", lambda device: False)
-        given = inputs.query, case.codec, inputs.keys, inputs.values, inputs.lengths, inputs.beside, inputs.scale
-        assert_near(out, kernels.attend(*given), case.dtype)
-        assert_near(out, kernels.attend(*given, received=wanted, adds=True), case.dtype)
-    assert_near(got, wanted.cpu(), case.dtype)
+    seen = torch.arange(case.capacity, device=device) < inputs.lengths[:, None]
+    if inputs.beside:
+        seen = torch.cat([seen, inputs.beside[2]], dim=1)
+    some = seen.any(dim=1)  # attention.py has no rows that see nothing
+    bias = torch.zeros(seen.shape, dtype=case.dtype, device=device).masked_fill_(~seen, -math.inf)
+    given = inputs.query, case.codec, inputs.keys, inputs.values, inputs.beside and inputs.beside[:2]
+    plain, shares = attention.attend_packed(*given, bias, inputs.scale)
+    assert_near(out[some], plain[some], case.dtype)
+    assert_near(got[some], (wanted + shares.sum(dim=1))[some].cpu(), case.dtype)
+    if case.storage == "model" and not inputs.beside:
+        rows = attention.attend_rows(inputs.query, inputs.keys[0], inputs.values[0], bias, inputs.scale)
+        assert_near(out[some], rows[some], case.dtype)
 
 
 @pytest.mark.parametrize("storage", get_args(Storage))
@@ -285,24 +293,38 @@ def test_few_long_rows_are_split_so_that_all_processors_work(rows, entries, proc
         assert (splits + 1) * rows > 8 * processors
 
 
-def test_without_kernels_the_same_call_computes_on_the_cpu():
+def test_where_there_is_no_gpu_nothing_is_read_by_kernels_unless_they_are_interpreted():
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the kernels were asked for")
     assert not kernels.is_available(torch.device("cpu"))
-    assert not kernels.reads(codec("model"), torch.zeros(1, 1, 16, dtype=torch.float64))
-    for case in (
-        Case("model", torch.float32, 3, 2, 16, 40, (40, 0, 13), 0, 1, 1),
-        Case("kivi4", torch.float32, 3, 2, 16, 64, (64, 0, 32), 5, 1, 2),
-    ):
-        inputs = make(case, torch.device("cpu"), garbage=0.0)
-        if inputs.beside:
-            inputs.beside[2][1] = False  # row 1 sees nothing
-        wanted, shares = slow(case, inputs)
-        given = inputs.query, case.codec, inputs.keys, inputs.values, inputs.lengths, inputs.beside, inputs.scale
-        received = torch.ones(3, case.capacity + case.beside)
-        assert_near(kernels.attend(*given), wanted, case.dtype)
-        assert_near(kernels.attend(*given, received=received), wanted, case.dtype)
-        assert_near(received, shares, case.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        assert kernels.reads(codec("kivi4"), torch.float32, torch.device("cpu"))
+        assert not kernels.reads(codec("kivi4"), torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        "h2o@12",
+        "tova@12",
+        "streaming_llm@0.5+kivi4",
+        "h2o@0.8+kivi4",
+        "rocketkv@12:window=4,kernel=3",
+        "full+fp8",
+    ],
+)
+def test_slots_decode_through_the_kernels_as_without_them(device, models, policy):
+    if device.type == "cuda":
+        pytest.skip("the model is on the CPU")
+    requests = [make_request(prompt(length), new=6, policy=policy, name=str(length)) for length in (20, 90)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "is_available", lambda device: False)
+        expected = Driver(models["llama"]).run(*requests)
+    driver = Driver(models["llama"])
+    assert driver.run(*requests) == expected
+    assert all(slab._fused for slab in driver.engine.pool.slabs)
 
 
 COMPILES = """

@@ -92,10 +92,10 @@ def test_requests_that_are_set_aside_can_be_cancelled(models):
 @pytest.mark.parametrize("tight", [False, True])
 def test_with_little_room_everybody_is_served_and_the_limit_holds(models, tight):
     """Twelve requests of three tenants, the first six all of one."""
-    driver = busy(models["llama"], kv_bytes=100_000 if tight else 1 << 26, preempt_seconds=5.0)
+    driver = busy(models["llama"], kv_bytes=250_000 if tight else 1 << 26, preempt_seconds=5.0)
     policies = ["full", "snapkv@16:window=4", "adakv@16:window=4", "pyramidkv@16:window=4"]
     requests = [
-        of(tenant, seed, policy=policies[seed % 4], new=30 + seed, length=30 + 5 * seed)
+        of(tenant, seed, policy=policies[seed % 4], new=150 if tenant == "a" else 20, length=30 + 5 * seed)
         for seed, tenant in enumerate(["a", "a", "a", "a", "a", "a", "b", "b", "c", "a", "b", "c"])
     ]
     alone = [Driver(models["llama"]).run(request)[0] for request in requests]

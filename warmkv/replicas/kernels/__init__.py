@@ -1,7 +1,7 @@
 """Decode attention on a GPU: what `attention.py` means, in one pass over the entries as they are stored.
 
-`attend` and `attend_pages` run the Triton kernels where they can and `attention.py` everywhere else, so a slab calls
-them on every device. Triton is imported by the first call that runs a kernel.
+A slab asks with `reads` whether the kernels take what it stores, and calls `attention.py` where they do not. Triton is
+imported by the first call that runs a kernel.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def is_available(device: torch.device) -> bool:
     return (device.type == "cuda" or interpreted) and _HAS_TRITON
 
 
-def reads(codec: Codec, query: Tensor) -> bool:
+def reads(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels read what this codec stores, for queries of that type, on that device."""
-    return codec.name in _STORAGES and query.dtype in _TYPES and is_available(query.device)
+    return codec.name in _STORAGES and dtype in _TYPES and is_available(device)
 
 
 def attend(
@@ -52,26 +52,14 @@ def attend(
     keys, values: parts [n, packed / group, ...] of the codec, of which row i sees the first `lengths`[i] entries;
     `beside`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may be views
     whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed over the
-    query heads: it is added if `adds`, else all is written, 0 for what is not seen. What is not seen must still be
-    finite where `attention.py` computes. Raises ValueError if a row is not contiguous.
+    query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row is not
+    contiguous.
 
     Source: Flash-Decoding (Dao et al., 2023) for the splits, FlashAttention (arXiv 2205.14135) for the online softmax.
     """
-    if reads(codec, query):
-        from warmkv.replicas.kernels import launch
+    from warmkv.replicas.kernels import launch
 
-        return launch.attend(query, codec, keys, values, lengths, beside, scale, received=received, adds=adds)
-    mask = torch.arange(keys[0].shape[1] * codec.group, device=query.device) < lengths[:, None]
-    if beside:
-        mask = torch.cat([mask, beside[2]], dim=1)
-    if codec.name == "model" and beside is None and received is None:
-        out = attention.attend_rows(query, keys[0], values[0], mask, scale)
-    else:
-        out, shares = attention.attend_packed(query, codec, keys, values, beside and beside[:2], mask, scale)
-        if received is not None:
-            fresh = shares.sum(dim=1).masked_fill(~mask, 0.0)  # NaN where a row sees nothing
-            received.add_(fresh) if adds else received.copy_(fresh)
-    return out.masked_fill(~mask.any(dim=1)[:, None, None], 0.0)
+    return launch.attend(query, codec, keys, values, lengths, beside, scale, received=received, adds=adds)
 
 
 def attend_pages(
@@ -86,8 +74,6 @@ def attend_pages(
     scale: float,
 ) -> Tensor:
     """`attention.attend_pages`, of which the kernel reads only the pages that are chosen."""
-    if not reads(codec("model"), query):
-        return attention.attend_pages(query, keys, values, lowest, highest, lengths, pages, most, scale)
     from warmkv.replicas.kernels import launch
 
     chosen = attention.choose_pages(query, lowest, highest, lengths, keys.shape[1] // lowest.shape[1], most)
