@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from warmkv.policy_spec import PolicySpec
@@ -51,6 +52,11 @@ class Started:
     resident_bytes: int  # of the decode slot
     queue_seconds: float  # from arrival at the replica to the start of prefill
     prefill_seconds: float
+    tiers: Mapping[str, int] = field(default_factory=dict)  # reused tokens by where their KV was: device, host, disk
+
+    def __post_init__(self) -> None:
+        if not self.tiers and self.cached_tokens:  # a replica with one tier need not name it
+            object.__setattr__(self, "tiers", {"device": self.cached_tokens})
 
 
 @dataclass(frozen=True, slots=True)

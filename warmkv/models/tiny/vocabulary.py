@@ -1,7 +1,7 @@
 """The tiny model's tokenizer: byte-level BPE trained on standard-library text, digits in pairs, a ChatML template.
 
-The model was trained on turns of system, user and assistant only; definitions, calls and results of tools have a place in
-the template so that prompts with tools can be cached and priced.
+The model was trained on turns of system, user and assistant only. Definitions, calls and results of tools have a place
+in the template, so that prompts with tools can be cached and priced.
 """
 
 from __future__ import annotations

@@ -80,11 +80,12 @@ class Answer:
             "replica": self.started.replica,
             "cached_tokens": self.started.cached_tokens,
             "kept_tokens": self.started.kept_tokens,
+            "tiers": dict(self.started.tiers),
             "resident_bytes": self.started.resident_bytes,
             "price": {
                 "input": price.input,
                 "read": price.read,
-                "write": price.write,
+                "write": dict(price.write),
                 "output": price.output,
                 "total": price.total,
             },
