@@ -16,7 +16,7 @@ from warmkv.prefixes.record import Candidate, Mark
 @dataclass(frozen=True, slots=True)
 class _Birth:
     time: float
-    hit: int  # position up to which its writer had read
+    hit: int  # position up to which its writer found KV: where to look next for who came before the birth
 
 
 class Writers:
@@ -53,7 +53,8 @@ class Writers:
     ) -> int:
         """The position up to which the request is billed as a reader.
 
-        `hit` is the highest breakpoint whose KV the replica reused, `written` the highest that is stored now.
+        `hit` is the highest breakpoint whose KV the replica found, `written` the highest that is stored now. Where it
+        cannot be told what else was readable when the request arrived, nothing was.
         """
         arrival = self._arrivals.pop(request, now)
         keys = {read.position: read.key for read in reads}
@@ -64,7 +65,7 @@ class Writers:
         for mark in marks:
             if hit < mark.position <= written:
                 self._births.pop((replica, mark.key), None)  # so that births stay in order of time
-                self._births[replica, mark.key] = _Birth(now, billed)
+                self._births[replica, mark.key] = _Birth(now, hit)
         self._forget()
         return billed
 
