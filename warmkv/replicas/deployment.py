@@ -64,7 +64,7 @@ class Replica:
 
     async def drop_prefixes(self, tenant: str) -> int:
         """Forget the prefixes of a tenant (its label); the bytes that this freed. What is being read stays."""
-        freed: int = await asyncio.to_thread(self._engine.drop_prefixes, tenant)  # type: ignore[attr-defined, unused-ignore]
+        freed: int = await asyncio.wrap_future(self._engine.drop_prefixes(tenant))  # type: ignore[attr-defined, unused-ignore]
         return freed
 
     def check_health(self) -> None:

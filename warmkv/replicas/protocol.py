@@ -52,11 +52,7 @@ class Started:
     resident_bytes: int  # of the decode slot
     queue_seconds: float  # from arrival at the replica to the start of prefill
     prefill_seconds: float
-    tiers: Mapping[str, int] = field(default_factory=dict)  # reused tokens by where their KV was: device, host, disk
-
-    def __post_init__(self) -> None:
-        if not self.tiers and self.cached_tokens:  # a replica with one tier need not name it
-            object.__setattr__(self, "tiers", {"device": self.cached_tokens})
+    tiers: Mapping[str, int] = field(default_factory=dict)  # cached_tokens by the tier they came from
 
 
 @dataclass(frozen=True, slots=True)

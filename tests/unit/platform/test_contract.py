@@ -16,7 +16,6 @@ import requests
 
 from warmkv.platform.gateway.content import AssistantMessage, Tool, UserMessage, turns
 from warmkv.platform.tenants import authenticate
-from warmkv.replicas.protocol import Started
 
 LONG = "for key in keys:\n    total += weights[key]\n" * 30
 
@@ -182,18 +181,3 @@ def test_results_and_documents_as_the_prompt_shows_them():
         ("tool", ["Error: no"]),
         ("user", ["T\nx", "y"]),
     ]
-
-
-def test_a_replica_of_one_tier_need_not_name_it():
-    given: dict[str, Any] = {
-        "replica": "a",
-        "hit": 0,
-        "written": 0,
-        "kept_tokens": 0,
-        "resident_bytes": 0,
-        "queue_seconds": 0.0,
-        "prefill_seconds": 0.0,
-    }
-    assert Started(cached_tokens=5, **given).tiers == {"device": 5}
-    assert Started(cached_tokens=0, **given).tiers == {}
-    assert Started(cached_tokens=5, **given, tiers={"host": 3, "disk": 2}).tiers == {"host": 3, "disk": 2}
