@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,6 +18,7 @@ import requests
 from warmkv.platform.gateway.content import AssistantMessage, Tool, UserMessage, turns
 from warmkv.platform.tenants import authenticate
 
+ROOT = Path(__file__).parents[3]
 LONG = "for key in keys:\n    total += weights[key]\n" * 30
 
 
@@ -152,6 +154,16 @@ def test_a_tenant_drops_its_own_prefixes(server):
     answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "carol"}, timeout=10).json()
     assert answer == {"type": "prefixes_dropped", "replicas": 2, "freed_bytes": 12}
     assert server.dropped == [authenticate({"x-api-key": "carol"}, (), b"secret").label]
+
+
+def test_the_example_of_the_documentation_runs(server, monkeypatch, capsys):
+    """Every turn of its conversation reads what the one before it wrote."""
+    monkeypatch.chdir(ROOT)
+    code = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("http://127.0.0.1:8400", server.url), {})
+    reads = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert reads[0] == 0 < 1000 < reads[1]
+    assert len(reads) == 2
 
 
 def test_results_and_documents_as_the_prompt_shows_them():

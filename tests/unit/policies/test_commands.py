@@ -26,6 +26,14 @@ def test_the_articles_example():
     assert "hits" not in short
 
 
+def test_the_documentation_shows_what_is_printed():
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    command, *table = text.partition("$ warmkv price ")[2].partition("```")[0].strip().splitlines()
+    printed = [line.rstrip() for line in run(*command.split()).output.splitlines()]
+    assert all(line in printed for line in table)
+    assert len(table) == 4
+
+
 def test_requests_at_random_write_again_when_they_come_late():
     slow, fast = (
         json.loads(run("--tokens", "8000", "--per-hour", rate, "--json", "-").output)["ttls"][0] for rate in ("2", "4")
