@@ -146,18 +146,19 @@ class Service:
         root = hashing.chain_root(
             tenant.salt, config.model.path, config.model.revision or "", config.model.dtype, str(cache.block_size)
         )
+        size, tokens = cache.block_size, prompt.tokens
         plan = breakpoints.plan(
-            prompt.tokens,
+            tokens,
             prompt.ends,
             breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
             root,
-            block_size=cache.block_size,
+            block_size=size,
             lookback=cache.lookback,
             other_from=None if tool_choice == "auto" else prompt.head,
         )
         return GenerateRequest(
             id=name,
-            token_ids=prompt.tokens,
+            token_ids=tokens,
             hashes=plan.hashes,
             sampling=sampling,
             policy=options.policy or config.compression.policy,
