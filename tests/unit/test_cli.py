@@ -23,7 +23,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
 @pytest.mark.parametrize(
     "command",
     [
-        *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["price"], ["hash-key"]),
+        *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
         *(["config", "show"], ["dashboards", "publish"]),
     ],
     ids=" ".join,

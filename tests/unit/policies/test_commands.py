@@ -15,6 +15,12 @@ def run(*args: str):
     return CliRunner().invoke(app, ["price", *args])
 
 
+def test_it_explains_itself():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.output
+
+
 def test_the_articles_example():
     """50,000 + 200 tokens, ten calls at 5 dollars a million: 0.314 first, 0.026 later, 0.548 for 2.51, 78% less."""
     document = json.loads(run("--set", "pricing.input=5", "--json", "-").output)
