@@ -62,6 +62,11 @@ class Replica:
         """What the replica holds and does now."""
         return self._status()
 
+    async def drop_prefixes(self, tenant: str) -> int:
+        """Forget the prefixes of a tenant (its label); the bytes that this freed. What is being read stays."""
+        freed: int = await asyncio.wrap_future(self._engine.drop_prefixes(tenant))  # type: ignore[attr-defined, unused-ignore]
+        return freed
+
     def check_health(self) -> None:
         """Called by Serve: a replica whose engine thread has died must be replaced."""
         if not any(thread.name == "engine" for thread in threading.enumerate()):
