@@ -17,6 +17,7 @@ from warmkv.evaluation import commands as evaluation_commands
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
+from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -131,6 +132,7 @@ app.command()(simulator_commands.workload)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)
+app.command("price")(policy_commands.price_prefix)
 
 
 def main() -> None:

@@ -287,7 +287,7 @@ def test_forgetting_what_a_request_reads_does_not_harm_it(models):
     expected = driver.run(of("a", make_request(TOKENS, new=8, name="first")))
     driver.submit(of("a", make_request(TOKENS + TOKENS[:20], new=8, name="reads")))
     driver.engine._drain()
-    driver.engine._look_up(driver.engine.scheduler.admit())
+    driver.engine._look_up(driver.engine.scheduler.admit(0.0))
     assert driver.engine.store.drop("a") > 0
     driver.run()
     assert driver.started("reads").cached_tokens == 0
