@@ -102,6 +102,7 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("prefix_cache.storage=turbo4", r"prefix_cache\.storage: "),
         ("prefix_cache.disk.memory_bytes=1GiB", "a disk tier needs both path and memory_bytes"),
         ("prefix_cache.disk.path=blocks", "a disk tier needs both path and memory_bytes"),
+        ("prefix_cache.disk.wait_seconds=0", r"prefix_cache\.disk\.wait_seconds: .*greater than 0"),
         ("prefix_cache.tenant_share=1.5", r"prefix_cache\.tenant_share: .*less than or equal to 1"),
         ("prefix_cache.attention_tokens=0", r"prefix_cache\.attention_tokens: .*greater than or equal to 1"),
         ("prefix_cache.moving_bytes=-1", r"prefix_cache\.moving_bytes: "),

@@ -158,6 +158,28 @@ def test_others_decode_while_files_are_read(models, tmp_path):
     assert driver.started("waits").tiers["disk"] > 0
 
 
+def test_a_disk_that_does_not_answer_is_not_waited_for_for_long(models, tmp_path):
+    now = [0.0]
+    driver = tiered(models, tmp_path, host=0, clock=lambda: now[0])
+    expected = driver.run(make_request(TOKENS, new=5, name="first"))
+    fill(driver)
+    until_written(driver)
+    gate = threading.Event()
+    driver.engine.store._lanes.submit("read", lambda: gate.wait(30))
+    driver.submit(make_request(TOKENS, new=5, name="waits"))
+    driver.engine.step()
+    now[0] = 4.9
+    driver.engine.step()
+    assert driver.told["waits"] == []
+    now[0] = 5.0
+    assert driver.run() == []
+    assert [driver.tokens("waits")] == expected
+    assert driver.started("waits").cached_tokens == 0
+    gate.set()
+    until_written(driver)
+    assert driver.run(make_request(TOKENS, new=5, name="later")) == expected
+
+
 def test_a_request_that_waits_for_files_can_be_cancelled(models, tmp_path):
     driver = tiered(models, tmp_path, host=0)
     driver.run(make_request(TOKENS, new=1, name="first"))

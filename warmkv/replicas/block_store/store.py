@@ -37,6 +37,7 @@ class WarmPrefix:
     sums: bytes = b""  # key of the column sums of these, where they are needed
     read: dict[bytes, Packed] = field(default_factory=dict)
     pending: set[bytes] = field(default_factory=set)
+    since: float = 0.0  # when it began to wait for them
     tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
 
     @property
@@ -71,7 +72,7 @@ class BlockStore:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self._moving_limit = int(config.moving_bytes)
+        self._moving_limit, self._patience = int(config.moving_bytes), config.disk.wait_seconds
         self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: set[bytes] = set()  # full blocks in any tier
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
@@ -131,7 +132,7 @@ class BlockStore:
             return WarmPrefix()
         now, cache = self._clock(), self._cache
         match = cache.match(hashes, reads, self.block_size, now)
-        warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens))
+        warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens), since=now)
         if sums:
             warm.reused, warm.sums = cache.match_sums(match, self.block_size, warm.reused, now)
         for key in self._keys_to_attach(warm):
@@ -145,15 +146,16 @@ class BlockStore:
         return warm
 
     def ready(self, warm: WarmPrefix) -> bool:
-        """Whether everything has been read; the others may decode until then."""
-        return not warm.pending
+        """Whether everything has been read, or has been waited for long enough; the others may decode until then."""
+        return not warm.pending or self._clock() - warm.since >= self._patience
 
     def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
         """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim].
 
-        Returns the tokens that are there now, fewer than expected where a file was damaged, and their column sums
-        [layers, kv_heads, tokens] where these were asked for.
+        Returns the tokens that are there now, fewer than expected where a file is damaged or late, and their column
+        sums [layers, kv_heads, tokens] where these were asked for.
         """
+        self._stop_waiting(warm)
         parts = self._parts(warm)
         sums: Packed | None = None
         if warm.sums:
@@ -173,9 +175,7 @@ class BlockStore:
 
     def release(self, warm: WarmPrefix) -> None:
         """Let what a request read go; once for each `match`."""
-        for key in warm.pending:
-            self._readers[key].remove(warm)
-        warm.pending.clear()
+        self._stop_waiting(warm)
         warm.read.clear()
         self._cache.release(warm.match)
 
@@ -412,12 +412,17 @@ class BlockStore:
 
     def _read(self, key: bytes, warm: WarmPrefix) -> None:
         """Begin to read a file, once for all who wait for it."""
-        readers = self._readers.setdefault(key, [])
-        readers.append(warm)
-        if len(readers) > 1:
+        if key in self._readers:
+            self._readers[key].append(warm)
             return
+        self._readers[key] = [warm]
         folder = next(place.folder for place in self.places if place.folder is not None)
         self._submit("read", partial(folder.read, key), partial(self._has_read, key))
+
+    def _stop_waiting(self, warm: WarmPrefix) -> None:
+        for key in warm.pending:
+            self._readers[key].remove(warm)
+        warm.pending.clear()
 
     def _has_read(self, key: bytes, result: tuple[Packed, Header] | Exception) -> None:
         for warm in self._readers.pop(key):

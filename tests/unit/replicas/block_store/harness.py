@@ -86,7 +86,7 @@ class Harness:
             "ttls": {"5m": 30.0, "1h": 200.0},
             "memory_bytes": 6 * BLOCK * TOKEN,
             "host": {"memory_bytes": 10 * BLOCK * TOKEN},
-            "disk": {"memory_bytes": 24 * (BLOCK * TOKEN + 4096), "path": path},
+            "disk": {"memory_bytes": 24 * (BLOCK * TOKEN + 4096), "path": path, "wait_seconds": 1e9},
             "moving_bytes": 8 * BLOCK * TOKEN,
         }
         self.config = PrefixCacheConfig.model_validate(defaults | settings)
