@@ -90,3 +90,23 @@ def test_nothing_is_kept_where_nothing_fits():
     store, index, stored, _ = cache(capacity=0)
     match = use(store, record(0, PROMPT, ends=[30], ttls=["5m"]), 0)
     assert (match.tokens, stored.peak, len(index)) == (0, 0, 0)
+
+
+def test_what_leaves_the_device_is_found_in_host_memory_and_stays_listed():
+    index, stored, removals = PrefixIndex(), Level(), Removals()
+    lifetimes = Lifetimes({"5m": 300.0, "1h": 3600.0}, 300.0, automatic=True)
+    tiers = [Tier("device", 16), Tier("host", 64)]
+    store = ReplicaCache("a", tiers, 2, lifetimes, index, stored, removals)
+    first, second = record(0, PROMPT[:8]), record(1, [7] * 8)
+    use(store, first, 0)
+    use(store, second, 1)
+    assert index.longest_match(first.hashes) == {"a": 2}
+    assert (stored.value, removals.evicted) == (32, 2)
+    match = use(store, first, 2)
+    assert match.tokens == 8
+    for number in range(9):
+        use(store, record(3 + number, [9 + number] * 8), 3 + number)
+    assert index.longest_match(first.hashes) == {}
+    assert stored.peak <= 16 + 64
+    store.expire(10_000)
+    assert (stored.value, len(index)) == (0, 0)

@@ -17,6 +17,7 @@ LIMITS = st.sampled_from(
         ("engine.max_slots=1",),
         ("engine.kv_bytes=200B",),
         ("engine.prefill_chunk=3", "prefix_cache.memory_bytes=60B"),
+        ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "prefix_cache.eviction=cost"),
         ("cluster.replicas=3", "engine.max_slots=2"),
         ("cluster.replicas=2", "engine.max_queue=1", "routing.policy=power_of_two"),
     ]
@@ -129,7 +130,8 @@ def test_bytes_and_slots_stay_within_their_limits(records, flags):
     jobs, outcome = run(records, settings)
     assert outcome.slots.value == 0
     assert outcome.slots.peak <= settings.engine.kv_bytes * settings.cluster.replicas
-    assert outcome.stored.peak <= settings.prefix_cache.memory_bytes * settings.cluster.replicas
+    limit = settings.prefix_cache.memory_bytes + settings.prefix_cache.host.memory_bytes
+    assert outcome.stored.peak <= limit * settings.cluster.replicas
     for name in {job.replica for job in jobs if job.replica}:
         here = [job for job in jobs if job.replica == name]
         for moment in [job.started for job in here]:
@@ -233,3 +235,12 @@ def test_an_empty_cluster_ends_at_once():
 def test_free_steps_take_no_time_and_end():
     jobs, _ = run([record(0.0, [1] * 9, output=9), record(1.0, [1] * 9)], config(), cost=StepCost(0, 0, 0))
     assert [job.finished for job in jobs] == [0.0, 1.0]
+
+
+def test_host_memory_behind_a_small_device_tier_gives_more_hits():
+    records = [record(10.0 * number, [number % 6] * 40, 2, name=str(number)) for number in range(30)]
+    reused = []
+    for room in ("0", "1MB"):
+        jobs, _ = run(records, config("prefix_cache.memory_bytes=200B", f"prefix_cache.host.memory_bytes={room}"))
+        reused.append(sum(job.reused for job in jobs))
+    assert reused == [0, 24 * 39]
