@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from warmkv.config import BlockStorage
-from warmkv.policies.retention import Entry
+from warmkv.policies.retention import BlockLedger, Entry
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
@@ -251,6 +251,26 @@ def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
         else:
             return folder
     raise FolderError(f"{path} has no folder left for a replica: delete what is not needed there")
+
+
+def restore(folder: Folder, ledger: BlockLedger, now: float, wall: float) -> int:
+    """Take up the blocks of a folder that still live, with the chain before them, and remove the files of the others.
+
+    `now` is the ledger's time at the Unix time `wall`. Returns how many files were damaged.
+    """
+    folder.tidy()
+    found = list(folder.scan())
+    damaged = [path for path in found if isinstance(path, Path)]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+    headers = [header for header in found if isinstance(header, Header)]
+    for header in sorted(headers, key=lambda header: (header.end, not header.tokens)):  # each behind what it follows
+        block = entry(header, now, wall)
+        if block.expires_at <= now or not ledger.restore(block, header.parent_key):
+            folder.delete(block.key)
+    if found:
+        log.info("%d of %d blocks in %s are taken up", len(ledger), len(found), folder.path)
+    return len(damaged)
 
 
 def _metadata(text: bytes) -> tuple[Header, str]:

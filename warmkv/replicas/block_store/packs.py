@@ -6,11 +6,17 @@ salted by tenant, so nobody else could find its blocks.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
-from warmkv.replicas.block_store.disk import BlockFileError, Folder, FolderError, Header
+from warmkv.policies.retention import BlockLedger
+from warmkv.replicas.block_store.disk import BlockFileError, Folder, FolderError, Header, entry
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
+from warmkv.replicas.block_store.tiers import Place
+
+log = logging.getLogger(__name__)
 
 
 class PackError(ValueError):
@@ -29,3 +35,26 @@ def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
         return [folder.read(bytes.fromhex(header.key)) for header in headers]
     except (FolderError, BlockFileError) as error:
         raise PackError(f"the pack does not fit or is damaged: {error}") from None
+
+
+def load(path: Path, identity: Identity, places: Sequence[Place], ledgers: Sequence[BlockLedger]) -> set[bytes]:
+    """Keep a pack's blocks for good, in the first tier in memory that has room for all of them; their keys.
+
+    Raises PackError if it does not fit the model or the memory.
+    """
+    blocks = {bytes.fromhex(header.key): (packed, header) for packed, header in read(path, identity)}
+    for place, ledger in zip(places, ledgers, strict=True):
+        new = {key: block for key, block in blocks.items() if key not in ledger}  # packs may begin alike
+        needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new.values())
+        if place.folder is None and ledger.bytes + needed <= ledger.capacity:
+            break
+    else:
+        raise PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
+    for key, (packed, header) in new.items():
+        if not ledger.restore(entry(header, 0.0, 0.0), header.parent_key):  # no time of a pack is finite
+            raise PackError(f"pack {path} is not complete: the block before {header.key} is missing")
+        kept = place.converted(packed)
+        place.blocks[key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
+    ledger.pin(list(blocks))
+    log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
+    return set(blocks)

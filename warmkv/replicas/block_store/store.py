@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class BlockStore:
         lanes: Lanes | None = None,
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
-        self._identity, self._dtype, self._device = identity, identity.torch_dtype, device
+        self._dtype, self._device = identity.torch_dtype, device
         self._clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
         self._lanes = lanes or Threads()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -84,9 +83,9 @@ class BlockStore:
             if place.tier.name == "disk":
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
-                self._restore(place.folder)
+                self.lost_blocks += disk.restore(place.folder, self._cache.tiers.ledgers[-1], clock(), wall_clock())
         for path in config.packs if config.enabled else ():
-            self._load_pack(path)
+            self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.ledgers)
         held = (key for ledger in self._cache.tiers.ledgers for key in ledger.keys_of())
         self._published.update(key for key in held if self._is_full_block(key))
 
@@ -448,46 +447,3 @@ class BlockStore:
             self._wake()
 
         self._lanes.submit(lane, run)
-
-    # --- files that were there before
-
-    def _restore(self, folder: Folder) -> None:
-        """Take up the blocks of a folder that still live, with the chain before them; remove the others' files."""
-        ledger, now, kept = self._cache.tiers.ledgers[-1], self._clock(), 0
-        headers: list[Header] = []
-        folder.tidy()
-        for found in folder.scan():
-            if isinstance(found, Header):
-                headers.append(found)
-            else:
-                self.lost_blocks += 1
-                found.unlink(missing_ok=True)
-        headers.sort(key=lambda header: (header.end, not header.tokens))
-        for header in headers:
-            entry = disk.entry(header, now, self._wall_clock())
-            if entry.expires_at > now and ledger.restore(entry, header.parent_key):
-                kept += 1
-            else:
-                folder.delete(entry.key)
-        if headers:
-            log.info("%d of %d blocks in %s are taken up", kept, len(headers), folder.path)
-
-    def _load_pack(self, path: Path) -> None:
-        """Keep a pack's blocks for good, in the first tier in memory that has room for all of them."""
-        blocks = packs.read(path, self._identity)
-        for place, ledger in zip(self.places, self._cache.tiers.ledgers, strict=True):
-            new = [(packed, header) for packed, header in blocks if bytes.fromhex(header.key) not in ledger]
-            needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new)
-            if place.folder is None and ledger.bytes + needed <= ledger.capacity:
-                break
-        else:
-            raise packs.PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
-        for packed, header in new:
-            entry = disk.entry(header, self._clock(), self._wall_clock())
-            if not ledger.restore(entry, header.parent_key):
-                raise packs.PackError(f"pack {path} is not complete: the block before {header.key} is missing")
-            kept = place.converted(packed)
-            place.blocks[entry.key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
-        ledger.pin([bytes.fromhex(header.key) for _, header in blocks])
-        self._packed_keys.update(bytes.fromhex(header.key) for _, header in blocks)
-        log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
