@@ -29,6 +29,7 @@ class Limits:
     max_batched_tokens: int
     kv_tokens: int | None = None  # None: never short of memory
     kv_block: int = 16  # tokens
+    whole_prompts: bool = True  # admit a sequence only if there are blocks for all its prompt, not only its first chunk
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.kv_block < 1:
@@ -127,8 +128,9 @@ class Server:
     def _chunk_fits(self, sequence: Sequence, budget: int) -> bool:
         if self._free is None:
             return True
-        start = sequence.cached if not sequence.drawn else 0
-        return self._blocks(min(sequence.target, start + budget)) <= self._free
+        start = sequence.cached if sequence.scheduled == NEVER else 0
+        needed = sequence.target if self._limits.whole_prompts else min(sequence.target, start + budget)
+        return self._blocks(needed) <= self._free
 
     def _unchanged(self, until: float) -> int:
         """Steps until a sequence ends, a block is missing, or one begins at `until` or later."""

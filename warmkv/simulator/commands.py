@@ -16,8 +16,8 @@ from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
 
 if TYPE_CHECKING:
     from warmkv.policies.costs import StepTimes as Times
+    from warmkv.simulator.access_log import Log
     from warmkv.simulator.replay import Result
-    from warmkv.simulator.traces import Trace
 
 errors = Console(stderr=True)
 TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
@@ -164,7 +164,7 @@ def workload(
     )
 
 
-def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
+def _replay_with_bar(trace: Log, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from warmkv.simulator.replay import replay as run
@@ -180,12 +180,13 @@ def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant
         return run(trace.requests, settings, grid, times, progress=progress)
 
 
-def _read_trace(log: Path, strict: bool) -> Trace:
-    from warmkv.simulator import traces
+def _read_trace(log: Path, strict: bool) -> Log:
+    from warmkv.simulator import access_log
+    from warmkv.simulator.traces import TraceError
 
     try:
-        trace = traces.read(log, strict=strict)
-    except traces.TraceError as error:
+        trace = access_log.read(log, strict=strict)
+    except TraceError as error:
         _fail("replay", str(error))
     if trace.broken:
         errors.print(f"[yellow]{trace.broken:,} broken lines left out[/yellow]; the first: {trace.faults[0]}")

@@ -7,7 +7,7 @@ import pytest
 
 from warmkv.config import load
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator import traces, workloads
+from warmkv.simulator import access_log, workloads
 from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
 
 CONFIG = load(environ={})
@@ -147,7 +147,7 @@ def test_scales_make_small_demos():
 def test_a_workload_is_a_log(tmp_path):
     records = generate(ShareGPTLike(sessions=10))
     assert workloads.write(records, tmp_path / "log") == len(records)
-    assert list(traces.read(tmp_path / "log", strict=True).requests) == records
+    assert list(access_log.read(tmp_path / "log", strict=True).requests) == records
 
 
 def test_no_sessions_and_no_system_prompts():
