@@ -35,7 +35,7 @@ class Row:
     input_tokens: int
     output_tokens: int
     blocks: Sequence[int] = ()  # one number a block of the prompt, equal where all of the prompt up to there is equal
-    block_size: int = 0  # tokens; 0 without blocks
+    block_size: int = 0  # tokens; 0 if the trace has no blocks
     session: str | None = None
     tenant: str | None = None
     think: float = 0.0  # seconds from the answer before it in its session
@@ -133,7 +133,7 @@ class Builder:
         for what, tokens in (("input", row.input_tokens), ("output", row.output_tokens)):
             if not 0 <= tokens <= LARGEST:
                 raise RowError(f"{what} tokens must be from 0 to {LARGEST:,}, not {tokens}")
-        if row.blocks:
+        if row.block_size:
             least, size = row.input_tokens // row.block_size, row.block_size
             if len(row.blocks) not in (least, -(-row.input_tokens // size)):
                 raise RowError(
