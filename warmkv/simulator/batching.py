@@ -47,6 +47,10 @@ class Limits:
         return None if self.kv_tokens is None else self.kv_tokens // self.kv_block
 
 
+Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepCost` charges for
+NONE: Work = (0, 0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request, and what became of it. Times are virtual seconds, NEVER until they are known."""
@@ -60,6 +64,12 @@ class Sequence:
     first: float = NEVER  # end of the step that gives its first token
     finished: float = NEVER
     preemptions: int = 0
+    noted: float = NEVER  # end of the step during which it arrived, or its arrival
+
+    # All that the server had done when it was noted, at its first token and at its end.
+    work_before: Work = NONE
+    work_first: Work = NONE
+    work_finished: Work = NONE
 
     drawn: int = 0  # tokens; not kept up to date while it decodes
     computed: int = 0  # tokens with KV; likewise
@@ -82,8 +92,12 @@ class Server:
         self._prefilling: Sequence | None = None  # at most one: a prompt is cut only where it used up a step's budget
         self._free = limits.blocks  # KV blocks
 
-        # The batch that decodes, in numbers that advance without touching its sequences.
+        # Work done so far.
         self._steps = 0
+        self._tokens = 0
+        self._read = 0
+
+        # The batch that decodes, in numbers that advance without touching its sequences.
         self._batch = 0
         self._context = 0  # tokens with KV, all together
         self._ends: list[tuple[int, int, Sequence]] = []  # heap: step of the last token, admission
@@ -106,7 +120,12 @@ class Server:
             )
         if not self.running and not self.waiting:
             self.now = max(self.now, sequence.arrival)
+        sequence.noted, sequence.work_before = self.now, self.work
         self.waiting.append(sequence)
+
+    @property
+    def work(self) -> Work:
+        return self._steps, self._tokens, self._read
 
     def run(self, until: float = math.inf) -> None:
         while self.now < until and (self._batch or self._prefilling or self.waiting):
@@ -184,6 +203,8 @@ class Server:
         if self._free is not None:
             self._free -= self._blocks_for(steps)
         self._steps += steps
+        self._tokens += steps * self._batch
+        self._read += steps * self._context + self._batch * (steps * (steps + 1) // 2)
         self._context += steps * self._batch
         self._end_sequences()
 
@@ -222,6 +243,8 @@ class Server:
 
         self.now += self._cost.seconds(tokens, context)
         self._steps += 1
+        self._tokens += tokens
+        self._read += context
         self._context += self._batch
         self._end_sequences()
         for sequence in computed:
@@ -255,7 +278,7 @@ class Server:
         """The token that comes with the end of a prompt, or of a recomputation."""
         sequence.drawn += 1
         if sequence.first == NEVER:
-            sequence.first = self.now
+            sequence.first, sequence.work_first = self.now, self.work
         if sequence.drawn == sequence.output:
             self._end(sequence, sequence.computed)
             return
@@ -273,7 +296,7 @@ class Server:
                 self._end(sequence, sequence.computed)
 
     def _end(self, sequence: Sequence, held: int) -> None:
-        sequence.finished = self.now
+        sequence.finished, sequence.work_finished = self.now, self.work
         sequence.admission = WAITING
         if self._free is not None:
             self._free += self._blocks(held)

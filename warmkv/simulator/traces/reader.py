@@ -55,7 +55,7 @@ def stream(
     Files compressed with gzip are read as they are. Raises TraceError if the file cannot be read, or is of no known
     format and none is named, and at the first broken row if `strict`.
     """
-    with _text(path) as file:
+    with text_of(path) as file:
         chosen = _format(path, file, format)
         builder, parse = Builder(chosen.name), chosen.parser(reading)
         notes = (chosen.note,) if chosen.note else ()
@@ -96,7 +96,8 @@ def stream(
 
 
 @contextmanager
-def _text(path: Path) -> Iterator[IO[str]]:
+def text_of(path: Path) -> Iterator[IO[str]]:
+    """A file as text, unpacked if it is compressed with gzip. Raises TraceError, also for what fails while reading."""
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == GZIP
