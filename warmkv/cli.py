@@ -19,6 +19,7 @@ from warmkv.platform.manifest import app as manifest_app
 from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
 from warmkv.simulator.calibrate_command import calibrate
+from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
@@ -127,7 +128,7 @@ def demo(
 
 
 app.command()(simulator_commands.replay)
-app.command()(simulator_commands.workload)
+app.command()(workload)
 app.command()(cachesim)
 app.command()(calibrate)
 app.command("eval")(evaluation_commands.evaluate)

@@ -24,7 +24,6 @@ from warmkv.simulator.command_line import (
     told,
     write,
 )
-from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
 
 if TYPE_CHECKING:
     from warmkv.policies.costs import StepTimes as Times
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
-SESSIONS = ShareGPTLike()
 
 
 class StepTimes(StrEnum):
@@ -114,54 +112,6 @@ def replay(
     report.show(results, console)
     if json_file is not None:
         write(document, json_file, "replay")
-
-
-def workload(
-    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations.")] = SESSIONS.sessions,
-    hours: Annotated[float, typer.Option(min=0, help="Time in which they begin.")] = SESSIONS.hours,
-    cv: Annotated[
-        float, typer.Option(min=0, help="Burstiness of their beginnings: 1 is Poisson, 0 a clock.")
-    ] = SESSIONS.cv,
-    think_scale: Annotated[float, typer.Option(min=0, help="Factor on the time between turns.")] = SESSIONS.think_scale,
-    length_scale: Annotated[float, typer.Option(help="Factor on all lengths, above 0.")] = SESSIONS.length_scale,
-    system_prompts: Annotated[
-        int, typer.Option(min=0, help="System prompts that sessions share.")
-    ] = SESSIONS.system_prompts,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")] = 0,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006 (Typer copies it)
-) -> None:
-    """Write an access log of ShareGPT-like sessions, to be replayed.
-
-    Example: `warmkv workload --sessions 500 --hours 2 --cv 2 --out sessions.jsonl && warmkv replay sessions.jsonl`
-    """
-    settings = read_config(config, set_)
-
-    import numpy as np
-
-    from warmkv.simulator import workloads
-
-    try:
-        wanted = ShareGPTLike(
-            sessions=sessions,
-            hours=hours,
-            cv=cv,
-            think_scale=think_scale,
-            length_scale=length_scale,
-            system_prompts=system_prompts,
-        )
-        records = workloads.generate(wanted, np.random.SeedSequence(seed), settings)
-    except WorkloadError as error:
-        fail("workload", str(error))
-    try:
-        count = workloads.write(records, out)
-    except OSError as error:
-        fail("workload", f"cannot write {out}: {error.strerror}")
-    errors.print(
-        f"{out}: {count:,} requests in {sessions:,} sessions, {sum(r.input_tokens for r in records):,} prompt tokens",
-        highlight=False,
-    )
 
 
 def _replay_with_bar(trace: Log, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from warmkv.prefixes.record import RecordError, RequestRecord
-from warmkv.simulator.traces.columns import Row, RowError
+from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace
 from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, lines
 
 KEYS = ("v", "arrival", "tenant", "block_size")
@@ -23,18 +23,28 @@ def parser(reading: Reading) -> Parse:
             raise RowError(str(error)) from None
         if record.status != "ok":
             return (None,)
-        return (
-            Row(
-                arrival=record.arrival,
-                input_tokens=record.input_tokens,
-                output_tokens=record.output_tokens,
-                blocks=[int.from_bytes(key[:8], "little", signed=True) for key in record.hashes],
-                block_size=record.block_size,
-                tenant=record.tenant,
-            ),
-        )
+        return (_row(record),)
 
     return parse
+
+
+def trace_of(records: Iterable[RequestRecord]) -> Trace:
+    """Records, in the order of arrival, as columns. Raises RowError if their block sizes differ."""
+    builder = Builder("warmkv")
+    for record in records:
+        builder.add(_row(record))
+    return builder.build()
+
+
+def _row(record: RequestRecord) -> Row:
+    return Row(
+        arrival=record.arrival,
+        input_tokens=record.input_tokens,
+        output_tokens=record.output_tokens,
+        blocks=[int.from_bytes(key[:8], "little", signed=True) for key in record.hashes],
+        block_size=record.block_size,
+        tenant=record.tenant,
+    )
 
 
 WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), parser, lines)
