@@ -7,7 +7,7 @@ all of them. The rates are shares of all prompt tokens and of all blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,7 +92,6 @@ def lru(
     scope: Scope = "global",
     correction: Correction = Correction(),
     tail_first: bool = False,
-    progress: Callable[[int], None] = lambda requests: None,
 ) -> LruCurve:
     """One pass over a trace. With a scope, every session or tenant has a cache of that capacity to itself.
 
@@ -109,7 +108,6 @@ def lru(
         capacities.append(found.capacity)
         lifetimes.append(found.lifetime)
         worths.append(_worth(part, sizes, correction))
-        progress(len(part))
     empty = np.empty(0)
     return LruCurve(
         np.concatenate([np.empty(0, dtype=np.int64), *worths]),

@@ -116,9 +116,9 @@ def cachesim(
     units: list[Unit] = sorted({one.unit for one in capacities}) or ["tokens"]
     curves: dict[Unit, LruCurve] = {}
     try:
-        with bar("looking up", len(requests) * len(units)) as progress:
+        with bar("looking up", len(units)) as progress:
             for number, unit in enumerate(units):
-                progress(number * len(requests))
+                progress(number)
                 curves[unit] = sim.lru(
                     requests,
                     unit=unit,

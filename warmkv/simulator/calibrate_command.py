@@ -37,7 +37,9 @@ def calibrate(
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that its KV cache held.", show_default="enough for all")
     ] = None,
-    kv_block: Annotated[int, typer.Option(min=1, help="Tokens in a block of its KV cache.")] = 16,
+    kv_block: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block of its KV cache.", show_default="as vLLM's")
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write the result as a profile, for `warmkv replay --profile`.")
     ] = None,
@@ -59,7 +61,7 @@ def calibrate(
 
     settings = read_config(config, set_)
     try:
-        limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, kv_block)
+        limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, *([kv_block] if kv_block else []))
         rows = measured.read(requests, strict=strict)
     except (TraceError, ValueError) as error:
         fail("calibrate", str(error))
