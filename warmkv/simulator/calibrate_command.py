@@ -61,7 +61,8 @@ def calibrate(
 
     settings = read_config(config, set_)
     try:
-        limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, *([kv_block] if kv_block else []))
+        given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}
+        limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, **given)
         rows = measured.read(requests, strict=strict)
     except (TraceError, ValueError) as error:
         fail("calibrate", str(error))
