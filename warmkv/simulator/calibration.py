@@ -78,24 +78,28 @@ def calibrate(requests: Measured, limits: Limits, progress: Progress = lambda si
     """
     if len(requests) < LEAST_REQUESTS:
         raise CalibrationError(f"{len(requests)} requests are too few: a fit needs {LEAST_REQUESTS}")
-    if not (requests.output > 1).any():
-        raise CalibrationError("every request has one token only: nothing tells how long decoding takes")
+    measured = times_of(requests.arrival, requests.first, requests.last, requests.output)
+    first, second = slice(len(requests) // 2), slice(len(requests) // 2, None)
+    for name, half in (("first", first), ("second", second)):
+        gaps = _values(measured.part(half), "tpot")
+        if not len(gaps) or not np.median(gaps) > 0:
+            raise CalibrationError(
+                f"nothing tells how long decoding takes: most requests of the {name} half have a single token, or all "
+                "their tokens at once"
+            )
     count = itertools.count(1)
 
     def run(cost: StepCost) -> list[Sequence]:
         progress(next(count))
         return serve(requests, limits, cost)[0]
 
-    measured = times_of(requests.arrival, requests.first, requests.last, requests.output)
-
     def fitted(which: slice) -> StepCost:
         goal = measured.part(which)
         return fit(requests, limits, which, run, lambda served: distance(goal, simulated_times(served).part(which)))
 
-    cost, half_cost = fitted(slice(None)), fitted(slice(len(requests) // 2))
+    cost, half_cost = fitted(slice(None)), fitted(first)
     served, preemptions = serve(requests, limits, cost)
     simulated, half_simulated = simulated_times(served), simulated_times(run(half_cost))
-    second = slice(len(requests) // 2, None)
     return Calibration(
         cost,
         half_cost,

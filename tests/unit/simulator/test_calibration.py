@@ -88,16 +88,18 @@ def test_noise_and_a_few_wild_requests_do_not_lead_astray(tmp_path):
 
 
 def test_leaving_out_that_memory_was_short_does_not_fit(tmp_path):
-    rows, _ = served(200, 8, SHORT)
+    tight = replace(SHORT, kv_tokens=8000)
+    rows, _ = served(120, 8, tight)
     requests = measured.read(write(tmp_path / "rows", rows))
-    with_memory = calibration.calibrate(requests, SHORT)
-    without = calibration.calibrate(requests, replace(SHORT, kv_tokens=None))
+    with_memory, without = (
+        calibration.calibrate(requests, limits) for limits in (tight, replace(tight, kv_tokens=None))
+    )
     assert without.in_sample.worst > 5 * with_memory.in_sample.worst
     assert with_memory.preemptions > without.preemptions == 0
 
 
 def test_the_same_requests_give_the_same_fit(tmp_path):
-    requests = measured.read(write(tmp_path / "rows", served(60, 6, BUSY)[0]))
+    requests = measured.read(write(tmp_path / "rows", served(20, 6, BUSY)[0]))
     assert calibration.calibrate(requests, BUSY).cost == calibration.calibrate(requests, BUSY).cost
 
 
@@ -106,8 +108,10 @@ def test_what_tells_too_little_is_refused(tmp_path):
     with pytest.raises(CalibrationError, match="9 requests are too few"):
         calibration.calibrate(measured.read(write(tmp_path / "few", rows[:9])), BUSY)
     single = [row | {"output_tokens": 1} for row in rows]
-    with pytest.raises(CalibrationError, match="one token only"):
-        calibration.calibrate(measured.read(write(tmp_path / "single", single)), BUSY)
+    at_once = [row | {"last_token": row["first_token"]} for row in rows]
+    for untold in (single, at_once, rows[:30] + single[30:]):
+        with pytest.raises(CalibrationError, match="nothing tells how long decoding takes"):
+            calibration.calibrate(measured.read(write(tmp_path / "untold", untold)), BUSY)
     with pytest.raises(CalibrationError, match="do not fit into 32 tokens of KV"):
         calibration.calibrate(measured.read(write(tmp_path / "rows", rows)), Limits(4, 16, 32))
 
@@ -170,7 +174,7 @@ def test_a_missing_field_names_what_it_may_be_called(tmp_path):
 
 
 def test_the_command_reports_and_writes_a_profile_that_replays_read(tmp_path):
-    path = write(tmp_path / "rows", served(60, 6, BUSY)[0])
+    path = write(tmp_path / "rows", served(20, 6, BUSY)[0])
     options = ["--max-num-seqs", 32, "--max-batched-tokens", 512]
     result = call(path, *options, "--json", "-", "--profile", tmp_path / "profile.json")
     assert result.exit_code == 0, result.output
