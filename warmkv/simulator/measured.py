@@ -4,11 +4,11 @@ JSON lines. Of each row one name of every group must be there; times are seconds
 
 | what | names |
 |---|---|
-| prompt tokens | input_tokens, input_toks, prompt_tokens, input_length |
-| generated tokens | output_tokens, output_toks, completion_tokens, output_length |
-| when the server took it | queued_ts, arrival, arrival_time, arrived |
-| first token | first_token_ts, first_token, or ttft in seconds from the arrival |
-| last token | last_token_ts, last_token, or e2e in seconds from the arrival |
+| prompt tokens | input_tokens, input_toks, prompt_tokens, input_length, prompt_len |
+| generated tokens | output_tokens, output_toks, completion_tokens, output_length, output_len |
+| when the server took it | queued_ts, arrival, arrival_ts, arrival_time, arrived |
+| first token | first_token_ts, first_token, first_token_time, or ttft in seconds from the arrival |
+| last token | last_token_ts, last_token, last_token_time, or e2e in seconds from the arrival |
 | prompt tokens found in a cache (may be left out) | cached_tokens |
 
 So a record of warmkv's access log is such a row, too. A row with a `status` other than "ok" is left out.
@@ -31,11 +31,11 @@ from warmkv.simulator.traces.rows import lines, mapping, number, whole
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-INPUT = ("input_tokens", "input_toks", "prompt_tokens", "input_length")
-OUTPUT = ("output_tokens", "output_toks", "completion_tokens", "output_length")
-ARRIVAL = ("queued_ts", "arrival", "arrival_time", "arrived")
-FIRST = ("first_token_ts", "first_token")
-LAST = ("last_token_ts", "last_token")
+INPUT = ("input_tokens", "input_toks", "prompt_tokens", "input_length", "prompt_len")
+OUTPUT = ("output_tokens", "output_toks", "completion_tokens", "output_length", "output_len")
+ARRIVAL = ("queued_ts", "arrival", "arrival_ts", "arrival_time", "arrived")
+FIRST = ("first_token_ts", "first_token", "first_token_time")
+LAST = ("last_token_ts", "last_token", "last_token_time")
 
 
 @dataclass(frozen=True, slots=True)

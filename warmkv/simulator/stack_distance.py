@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Places = NDArray[np.int32]  # numbers of blocks and requests: half the memory, and no trace in memory has 2**31 blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ def needs(blocks: Ints, offsets: Ints, weights: Ints, arrival: Floats, *, tail_f
     recent; or with `tail_first` the other way round, so that the ends of prompts are evicted first.
     """
     counts = np.diff(offsets)
-    request = np.repeat(np.arange(len(counts)), counts)
+    request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     if tail_first:
-        turned = offsets[:-1][request] + offsets[1:][request] - 1 - np.arange(len(blocks))
+        turned = offsets[:-1][request] + offsets[1:][request] - 1 - np.arange(len(blocks), dtype=np.int32)
         distance, last = _lookups(blocks[turned], offsets, weights[turned], request)
         distance, last = distance[turned], last[turned]
     else:
@@ -54,21 +55,22 @@ def needs(blocks: Ints, offsets: Ints, weights: Ints, arrival: Floats, *, tail_f
     return Needs(np.where(oldest < 0, np.inf, capacity), lifetime)
 
 
-def _running_maximum(values: Ints, request: Ints, bound: int) -> Ints:
+def _running_maximum(values: Ints | Places, request: Places, bound: int) -> Ints:
     """The maximum up to each block within its request, of values from 0 to below `bound`."""
     base = request * np.int64(bound)
-    maximum: Ints = np.maximum.accumulate(values + base) - base
+    maximum: Ints = np.maximum.accumulate(values + base)
+    maximum -= base
     return maximum
 
 
-def _lookups(blocks: Ints, offsets: Ints, weights: Ints, request: Ints) -> tuple[Ints, Ints]:
+def _lookups(blocks: Ints, offsets: Ints, weights: Ints, request: Places) -> tuple[Ints, Places]:
     """For each block the weight of what was used since it was, itself included, and the request that last used it.
 
     As of the request's beginning. A block that comes twice in a request needs nothing but its first time; one that was
     never used has the request -1.
     """
     before = _previous(blocks)
-    last = np.where(before < 0, -1, request[np.maximum(before, 0)])
+    last = np.where(before < 0, np.int32(-1), request[np.maximum(before, 0)])
     starts = _runs(before, request)
     ends = np.append(starts[1:], len(blocks))
     used = before[starts]  # where a run was used before; negative if never
@@ -86,22 +88,23 @@ def _lookups(blocks: Ints, offsets: Ints, weights: Ints, request: Ints) -> tuple
         np.searchsorted(edges, used + (ends - starts)).tolist(),
         cell_weights,
     )
-    distance = np.repeat(np.array(recent, dtype=np.int64), ends - starts)
-    inside = total[np.maximum(before, 0)] - np.repeat(total[np.maximum(used, 0)], ends - starts)
-    distance = np.where((before >= 0) & (last < request), distance - inside, 0)
+    # From the start of the run's earlier use on, less what of it lies before the block.
+    distance = np.repeat(np.array(recent, dtype=np.int64) + total[np.maximum(used, 0)], ends - starts)
+    distance -= total[np.maximum(before, 0)]
+    distance[(before < 0) | (last == request)] = 0
     return distance, last
 
 
-def _previous(blocks: Ints) -> Ints:
+def _previous(blocks: Ints) -> Places:
     """Where each block was used before, -1 for the first time."""
     order = np.argsort(blocks, kind="stable")
     again = blocks[order][1:] == blocks[order][:-1]
-    before = np.full(len(blocks), -1, dtype=np.int64)
+    before = np.full(len(blocks), -1, dtype=np.int32)
     before[order[1:][again]] = order[:-1][again]
     return before
 
 
-def _runs(before: Ints, request: Ints) -> Ints:
+def _runs(before: Places, request: Places) -> Ints:
     """Where runs start: a run lies in one request, and was used as a run in one request before, or never."""
     if not len(before):
         return np.empty(0, dtype=np.int64)

@@ -167,7 +167,10 @@ def test_broken_rows_are_named(tmp_path, change, reason):
 
 def test_a_missing_field_names_what_it_may_be_called(tmp_path):
     row = {name: value for name, value in ROW.items() if name != "last_token"}
-    assert "one of last_token_ts, last_token is missing" in measured.read(write(tmp_path / "rows", [row])).faults[0]
+    assert (
+        "one of last_token_ts, last_token, last_token_time is missing"
+        in measured.read(write(tmp_path / "rows", [row])).faults[0]
+    )
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
