@@ -16,6 +16,7 @@ from warmkv.dashboards.commands import app as dashboards_app
 from warmkv.evaluation import commands as evaluation_commands
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
+from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
 from warmkv.simulator.calibrate_command import calibrate
@@ -134,6 +135,7 @@ app.command()(calibrate)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)
+app.command("price")(policy_commands.price_prefix)
 
 
 def main() -> None:

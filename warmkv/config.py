@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
@@ -62,6 +62,18 @@ class EngineConfig(Section):
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
     max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
+    preempt_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="how long a tenant's request waits until one of a tenant that holds more is set aside for it; "
+        "null: never",
+    )
+    parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
+        "On a CPU packed weights, which cannot be compiled, are faster",
+    )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
 
@@ -87,13 +99,34 @@ class PrefixCacheConfig(Section):
         return self
 
 
-class PricingConfig(Section):
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Prices(Section):
     """Dollars per million tokens and the multipliers of the base input price. Hosted prices differ: set your own."""
 
-    input: float = Field(3.0, ge=0)
-    output: float = Field(15.0, ge=0)
-    read: float = Field(0.1, ge=0, description="times input, for tokens read from the cache")
-    write: dict[str, float] = Field({"5m": 1.25, "1h": 2.0}, description="times input, for tokens written, by TTL")
+    input: Price = 3.0
+    output: Price = 15.0
+    read: Price = Field(0.1, description="times input, for tokens read from the cache")
+    write: dict[str, Price] = Field({"5m": 1.25, "1h": 2.0}, description="times input, for tokens written, by TTL")
+
+
+class ModelPrices(Section):
+    """What differs for one model."""
+
+    input: Price | None = None
+    output: Price | None = None
+    read: Price | None = None
+    write: dict[str, Price] = {}
+
+
+class PricingConfig(Prices):
+    models: dict[str, ModelPrices] = Field({}, description="by the model's name in the APIs: prices of its own")
+
+    def of(self, model: str) -> Prices:
+        """The prices of a model: its own where it has any, else those of all models."""
+        own = self.models.get(model, ModelPrices()).model_dump(exclude_none=True)
+        return Prices.model_validate({**self.model_dump(exclude={"models"}), **own, "write": self.write | own["write"]})
 
 
 class RoutingConfig(Section):
@@ -181,6 +214,11 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     simulator: SimulatorConfig = SimulatorConfig()
     dashboards: DashboardsConfig = DashboardsConfig()
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of the model that is served."""
+        return self.pricing.of(self.model.name)
 
     @model_validator(mode="after")
     def _check(self) -> Config:

@@ -283,9 +283,9 @@ def show(result: Result, config: Config, console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         cold, *warm = row.replies
-        paid = sum(pricing.price(reply.usage, config.pricing).total for reply in row.replies)
+        paid = sum(pricing.price(reply.usage, config.prices).total for reply in row.replies)
         uncached = sum(
-            pricing.price(Usage(input=reply.usage.prompt, output=reply.usage.output), config.pricing).total
+            pricing.price(Usage(input=reply.usage.prompt, output=reply.usage.output), config.prices).total
             for reply in row.replies
         )
         table.add_row(

@@ -131,7 +131,7 @@ class Models:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: of an embedding that is not the output layer too, only rows."""
-        module = self.warm.module
+        module = self.peer
         embedding = module.get_input_embeddings().weight
         unread = embedding.nbytes if module.get_output_embeddings().weight is not embedding else 0
         return int(sum(parameter.nbytes for parameter in module.parameters()) - unread)

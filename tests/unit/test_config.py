@@ -23,6 +23,11 @@ def test_file_then_environment_then_flags(file):
     assert (engine.max_slots, engine.prefill_chunk, engine.max_queue) == (32, 16, 3)
 
 
+def test_the_served_model_has_its_own_prices():
+    flags = ["model.path=a/big", "pricing.models={big: {input: 9}, other: {input: 8}}"]
+    assert (load(flags=flags, environ={}).prices.input, load(environ={}).prices.input) == (9, 3)
+
+
 def test_the_last_flag_wins():
     assert load(flags=["cluster.replicas=2", "cluster.replicas=3"], environ={}).cluster.replicas == 3
 
@@ -90,6 +95,11 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("prefix_cache.ttls={5m: 0}", "every TTL must be positive"),
         ("prefix_cache.ttls={5m: 1, 2h: 3}", "no multiplier for the TTL '2h'"),
         ("pricing.write={5m: 1.25}", "no multiplier for the TTL '1h'"),
+        ("pricing.input=-1", r"pricing\.input: .*greater than or equal to 0"),
+        ("pricing.write={5m: -1, 1h: 2}", r"pricing\.write\.5m: .*greater than or equal to 0"),
+        ("pricing.read=.inf", r"pricing\.read: .*finite"),
+        ("pricing.models={big: {read: -1}}", r"pricing\.models\.big\.read: .*greater than or equal to 0"),
+        ("pricing.models={big: {raed: 1}}", r"pricing\.models\.big\.raed: unknown key"),
         ("gateway.tenants=[{name: a, key_sha256: b}]", r"gateway\.tenants\.0\.key_sha256: "),
     ],
 )

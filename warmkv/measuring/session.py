@@ -61,7 +61,7 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         )
     try:
         check(context_limit(settings, loading.load_max_context(settings.model)))
-        model = loading.load_model(settings.model)
+        model = loading.load_model(settings.model, packed=settings.engine.compile != "on")
     except MeasureError:
         raise
     except (OSError, ValueError, RuntimeError) as error:

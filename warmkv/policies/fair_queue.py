@@ -32,9 +32,14 @@ class FairQueue(Generic[Item]):
         """The requests in the order in which they would be taken."""
         return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
 
-    def push(self, item: Item, tenant: str, work: float) -> None:
-        """Let a request of a tenant wait; `work` is what serving it will take."""
+    def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> None:
+        """Let a request of a tenant wait; `work` is what serving it will take.
+
+        With `behind_next` it comes after the one that is next now, whatever its tenant has been given.
+        """
         start = max(self._now, self._finish.get(tenant, 0.0))
+        if behind_next and self._heap:
+            start = max(start, self._heap[0][0])
         self._finish[tenant] = start + work
         self._order += 1
         heapq.heappush(self._heap, (start, self._order, item, tenant, work))

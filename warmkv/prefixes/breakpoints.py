@@ -2,6 +2,8 @@
 
 Positions are token counts from the start of the prompt. The rules are the prompt-caching contract of the Messages
 API: writes happen only at breakpoints; a read checks a breakpoint and up to `lookback` content blocks before it.
+
+    request --> breakpoints --> plan: what is read and written, by name --> replica: hit, written --> bill: usage
 """
 
 from __future__ import annotations
@@ -10,7 +12,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from warmkv.prefixes import hashing
+from warmkv.prefixes.record import Candidate, Mark
 from warmkv.prefixes.usage import Usage
+
+OTHER_REST = 1 << 31  # no vocabulary has so many tokens
 
 
 class BreakpointError(ValueError):
@@ -63,6 +69,41 @@ def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: 
         at = ordered.index(mark.position)
         found.update(end for end in ordered[max(0, at - lookback) : at + 1] if end > 0)
     return tuple(sorted(found, reverse=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a prompt may be read and written, and under which names."""
+
+    hashes: tuple[bytes, ...]  # of the prompt's full blocks
+    marks: tuple[Mark, ...]
+    reads: tuple[Candidate, ...]  # highest position first
+
+
+def plan(
+    tokens: Sequence[int],
+    ends: Sequence[int],
+    marks: Sequence[Breakpoint],
+    root: bytes,
+    *,
+    block_size: int,
+    lookback: int,
+    other_from: int | None = None,
+) -> Plan:
+    """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.
+
+    Prefixes that go beyond `other_from` have names of their own, as if their tokens were other ones: what is not in
+    the tokens but changes the messages, such as the tool choice, must not let them be read.
+    """
+    if other_from is not None:
+        tokens = [*tokens[:other_from], tokens[other_from] | OTHER_REST, *tokens[other_from + 1 :]]
+    hashes = hashing.block_hashes(tokens, block_size, root)
+    reads = tuple(
+        Candidate(at, hashing.prefix_key(tokens, at, block_size, hashes, root))
+        for at in read_candidates(ends, marks, lookback)
+    )
+    keys = {read.position: read.key for read in reads}
+    return Plan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)
 
 
 def bill(prompt_tokens: int, marks: Sequence[Breakpoint], hit: int, lifetimes: Mapping[str, float]) -> Usage:

@@ -14,16 +14,20 @@ BLOCK = 512
 Parts = tuple[Tensor, ...]
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [n, group, d] against keys and values [n, C, d], mask bool [n, C] (True is seen); returns the shape of q.
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """q [n, group, d] against keys and values [n, C, d], bias [n, C] (0 is seen, -inf not); returns the shape of q.
 
     K and V are not repeated: the query heads of a group take the place of the query length.
     """
+    if query.device.type == "cpu" and query.dtype == torch.float32:  # two plain products beat the fused kernel here
+        added = query.new_zeros(()) if bias is None else bias[:, None]
+        logits = torch.baddbmm(added, query, keys.transpose(1, 2), beta=int(bias is not None), alpha=scale)
+        return logits.softmax(dim=-1) @ values
     out = F.scaled_dot_product_attention(
         query[:, None],
         keys[:, None],
         values[:, None],
-        attn_mask=None if mask is None else mask[:, None, None],
+        attn_mask=None if bias is None else bias[:, None, None],
         scale=scale,
     )
     return out[:, 0]
@@ -35,13 +39,13 @@ def attend_packed(
     keys: Parts,
     values: Parts,
     beside: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
+    bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same on entries as they are stored, brought back block by block inside the attention.
 
     keys, values: parts [n, packed / group, ...] of the codec; `beside` keys and values [n, m, d] in the model's dtype
-    that follow them; mask [n, packed + m]. Returns the output and the probabilities float32 [n, group, packed + m].
+    that follow them; bias [n, packed + m]. Returns the output and the probabilities float32 [n, group, packed + m].
     """
     packed = keys[0].shape[1] * codec.group
     block = BLOCK // codec.group
@@ -55,8 +59,8 @@ def attend_packed(
     if beside:
         logits.append(scaled @ beside[0].float().transpose(1, 2))
     shares = torch.cat(logits, dim=-1)
-    if mask is not None:
-        shares = shares.masked_fill_(~mask[:, None], float("-inf"))
+    if bias is not None:
+        shares += bias[:, None]
     shares = shares.softmax(dim=-1)
     weights = shares.to(query.dtype)
     out = torch.zeros_like(query)
@@ -88,19 +92,25 @@ def attend_pages(
     ranked by the upper bound of q.k, summed over the query heads of the group.
     """
     n, _, head_dim = query.shape
-    count = lowest.shape[1]
-    page = keys.shape[1] // count
-    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
-    rank = bound.float().sum(dim=1)
-    newest = (lengths - 1) // page
-    at = torch.arange(count, device=query.device)
-    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
-    chosen = rank.topk(min(most, count), dim=-1).indices  # [n, most]
+    page = keys.shape[1] // lowest.shape[1]
+    chosen = choose_pages(query, lowest, highest, lengths, page, most)
     entries = chosen[..., None] * page + torch.arange(page, device=query.device)
     read = torch.arange(chosen.shape[1], device=query.device) < pages[:, None]
     seen = (entries < lengths[:, None, None]) & read[..., None]
     index = entries.reshape(n, -1, 1).expand(-1, -1, head_dim)
-    return attend_rows(query, keys.gather(1, index), values.gather(1, index), seen.reshape(n, -1), scale)
+    bias = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf")).reshape(n, -1)
+    return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale)
+
+
+def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor, page: int, most: int) -> Tensor:
+    """The pages of `page` entries that a row reads, best first: int64 [n, at most `most`]. As in `attend_pages`."""
+    count = lowest.shape[1]
+    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
+    rank = bound.float().sum(dim=1)
+    newest = (lengths - 1).clamp(min=0) // page
+    at = torch.arange(count, device=query.device)
+    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
+    return rank.topk(min(most, count), dim=-1).indices
 
 
 def rotate(keys: Tensor, angles: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Replica:
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
         self._tokenizer = load_tokenizer(config.model)
         self._engine = Engine(
-            load_model(config.model),
+            load_model(config.model, packed=config.engine.compile != "on"),
             config.engine,
             config.prefix_cache,
             clock=time.monotonic,
@@ -61,6 +61,11 @@ class Replica:
     def status(self) -> dict[str, Any]:
         """What the replica holds and does now."""
         return self._status()
+
+    async def drop_prefixes(self, tenant: str) -> int:
+        """Forget the prefixes of a tenant (its label); the bytes that this freed. What is being read stays."""
+        freed: int = await asyncio.wrap_future(self._engine.drop_prefixes(tenant))  # type: ignore[attr-defined, unused-ignore]
+        return freed
 
     def check_health(self) -> None:
         """Called by Serve: a replica whose engine thread has died must be replaced."""

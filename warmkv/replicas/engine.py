@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore
+from warmkv.replicas.forward import CompiledForward, Forward
 from warmkv.replicas.loading import LoadedModel
 from warmkv.replicas.protocol import (
     Failed,
@@ -53,6 +55,7 @@ class EngineStats:
 
     waiting: int
     decoding: int
+    preempted: int  # requests set aside so far
     weight_bytes: int
     slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
@@ -83,6 +86,10 @@ class Engine:
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
         self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
         self._weight_bytes = model.weight_bytes()
+        self._forward = Forward(model)
+        self._step_forward: Forward | CompiledForward = self._forward
+        if compiles(engine, model.device):
+            self._step_forward = CompiledForward(model)
         self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -134,6 +141,7 @@ class Engine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             decoding=len(scheduler.decoding),
+            preempted=scheduler.preempted,
             weight_bytes=self._weight_bytes,
             slot_bytes=self.pool.allocated_bytes,
             workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
@@ -145,12 +153,30 @@ class Engine:
     # --- in the engine's thread
 
     def warm_up(self) -> None:
-        """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up."""
+        """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
+
+        What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
+        """
+        if isinstance(self._step_forward, CompiledForward):
+            try:
+                self._compile(self._step_forward)
+            except Exception:
+                if self.config.compile == "on":
+                    raise
+                log.exception("decoding cannot be compiled here: it stays eager")
+                self._step_forward = self._forward
         tokens = tuple(range(min(16, self.max_context // 2)))
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         self.submit(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()), lambda event: None)
         while self.step():
             pass
+
+    @torch.inference_mode()
+    def _compile(self, forward: CompiledForward) -> None:
+        began = time.perf_counter()
+        for what in forward.build():
+            log.info("warm-up: compiling decode steps of %s, after %.0f s", what, time.perf_counter() - began)
+        log.info("warm-up: compiled in %.0f s", time.perf_counter() - began)
 
     def run(self) -> None:
         """Step until `stop`. A step that fails ends the requests that decode, not the engine.
@@ -185,21 +211,20 @@ class Engine:
     def _advance_prompt(self) -> bool:
         """A chunk of one prompt; if it fails, only that request ends."""
         try:
-            if sequence := self.scheduler.admit():
+            if sequence := self.scheduler.admit(self._clock()):
                 self._begin(sequence)
             if sequence := self.scheduler.prefilling:
                 self._prefill_chunk(sequence)
                 return True
         except Exception as error:
             log.exception("prefill failed")
-            assert self.scheduler.prefilling is not None
-            self._fail([self.scheduler.prefilling], _describe(error))
+            self._fail([self.scheduler.prefilling or self.scheduler.waiting.peek()], _describe(error))
             return True
         return False
 
     def _drain(self) -> None:
         while not self._arrivals.empty():
-            self.scheduler.enqueue(self._arrivals.get())
+            self.scheduler.enqueue(self._arrivals.get(), self._clock())
         while not self._inbox.empty():
             if action := self._inbox.get():
                 action()
@@ -307,28 +332,20 @@ class Engine:
         ids = torch.tensor([[sequence.last_token] for sequence in sequences], device=device)
         positions = torch.tensor([[slot.tokens - slot.shift] for slot in slots], device=device)
         state = DecodeState(self.pool, slots, self.model.inv_freq)
-        for sequence, token in zip(sequences, self._draw(sequences, self._forward(ids, positions, state)), strict=True):
+        drawn = self._draw(sequences, self._step_forward(ids, positions, state))
+        for sequence, token in zip(sequences, drawn, strict=True):
             self._deliver(sequence, token)
-
-    def _forward(self, ids: Tensor, positions: Tensor, state: Prompt | DecodeState) -> Tensor:
-        """Logits [batch, vocabulary] of the last position of ids [batch, n]."""
-        output = self.model.module(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, warmkv=state
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
         """The next token of each sequence; NO_TOKEN where the logits are not finite."""
         sampling = [sequence.request.sampling for sequence in sequences]
-        if all(s.temperature == 0 for s in sampling):
-            tokens = logits.argmax(dim=-1)
-        else:
+        highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
+        if any(s.temperature > 0 for s in sampling):
             parameters = [(s.temperature, s.top_p, q.random.random()) for s, q in zip(sampling, sequences, strict=True)]
             temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
             top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
             tokens = sample(logits, temperature, top_p, top_k, uniform)
-        drawn: list[int] = torch.where(logits.isfinite().all(dim=-1), tokens, NO_TOKEN).tolist()
+        drawn: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
         return drawn
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
@@ -367,6 +384,11 @@ class Engine:
         match, sequence.match = sequence.match, None
         if match is not None:
             self.store.release(match)
+
+
+def compiles(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decode steps are compiled on a device."""
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
 
 
 def _describe(error: Exception) -> str:

@@ -14,6 +14,7 @@ from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape
 from warmkv.policies.compression.prompt import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
+from warmkv.replicas.packed_weights import can_pack, pack_linears, packed_bytes
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -41,7 +42,8 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers; what is tied counts once."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        plain: int = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return plain + packed_bytes(self.module)
 
 
 def model_path(config: ModelConfig) -> str:
@@ -78,17 +80,20 @@ def load_max_context(config: ModelConfig) -> int:
     return limit
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served."""
+def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
+    """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served.
+
+    Weights are packed where that helps, unless `packed` is False.
+    """
     from transformers import AutoModelForCausalLM
 
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
-    return prepare(module.to(device))
+    return prepare(module.to(device), packed=packed)
 
 
-def prepare(module: Any) -> LoadedModel:
+def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one that it would compute wrongly."""
     name = type(module).__name__
     text = module.config.get_text_config()
@@ -102,11 +107,14 @@ def prepare(module: Any) -> LoadedModel:
     if module.config._attn_implementation != ATTENTION:
         raise ValueError(f"{name} does not use the attention interface of transformers")
     shape = kv_shape(module)
+    device, dtype = module.device, module.get_input_embeddings().weight.dtype
+    if packed and can_pack(device, dtype):
+        pack_linears(module)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
     return LoadedModel(
         module=module,
-        device=module.device,
-        dtype=module.get_input_embeddings().weight.dtype,
+        device=device,
+        dtype=dtype,
         kv_shape=shape,
         max_context=_max_context(text, rotary),
         vocabulary=module.get_input_embeddings().num_embeddings,

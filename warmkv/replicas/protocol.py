@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from warmkv.policy_spec import PolicySpec
@@ -51,6 +52,7 @@ class Started:
     resident_bytes: int  # of the decode slot
     queue_seconds: float  # from arrival at the replica to the start of prefill
     prefill_seconds: float
+    tiers: Mapping[str, int] = field(default_factory=dict)  # cached_tokens by the tier they came from
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.slots import Demand, Slot, SlotPool
+from warmkv.replicas.slots import Demand, Parked, Slot, SlotPool
 
 EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
 Emit = Callable[[EngineEvent], None]
@@ -38,6 +38,8 @@ class Sequence:
     arrived: float
     random: np.random.Generator
     slot: Slot | None = None
+    parked: Parked | None = None  # its slot while another tenant's request has the room
+    queued: float = 0.0  # when it began to wait
     match: Match | None = None
     reused: int = 0  # prompt tokens whose KV was attached
     prefill: Prompt | None = None
@@ -69,6 +71,7 @@ class Scheduler:
     waiting: FairQueue[Sequence] = field(default_factory=FairQueue)
     prefilling: Sequence | None = None
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
+    preempted: int = 0  # requests set aside so far
 
     def check(self, sequence: Sequence, arriving: int) -> None:
         """Raise UnservableRequestError if the request can never be admitted, QueueFullError if too many wait.
@@ -96,27 +99,79 @@ class Scheduler:
         if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: Sequence, now: float) -> None:
         """Let a request wait; its work is its prompt and what it may draw."""
-        request = sequence.request
+        request, sequence.queued = sequence.request, now
         self.waiting.push(sequence, request.tenant, sequence.prompt_tokens + request.sampling.max_tokens)
 
     def workspace_bytes(self, sequence: Sequence) -> int:
         return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens, len(sequence.request.marks))
 
-    def admit(self) -> Sequence | None:
-        """The next request to compute, its slot claimed; None if there is none or it does not fit yet."""
-        if self.prefilling or not self.waiting or len(self.decoding) >= self.config.max_slots:
-            return None
+    def admit(self, now: float) -> Sequence | None:
+        """The next request to compute, its slot claimed; None if there is none or it does not fit yet.
+
+        What was set aside and fits again decodes at once.
+        """
+        while not self.prefilling and self.waiting:
+            sequence = self.waiting.peek()
+            if not self._fits(sequence) and not (self._preempt(sequence, now) and self._fits(sequence)):
+                return None
+            self.waiting.pop()
+            if sequence.slot is None or sequence.parked is None:
+                return sequence
+            sequence.parked = None
+            self.decoding[sequence.slot] = sequence
+        return None
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether a request has its slot now, and is the one to compute."""
+        if len(self.decoding) >= self.config.max_slots:
+            return False
+        if sequence.parked:
+            sequence.slot = self.pool.resume(sequence.parked, self.config.kv_bytes)
+            return sequence.slot is not None
         # Already the prefilling one when memory is asked for: whatever goes wrong goes wrong with this request alone.
-        sequence = self.prefilling = self.waiting.peek()
+        self.prefilling = sequence
         room = self.config.kv_bytes - self.workspace_bytes(sequence)
         if demand := sequence.demand:
             sequence.slot = self.pool.claim(demand, room)
         if sequence.slot or (demand is None and self.pool.fit(room)):
-            return self.waiting.pop()
+            return True
         self.prefilling = None
-        return None
+        return False
+
+    def _preempt(self, sequence: Sequence, now: float) -> bool:
+        """Set aside what holds the room for a request that has waited long enough; whether anything was.
+
+        It is the youngest of the tenant that holds most, if that is more than the waiting one would hold: so two
+        tenants never set each other aside in turn. Every policy resumes, for its slot is copied as it is.
+        """
+        patience, tenant = self.config.preempt_seconds, sequence.request.tenant
+        if patience is None or now - sequence.queued < patience or not self.decoding:
+            return False
+        held: dict[str, int] = {}
+        for slot, other in self.decoding.items():
+            held[other.request.tenant] = held.get(other.request.tenant, 0) + slot.resident_bytes
+        needed = self._slot_bytes(sequence)
+        greedy = max(held, key=lambda name: held[name])
+        room = self.config.parked_bytes - sum(s.parked.host_bytes for s in self.waiting if s.parked)
+        for slot, victim in reversed(self.decoding.items()):
+            if victim.request.tenant == greedy and slot.resident_bytes <= room:
+                if greedy == tenant or held[greedy] - slot.resident_bytes < held.get(tenant, 0) + needed:
+                    return False
+                del self.decoding[slot]
+                victim.parked, victim.slot = self.pool.park(slot), None
+                victim.queued = now
+                self.waiting.push(victim, greedy, 0, behind_next=True)  # its work was counted when it came
+                self.preempted += 1
+                return True
+        return False
+
+    def _slot_bytes(self, sequence: Sequence) -> int:
+        if sequence.parked:
+            return sequence.parked.slot_bytes
+        demand = sequence.demand
+        return slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens) if demand else 0
 
     def everyone(self) -> list[Sequence]:
         return [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
@@ -129,6 +184,7 @@ class Scheduler:
         if sequence is self.prefilling:
             self.prefilling = None
         self.waiting.remove(sequence)
+        sequence.parked = None
         if sequence.slot is not None:
             self.decoding.pop(sequence.slot, None)
             self.pool.release(sequence.slot)

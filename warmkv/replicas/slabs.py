@@ -6,8 +6,9 @@ entries are packed in groups, new ones wait in the tail of the row until a group
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,29 @@ from torch import Tensor
 from warmkv.policies.compression.storage import codec
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.replicas import kernels
 from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate
+from warmkv.replicas.rows import FREE, Bools, Due, Ints, RowState, seen_beside
 
 RECENT = 1e30
 """Added to the score of recent entries, so that argmin takes them last."""
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+T = TypeVar("T", Ints, Tensor)
+
+
+class Numbers(NamedTuple, Generic[T]):
+    """What rows need to know in a step, each int64 [n]: on the host, or on the device."""
+
+    entries: T  # where each row's new token goes (of front and tail, where there are any)
+    lengths: T  # entries in use, the new token included
+    before: T  # entries in use before it
+    packed: T  # packed entries in use, from the first on; of rows without a tail all are
+    ages: T  # position of the new token in its sequence
+    oldest: T  # age above which entries are recent
+    turned: T  # positions by which sinks are rotated on
+    pages: T  # pages that may be read
+    source: T  # (sequence, KV head) of the row, counted through; 0 if idle
+    target: T  # the same, with idle rows sent to a place of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,55 +57,21 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a slab does in a decode step, as tensors made once for all its layers, n rows."""
+    """What a slab does in a decode step, made once for all its layers, n rows."""
 
-    used: int
+    numbers: Numbers[Tensor]
     rows: Tensor  # [n] 0..n-1
-    entries: Tensor  # [n] where each row's new token goes (of front and tail, where there are any)
-    full: Tensor | None  # [n] bool: argmin rows that give up an entry for it; None if no row does
+    full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
     reach: int  # packed entries up to the last that any row uses
-    mask: Tensor | None  # bool [n, reach + front + tail], True is seen, the new token included; None if all are
-    lengths: Tensor  # [n] entries in use
-    ages: Tensor  # [n] position of the new token in its sequence
-    in_use: Tensor  # [n] entries in use before
-    oldest: Tensor  # [n] age above which entries are recent
+    bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
+    beside: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
-    pages: Tensor  # [n] pages that may be read
     most_pages: int
     packing: tuple[Packing, ...]
 
-
-@dataclass(slots=True)
-class RowState:
-    """Bookkeeping of all rows of a slab, on the host: each int64 [rows]."""
-
-    count: Ints  # entries ever put in
-    limit: Ints  # entries that may be in use
-    recent: Ints  # newest entries that argmin never gives up
-    pages: Ints  # pages that may be read
-    head: Ints  # KV head of the sequence that the row belongs to
-    packed_limit: Ints  # grouped: packed entries that may be in use
-    packed: Ints  # packed entries in use
-    cursor: Ints  # packed entry of a ring that is overwritten next
-    tail_limit: Ints  # entries that may wait
-    tail_start: Ints  # the oldest of them
-    waiting: Ints  # how many do
-
-    @classmethod
-    def empty(cls, rows: int) -> RowState:
-        return cls(*(np.zeros(rows, dtype=np.int64) for _ in fields(cls)))
-
-    def first(self, rows: int) -> RowState:
-        """The same of the first rows only, as views."""
-        return RowState(*(getattr(self, field.name)[:rows] for field in fields(self)))
-
-    def chosen(self, rows: list[int]) -> RowState:
-        """The same of some rows, as copies."""
-        return RowState(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-    def clear(self, row: int) -> None:
-        for field in fields(self):
-            getattr(self, field.name)[row] = 0
+    @property
+    def used(self) -> int:
+        return len(self.rows)
 
 
 class Slab:
@@ -103,7 +86,7 @@ class Slab:
     ) -> None:
         self.kind, self.layers, self.rows = kind, layers, rows
         self.codec = codec(kind.storage)
-        self._row_bytes, self._device = row_bytes(kind, shape), device
+        self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
 
         def room(entries: int) -> Tensor:
             return torch.zeros(len(layers), rows, entries, shape.head_dim, dtype=dtype, device=device)
@@ -121,8 +104,9 @@ class Slab:
         self._ages = torch.zeros(len(layers), rows, scored, dtype=torch.int32, device=device)
         pages = kind.packed // kind.page if kind.page else 0
         self._lowest, self._highest = room(pages), room(pages)
-        self.state = RowState.empty(rows)
-        self.owners: list[int | None] = [None] * rows  # id of the slot that each row belongs to
+        self._fused = kernels.reads(self.codec, dtype, device)
+        self._counting = torch.arange(max(rows, kind.packed), device=device)
+        self.state = RowState.of_kind(kind, rows)
 
     @property
     def allocated_bytes(self) -> int:
@@ -135,27 +119,39 @@ class Slab:
 
     @property
     def is_empty(self) -> bool:
-        return all(owner is None for owner in self.owners)
+        return bool((self.state.owner == FREE).all())
 
     def free_rows(self) -> list[int]:
-        return [row for row, owner in enumerate(self.owners) if owner is None]
+        return np.flatnonzero(self.state.owner == FREE).tolist()
 
     def claim(self, row: int, owner: int, head: int) -> None:
-        self.owners[row] = owner
-        self.state.head[row] = head
+        self.state.owner[row], self.state.head[row] = owner, head
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
         """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
-        self.owners[row] = None
-        self.state.clear(row)
+        self.state.free(row)
         for tensor in self.tensors():
             tensor[:, row].zero_()
 
     @torch.inference_mode()
+    def take_out(self, rows: list[int]) -> tuple[RowState, list[Tensor]]:
+        """Copies of what some rows hold, in host memory."""
+        index = torch.tensor(rows, device=self._device)
+        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
+
+    @torch.inference_mode()
+    def put_in(self, rows: list[int], state: RowState, tensors: Sequence[Tensor], which: list[int]) -> None:
+        """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
+        index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
+        for mine, tensor in zip(self.tensors(), tensors, strict=True):
+            mine[:, index] = tensor[:, source].to(self._device)
+        self.state.take(rows, state, which)
+
+    @torch.inference_mode()
     def compact(self) -> dict[int, int]:
         """Give back all free rows; where each other row went."""
-        used = [row for row, owner in enumerate(self.owners) if owner is not None]
+        used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()
         index = torch.tensor(used, dtype=torch.long, device=self._device)
 
         def chosen(tensor: Tensor) -> Tensor:
@@ -165,28 +161,10 @@ class Slab:
         self.beside_keys, self.beside_values = chosen(self.beside_keys), chosen(self.beside_values)
         self._sink_keys, self._scores, self._ages = map(chosen, (self._sink_keys, self._scores, self._ages))
         self._lowest, self._highest = chosen(self._lowest), chosen(self._highest)
-        self.state, self.owners, self.rows = self.state.chosen(used), [self.owners[row] for row in used], len(used)
+        self.state, self.rows = self.state.chosen(used), len(used)
         return {row: at for at, row in enumerate(used)}
 
     # --- from the hand-off
-
-    def start(self, row: int, *, kept: int, limit: int, packed_limit: int, recent: int, pages: int) -> None:
-        """Set a row up that begins with `kept` entries and will use at most `limit`.
-
-        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's.
-        """
-        state, kind = self.state, self.kind
-        if kind.decode == "ring" and limit <= kind.sinks:
-            raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
-        state.count[row], state.limit[row], state.recent[row], state.pages[row] = kept, limit, recent, pages
-        if kind.tail:
-            front = min(kept, kind.front)
-            state.packed_limit[row] = packed_limit
-            # What whole groups cannot use of an evicting row's limit, the tail does.
-            state.tail_limit[row] = kind.tail if kind.decode == "append" else limit - kind.front - packed_limit
-            more = max(0, kept - front - int(state.tail_limit[row]))
-            state.packed[row] = -(-more // KIVI_GROUP) * KIVI_GROUP
-            state.waiting[row] = kept - front - state.packed[row]
 
     def fill(self, layer: int, rows: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None) -> None:
         """Hand over what started rows [n], all alike, keep of a prompt: keys and values [n, kept, head_dim].
@@ -195,7 +173,7 @@ class Slab:
         """
         kind, at, kept = self.kind, layer - self.layers[0], keys.shape[1]
         front = min(kept, kind.front)
-        packed = int(self.state.packed[rows.start]) if kind.tail else kept
+        packed = int(self.state.packed[rows.start]) if kind.grouped else kept
         body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
         for parts, beside, given, encode in (
             (self.keys, self.beside_keys, keys, self.codec.encode_keys),
@@ -240,97 +218,45 @@ class Slab:
 
     # --- a decode step
 
-    def plan(self, active: Bools, positions: Ints, ages: Ints, inv_freq: Tensor) -> Step:
-        """Advance the bookkeeping of the first rows by a token and say what the step does.
-
-        active bool [n]; positions and ages [n] of the new token as the model sees it and in its sequence.
-        """
-        kind, state = self.kind, self.state.first(len(active))
-        over = active & (state.count >= state.limit)
-        if kind.decode == "append" and over.any():
-            raise RuntimeError("a slot is full and its policy does not overwrite")
-        packing = self._pack(state, active, ages) if kind.tail else ()
-        if kind.tail:
-            in_tail = kind.front + (state.tail_start + state.waiting) % np.maximum(state.tail_limit, 1)
-            entries = np.where(state.count < kind.front, state.count, in_tail)
-            state.waiting[active & (state.count >= kind.front)] += 1
-        elif kind.decode == "ring":
-            around = np.maximum(state.limit - kind.sinks, 1)
-            entries = np.where(over, kind.sinks + (state.count - state.limit) % around, state.count)
-        else:
-            entries = np.where(over, 0, state.count)
-        before = np.minimum(state.count, state.limit)
-        state.count[active] += 1
-        lengths, reach, mask = self._seen(state, active)
-        angles = None
-        if kind.rebased and kind.sinks:
-            angles = self._upload(np.where(active, positions + 1 - lengths, 0)).double()[:, None] * inv_freq
+    def plan(
+        self,
+        host: Numbers[Ints],
+        device: Numbers[Tensor],
+        active: Bools,
+        full: Bools,
+        due: Sequence[Due],
+        inv_freq: Tensor,
+    ) -> Step:
+        """What the step does with the first n rows, whose bookkeeping has advanced already; active, full bool [n]."""
+        kind, n = self.kind, len(active)
+        reach = int(host.packed.max())
+        beside = self._upload(seen_beside(self.state.first(n), active, kind)) if kind.grouped else None
+        bias: Tensor | None = None
+        if not (self._fused or kind.page) and (kind.grouped or reach > host.packed.min()):
+            packed = self._counting[:reach] < device.packed[:, None]
+            seen = packed if beside is None else torch.cat([packed, beside], dim=1)
+            bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+            bias.masked_fill_(~seen, float("-inf"))
         return Step(
-            used=len(active),
-            rows=torch.arange(len(active), device=self._device),
-            entries=self._upload(np.where(active, entries, 0)),
-            full=self._upload(over) if kind.decode == "argmin" and not kind.tail and over.any() else None,
+            numbers=device,
+            rows=self._counting[:n],
+            full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
-            mask=mask,
-            lengths=self._upload(lengths),
-            ages=self._upload(ages),
-            in_use=self._upload(before),
-            oldest=self._upload(ages - state.recent),
-            angles=angles,
-            pages=self._upload(np.maximum(state.pages, 1)),
-            most_pages=int(state.pages.max(initial=1)),
-            packing=packing,
-        )
-
-    def _pack(self, state: RowState, active: Bools, ages: Ints) -> tuple[Packing, ...]:
-        """Rows whose tail is full: make room in it."""
-        due = np.flatnonzero(active & (state.waiting >= state.tail_limit))
-        if not len(due):
-            return ()
-        waiting = (state.tail_start[due, None] + np.arange(KIVI_GROUP)) % state.tail_limit[due, None]
-        state.tail_start[due] = (state.tail_start[due] + KIVI_GROUP) % state.tail_limit[due]
-        state.waiting[due] -= KIVI_GROUP
-        room = state.packed[due] < state.packed_limit[due]
-        groups = np.where(room, state.packed[due], state.cursor[due]) // KIVI_GROUP
-        state.packed[due[room]] += KIVI_GROUP
-        packings = []
-        rings = np.ones_like(room) if self.kind.decode == "ring" else room
-        for these, direct in ((rings, True), (~rings, False)):
-            if these.any():
-                rows = due[these]
-                packings.append(
-                    Packing(
-                        self._upload(rows),
-                        self._upload(waiting[these]),
-                        self._upload(groups[these]) if direct else None,
-                        self._upload(state.packed[rows]),
-                        self._upload(ages[rows] - state.recent[rows]),
-                    )
+            bias=bias,
+            beside=beside,
+            angles=device.turned.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
+            most_pages=int(host.pages.max()) if kind.page else 0,
+            packing=tuple(
+                Packing(
+                    self._upload(each.rows),
+                    self._upload(each.waiting),
+                    None if each.groups is None else self._upload(each.groups),
+                    self._upload(each.packed),
+                    device.oldest[self._upload(each.rows)],
                 )
-        turned = due[~room]
-        state.cursor[turned] = (state.cursor[turned] + KIVI_GROUP) % np.maximum(state.packed_limit[turned], 1)
-        return tuple(packings)
-
-    def _seen(self, state: RowState, active: Bools) -> tuple[Ints, int, Tensor | None]:
-        """Entries in use [n], how far the packed ones reach, and the mask; an idle row, which nobody reads, has one."""
-        kind = self.kind
-        if not kind.tail:
-            lengths = np.where(active, np.minimum(state.count, state.limit), 1)
-            reach = int(lengths.max())
-            if reach == lengths.min():
-                return lengths, reach, None
-            return lengths, reach, torch.arange(reach, device=self._device) < self._upload(lengths)[:, None]
-        front = np.where(active, np.minimum(state.count, kind.front), 0)
-        lengths = np.where(active, state.packed + front + state.waiting, 1)
-        reach = int(state.packed.max())
-        tail = np.arange(kind.tail)
-        since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)
-        parts = [
-            np.arange(reach) < state.packed[:, None],
-            np.arange(kind.front) < front[:, None],
-            ((tail < state.tail_limit[:, None]) & (since < state.waiting[:, None])) | ~active[:, None],
-        ]
-        return lengths, reach, self._upload(np.concatenate(parts, axis=1))
+                for each in due
+            ),
+        )
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
@@ -341,39 +267,80 @@ class Slab:
         for packing in step.packing:
             self._pack_group(at, packing)
         entries = self._write(at, step, key, value)
-        kind, groups = self.kind, step.reach // self.codec.group
-        keys, values = (tuple(part[at, :n, :groups] for part in parts) for parts in (self.keys, self.values))
+        kind, used = self.kind, step.numbers
         if kind.page:
             self._widen_page(at, step, key)
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
-            return attend_pages(query, *whole, step.lengths, step.pages, step.most_pages, scale)
-        if kind.storage == "model" and kind.decode != "argmin":
-            return attend_rows(query, keys[0], values[0], step.mask, scale)
-        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.front + kind.tail else None
+            by_pages = kernels.attend_pages if self._fused else attend_pages
+            return by_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
+        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
         if beside and step.angles is not None:
             sinks = rotate(beside[0][:, : kind.front], step.angles[:, None])
             beside = torch.cat([sinks, beside[0][:, kind.front :]], dim=1), beside[1]
-        out, shares = attend_packed(query, self.codec, keys, values, beside, step.mask, scale)
+        scores = None
         if kind.decode == "argmin":
-            received, scores = shares.sum(dim=1), self._scores[at, :n]
+            scores = self._scores[at, :n]
             scores[step.rows, entries] = 0.0
+            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+        attend = self._attend_fused if self._fused else self._attend_plain
+        return attend(at, step, query, beside, scores, scale)
+
+    def _attend_fused(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
+        masked = (*beside, step.beside) if beside and step.beside is not None else None
+        return kernels.attend(
+            query,
+            self.codec,
+            keys,
+            values,
+            step.numbers.packed,
+            masked,
+            scale,
+            received=scores,
+            adds=not self.kind.replaces,
+        )
+
+    def _attend_plain(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        groups = step.reach // self.codec.group
+        keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
+        if self.kind.storage == "model" and scores is None:
+            return attend_rows(query, keys[0], values[0], step.bias, scale)
+        out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
+        if scores is not None:
+            received = shares.sum(dim=1)
             for mine, fresh in (
                 (scores[:, : step.reach], received[:, : step.reach]),
-                (scores[:, kind.packed :], received[:, step.reach :]),
+                (scores[:, self.kind.packed :], received[:, step.reach :]),
             ):
-                mine.copy_(fresh) if kind.replaces else mine.add_(fresh)
-            self._ages[at, step.rows, entries] = step.ages.to(torch.int32)
+                mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
 
     def _write(self, at: int, step: Step, key: Tensor, value: Tensor) -> Tensor:
         """Write the new token of every row; returns the entries [n] that hold it."""
-        kind, entries = self.kind, step.entries
-        if kind.tail:
+        kind, entries = self.kind, step.numbers.entries
+        if kind.grouped:
             self.beside_keys[at, step.rows, entries] = key
             self.beside_values[at, step.rows, entries] = value
             return kind.packed + entries
         if step.full is not None:
-            entries = torch.where(step.full, self._least(at, step, 1)[:, 0], entries)
+            least = self._least(at, step.rows, step.numbers.before, step.numbers.oldest, 1)[:, 0]
+            entries = torch.where(step.full, least, entries)
         index = (at, step.rows, entries)
         _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(key[:, None])))
         _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(value[:, None])))
@@ -384,11 +351,11 @@ class Slab:
             _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.codec.encode_keys(sinks))
         return entries
 
-    def _least(self, at: int, of: Step | Packing, count: int) -> Tensor:
+    def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, count: int) -> Tensor:
         """The `count` packed entries of each row with the lowest scores, [n, count], recent ones only if need be."""
-        scores, ages = (tensor[at, of.rows, : self.kind.packed] for tensor in (self._scores, self._ages))
-        used = torch.arange(self.kind.packed, device=self._device) < of.in_use[:, None]
-        scores = torch.where(ages > of.oldest[:, None], scores + RECENT, scores)
+        scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
+        used = self._counting[: self.kind.packed] < in_use[:, None]
+        scores = torch.where(ages > oldest[:, None], scores + RECENT, scores)
         scores = scores.masked_fill(~used, float("inf"))
         if count > 1:
             return scores.argsort(dim=-1, stable=True)[:, :count]
@@ -406,7 +373,7 @@ class Slab:
             _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(values)))
         else:
             # Groups that receive an entry are packed anew; the others come out as they were.
-            entries = self._least(at, packing, KIVI_GROUP)
+            entries = self._least(at, packing.rows, packing.in_use, packing.oldest, KIVI_GROUP)
             old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
             _put(self.keys, (at, packing.rows), self.codec.encode_keys(_replaced(old, entries, keys)))
             old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
@@ -417,7 +384,7 @@ class Slab:
 
     def _widen_page(self, at: int, step: Step, key: Tensor) -> None:
         """Take the new keys into the bounds of their pages."""
-        page, fresh = step.entries // self.kind.page, (step.entries % self.kind.page == 0)[:, None]
+        page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
         for bounds, wider in ((self._lowest, torch.minimum), (self._highest, torch.maximum)):
             old = bounds[at, step.rows, page]
             bounds[at, step.rows, page] = torch.where(fresh, key, wider(old, key))

@@ -6,6 +6,7 @@ all layers; where a policy gives layers or heads different budgets, each layer h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,8 @@ from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind, slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slabs import Ints, Slab, Step
+from warmkv.replicas.rows import FREE, Ints, RowState, advance, take_due
+from warmkv.replicas.slabs import Numbers, Slab, Step
 
 SLAB_SLOTS, MOST_SLAB_SLOTS = 4, 32
 """Slots of a kind's first slab, and of its largest. Each further one doubles them: a step attends slab by slab."""
@@ -50,6 +52,7 @@ class Slot:
     id: int
     demand: Demand
     reserved: int = 0  # bytes
+    limit: int = 0  # bytes that all slabs may take once it is filled
     places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
     tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
     shift: int = 0  # by how much the model sees smaller positions (an endless stream)
@@ -59,6 +62,31 @@ class Slot:
         return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a slot that were taken out of a slab."""
+
+    layers: range
+    kind: RowKind
+    state: RowState
+    tensors: list[Tensor]  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A slot that gave up its rows, and goes on when it has others."""
+
+    demand: Demand
+    tokens: int
+    shift: int
+    pieces: list[Piece]
+    slot_bytes: int  # that it takes in slabs
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
+
+
 class SlotPool:
     """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
 
@@ -66,7 +94,16 @@ class SlotPool:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
-        self._next = 0
+        self._rows: RowState | None = None  # of all slabs, in their order
+
+    @property
+    def rows(self) -> RowState:
+        """The bookkeeping of all rows, slab after slab."""
+        if self._rows is None:
+            self._rows, parts = RowState.join([slab.state for slab in self.slabs])
+            for slab, part in zip(self.slabs, parts, strict=True):
+                slab.state = part
+        return self._rows
 
     @property
     def allocated_bytes(self) -> int:
@@ -79,9 +116,7 @@ class SlotPool:
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
         Empty slabs of other sizes are given back before the answer is None.
         """
-        slot = Slot(self._next, demand)
-        self._next += 1
-        self.slots[slot.id] = slot
+        slot = self._new_slot(demand)
         claimed = False
         try:
             claimed = self._claim(slot, limit)
@@ -90,13 +125,18 @@ class SlotPool:
                 self.release(slot)
         return slot if claimed else None
 
+    def _new_slot(self, demand: Demand) -> Slot:
+        slot = Slot(next(number for number in itertools.count() if number not in self.slots), demand)
+        self.slots[slot.id] = slot
+        return slot
+
     def _claim(self, slot: Slot, limit: int) -> bool:
         demand = slot.demand
         if budgets.follows_content(demand.spec, demand.prompt_tokens):
             needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
             if not self.fit(limit - needed):
                 return False
-            slot.reserved = needed
+            slot.reserved, slot.limit = needed, limit
             return True
         layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
         if len(set(layers)) == 1:
@@ -105,65 +145,73 @@ class SlotPool:
         return self._claim_ragged(slot, kinds, limit)
 
     def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
-        """Neighbouring rows for all KV heads, in a slab over all layers.
-
-        A new slab takes at most a quarter of the room that is left, so that one size does not starve the others.
-        """
+        """Neighbouring rows for all KV heads, in a slab over all layers."""
         heads, layers = self.shape.kv_heads, range(self.shape.layers)
         of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
         idle = (
             (slab, row)
             for slab in of_kind
             for row in range(0, slab.rows, heads)
-            if slab.owners[row : row + heads] == [None] * heads
+            if (slab.state.owner[row : row + heads] == FREE).all()
         )
         slab, row = next(idle, (None, 0))
         if slab is not None and self.fit(limit, but=[slab]):
             self._take(slot, slab, list(range(row, row + heads)), list(range(heads)))
             return True
         # Not even with those rows: all idle ones are given back, to find the room for one slot.
-        held = sum(slab.rows // heads for slab in of_kind)
         one = row_bytes(kind, self.shape) * heads * len(layers)
         if not self.fit(limit - one):
             return False
-        wanted = min(MOST_SLAB_SLOTS, max(SLAB_SLOTS, held))
-        count = max(1, min(wanted, (limit - self.allocated_bytes) // (4 * one)))
-        self._take(slot, self._allocate(kind, layers, count * heads), list(range(heads)), list(range(heads)))
+        held = sum(slab.rows // heads for slab in of_kind)
+        slots = self._growth(1, max(SLAB_SLOTS, held), one, limit)
+        self._take(slot, self._allocate(kind, layers, slots * heads), list(range(heads)), list(range(heads)))
         return True
 
-    def _claim_ragged(self, slot: Slot, kinds: Sequence[Sequence[RowKind]], limit: int | None) -> bool:
-        """Rows of the kinds that each layer's heads ask for; exactly as many new ones as are missing.
+    def _growth(self, needed: int, wanted: int, each: int, limit: int) -> int:
+        """How many to allocate of what takes `each` bytes: as many as wanted, within a quarter of the room left.
 
-        Without a limit the room was set aside before.
+        So one size does not starve the others; what is needed is allocated in any case.
         """
+        return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
+
+    def _claim_ragged(self, slot: Slot, kinds: Sequence[Sequence[RowKind]], limit: int) -> bool:
+        """Rows of the kinds that each layer's heads ask for, in slabs of one layer."""
         wanted: list[tuple[range, RowKind, list[int]]] = []
         for layer, of_heads in enumerate(kinds):
             for kind in dict.fromkeys(of_heads):
                 wanted.append((range(layer, layer + 1), kind, [h for h, k in enumerate(of_heads) if k == kind]))
-        found: list[list[tuple[Slab, int]]] = []
-        missing = 0
-        for layers, kind, heads in wanted:
-            of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
-            rows = [(slab, row) for slab in of_kind for row in slab.free_rows()][: len(heads)]
-            missing += (len(heads) - len(rows)) * row_bytes(kind, self.shape)
-            found.append(rows)
-        if limit is not None and not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
+        found = [self._free_rows(layers, kind)[: len(heads)] for layers, kind, heads in wanted]
+        missing = sum(
+            (len(heads) - len(rows)) * row_bytes(kind, self.shape)
+            for (_, kind, heads), rows in zip(wanted, found, strict=True)
+        )
+        if not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
             # Not even with the idle rows that were found: all are given back, to find the room for new ones.
             found = [[] for _ in wanted]
-            if not self.fit(limit - sum(len(heads) * row_bytes(kind, self.shape) for _, kind, heads in wanted)):
+            missing = sum(len(heads) * row_bytes(kind, self.shape) for _, kind, heads in wanted)
+            if not self.fit(limit - missing):
                 return False
         for (layers, kind, heads), rows in zip(wanted, found, strict=True):
             if len(rows) < len(heads):
-                fresh = self._allocate(kind, layers, len(heads) - len(rows))
-                rows = rows + [(fresh, row) for row in range(fresh.rows)]
+                size, lacking = row_bytes(kind, self.shape), len(heads) - len(rows)
+                missing -= lacking * size  # the rows that are still missing after these keep their room
+                held = sum(slab.rows for slab in self.slabs if slab.kind == kind and slab.layers == layers)
+                count = self._growth(lacking, max(SLAB_SLOTS * len(heads), held), len(wanted) * size, limit - missing)
+                fresh = self._allocate(kind, layers, count)
+                rows = rows + [(fresh, row) for row in range(lacking)]
             for slab in dict.fromkeys(slab for slab, _ in rows):
                 at = [i for i, (of, _) in enumerate(rows) if of is slab]
                 self._take(slot, slab, [rows[i][1] for i in at], [heads[i] for i in at])
         return True
 
+    def _free_rows(self, layers: range, kind: RowKind) -> list[tuple[Slab, int]]:
+        of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+        return [(slab, row) for slab in of_kind for row in slab.free_rows()]
+
     def _allocate(self, kind: RowKind, layers: range, rows: int) -> Slab:
         slab = Slab(kind, layers, rows, self.shape, self._dtype, self._device)
         self.slabs.append(slab)
+        self._rows = None
         return slab
 
     @staticmethod
@@ -178,6 +226,7 @@ class SlotPool:
         Slabs in `but` are left as they are.
         """
         if self.allocated_bytes > limit:
+            self._rows = None
             self.slabs = [slab for slab in self.slabs if slab in but or not slab.is_empty]
         for slab in self.slabs:
             if self.allocated_bytes > limit and slab not in but and slab.free_rows():
@@ -196,6 +245,45 @@ class SlotPool:
             for row in rows:
                 slab.release(row)
         slot.places, slot.reserved = [], 0
+
+    def park(self, slot: Slot) -> Parked:
+        """Copy a slot that decodes to host memory, and free it."""
+        pieces = [Piece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        parked = Parked(slot.demand, slot.tokens, slot.shift, pieces, slot.resident_bytes)
+        self.release(slot)
+        return parked
+
+    def resume(self, parked: Parked, limit: int) -> Slot | None:
+        """The slot again, in whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
+        slot = self._new_slot(parked.demand)
+        resumed = False
+        try:
+            resumed = self._claim_again(slot, parked.pieces, limit)
+            if resumed:
+                self._put_back(slot, parked)
+        finally:
+            if not resumed:
+                self.release(slot)
+        return slot if resumed else None
+
+    @staticmethod
+    def _put_back(slot: Slot, parked: Parked) -> None:
+        for slab, rows in slot.places:
+            for piece in parked.pieces:
+                if (piece.kind, piece.layers) == (slab.kind, slab.layers):
+                    heads = piece.state.head.tolist()
+                    mine = [row for row in rows if slab.state.head[row] in heads]
+                    slab.put_in(mine, piece.state, piece.tensors, [heads.index(slab.state.head[row]) for row in mine])
+        slot.tokens, slot.shift = parked.tokens, parked.shift
+
+    def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
+        if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
+            return self._claim_uniform(slot, pieces[0].kind, limit)
+        kinds = [[pieces[0].kind] * self.shape.kv_heads for _ in range(self.shape.layers)]
+        for piece in pieces:
+            for head in piece.state.head:
+                kinds[piece.layers.start][head] = piece.kind
+        return self._claim_ragged(slot, kinds, limit)
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
         """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
@@ -219,7 +307,8 @@ class SlotPool:
             slot.reserved = 0
             alike = len({kept for layer in counts for kept in layer}) == 1
             if not (alike and self._claim_uniform_exact(slot, kinds[0][0])):
-                self._claim_ragged(slot, kinds, None)
+                claimed = self._claim_ragged(slot, kinds, slot.limit)
+                assert claimed, "the bytes that were set aside did not suffice"
         budget = budgets.resolve_budget(demand.spec, prompt.tokens)
         pages = 0
         if demand.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
@@ -228,8 +317,9 @@ class SlotPool:
             for row in rows:
                 kept = counts[slab.layers[0]][slab.state.head[row]]
                 limit = demand.limit(kept)
-                slab.start(
+                slab.state.start(
                     row,
+                    slab.kind,
                     kept=kept,
                     limit=limit,
                     packed_limit=packed_limit(demand.spec, limit),
@@ -273,38 +363,59 @@ class _Part:
 
     slab: Slab
     step: Step
-    index: Tensor | None  # [n] (slot, KV head) of each row, counted through; None if rows are just these in order
-    written: Tensor | None  # [n] the same with idle rows sent to a place of their own
+    whole: bool  # whether its rows are just those of the batch, in order
 
 
 class DecodeState:
     """One decode step over `slots`, in their order in the batch."""
 
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
-        self._heads, device = pool.shape.kv_heads, inv_freq.device
-        of = {slot.id: at for at, slot in enumerate(slots)}
-        tokens = np.array([slot.tokens for slot in slots], dtype=np.int64)
-        seen = tokens - np.array([slot.shift for slot in slots], dtype=np.int64)
-        self._rows = len(slots) * self._heads
+        self._rows = len(slots) * pool.shape.kv_heads
         self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
-        for slab in pool.slabs:
-            at = np.array([of.get(owner, -1) if owner is not None else -1 for owner in slab.owners], dtype=np.int64)
-            active = np.flatnonzero(at >= 0)
-            if not len(active):
+        state = pool.rows
+        batch = np.full(max(pool.slots, default=0) + 2, -1, dtype=np.int64)  # place in the batch by slot id; FREE: none
+        batch[[slot.id for slot in slots]] = np.arange(len(slots))
+        at = batch[state.owner]
+        active = at >= 0
+        ends = np.cumsum([slab.rows for slab in pool.slabs])
+        spans = [slice(end - slab.rows, end) for slab, end in zip(pool.slabs, ends.tolist(), strict=True)]
+        dues = [
+            take_due(slab.state, active[span]) if slab.kind.grouped else []
+            for slab, span in zip(pool.slabs, spans, strict=True)
+        ]
+        done = advance(state, active)
+        ages = np.array([slot.tokens for slot in slots], dtype=np.int64)[at]
+        shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
+        index = at * pool.shape.kv_heads + state.head
+        host = Numbers(
+            entries=done.entries,
+            lengths=done.lengths,
+            before=done.before,
+            packed=np.where(state.grouped > 0, state.packed, done.lengths),
+            ages=ages,
+            oldest=ages - state.recent,
+            turned=np.where(active, ages - shifts + 1 - done.lengths, 0),
+            pages=np.maximum(state.pages, 1),
+            source=np.where(active, index, 0),
+            target=np.where(active, index, self._rows),
+        )
+        numbers = torch.from_numpy(np.stack(host)).to(inv_freq.device, non_blocking=True)
+        for slab, span, due in zip(pool.slabs, spans, dues, strict=True):
+            used = np.flatnonzero(active[span])
+            if not len(used):
                 continue
-            at = at[: active[-1] + 1]
-            step = slab.plan(at >= 0, seen[at], tokens[at], inv_freq)
-            index = at * self._heads + slab.state.head[: len(at)]
-            part = _Part(slab, step, None, None)
-            if len(index) != self._rows or (index != np.arange(self._rows)).any():
-                part = _Part(
-                    slab,
-                    step,
-                    torch.from_numpy(np.maximum(index, 0)).to(device),
-                    torch.from_numpy(np.where(at >= 0, index, self._rows)).to(device),
-                )
+            of = slice(span.start, span.start + int(used[-1]) + 1)
+            step = slab.plan(
+                Numbers(*(column[of] for column in host)),
+                Numbers(*numbers[:, of].unbind()),
+                active[of],
+                done.full[of],
+                due,
+                inv_freq,
+            )
+            whole = step.used == self._rows and bool((host.target[of] == np.arange(self._rows)).all())
             for layer in slab.layers:
-                self._parts[layer].append(part)
+                self._parts[layer].append(_Part(slab, step, whole))
         for slot in slots:
             slot.tokens += 1
 
@@ -315,12 +426,12 @@ class DecodeState:
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
         out: Tensor | None = None
         for part in self._parts[layer]:
-            if part.index is None:
-                out = part.slab.attend(layer, part.step, queries, keys, values, scale)
-                return out.view_as(query)
+            if part.whole:
+                return part.slab.attend(layer, part.step, queries, keys, values, scale).view_as(query)
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
-            picked = queries[part.index], keys[part.index], values[part.index]
-            out[part.written] = part.slab.attend(layer, part.step, *picked, scale)
+            source, target = part.step.numbers.source, part.step.numbers.target
+            picked = queries[source], keys[source], values[source]
+            out[target] = part.slab.attend(layer, part.step, *picked, scale)
         assert out is not None
         return out[:-1].reshape(query.shape)

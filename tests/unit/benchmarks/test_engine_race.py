@@ -17,6 +17,7 @@ from benchmarks.engine.generate import Generate, GenerateStatic
 from benchmarks.engine.paged import ContinuousBatching
 from benchmarks.engine.setting import ON_CPU, ON_CUDA, build, quick
 from benchmarks.engine.warm import Warm
+from warmkv.replicas.packed_weights import PackedLinear
 
 KEYS = {"name", "value", "spread", "target", "direction", "met"}
 
@@ -77,8 +78,14 @@ def test_a_compressed_context_draws_other_tokens(arena: Arena) -> None:
 
 
 def test_both_models_have_the_same_weights(arena: Arena) -> None:
-    mine, theirs = (dict(module.named_parameters()) for module in (arena.models.warm.module, arena.models.peer))
-    assert all(mine[name] is theirs[name] for name in theirs)
+    mine, theirs = arena.models.warm.module, dict(arena.models.peer.named_parameters())
+    assert all(theirs[name] is parameter for name, parameter in mine.named_parameters())
+    packed = {name: layer for name, layer in mine.named_modules() if isinstance(layer, PackedLinear)}
+    assert {*theirs} == {*dict(mine.named_parameters()), *(f"{name}.weight" for name in packed)} - {"lm_head.weight"}
+    for name, layer in packed.items():
+        weight = arena.models.peer.get_submodule(name).weight
+        x = torch.randn(3, layer.in_features)
+        torch.testing.assert_close(layer(x), x @ weight.T)
 
 
 def test_weights_that_a_step_reads(arena: Arena) -> None:

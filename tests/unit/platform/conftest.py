@@ -49,6 +49,7 @@ class Server:
         self.config, self.records, self.metrics = config, [], Counted()
         self.records: list[RequestRecord] = []
         self.requests: list[GenerateRequest] = []
+        self.dropped: list[str] = []
         tokenizer = load_tokenizer(config.model)
         self.engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=clock, name="only")
 
@@ -65,7 +66,12 @@ class Server:
         service = Service(
             config, generate, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
         )
-        app = create_app(service, tokenizer, b"secret", self.engine.max_context, status, time.time())
+
+        async def drop(tenant: str) -> list[int]:
+            self.dropped.append(tenant)
+            return [5, 7]
+
+        app = create_app(service, tokenizer, b"secret", self.engine.max_context, status, drop, time.time())
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))

@@ -48,7 +48,8 @@ def test_a_whole_message(server):
     assert usage.cache_read_input_tokens == usage.cache_creation_input_tokens == 0
     assert usage.warmkv["policy"] == "full"
     parts = usage.warmkv["price"]
-    assert parts["total"] == pytest.approx(parts["input"] + parts["read"] + parts["write"] + parts["output"])
+    written = sum(parts["write"].values())
+    assert parts["total"] == pytest.approx(parts["input"] + parts["read"] + written + parts["output"])
 
 
 def test_a_stream_says_what_the_whole_message_says(server):
@@ -218,7 +219,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("temperature", {"content": "x", "extra": {"temperature": 1.5}}, "temperature"),
     ("max_tokens", {"content": "x", "max_tokens": 8193}, "8193 > 8192"),
     ("context", {"content": "x " * 9000}, "exceed the context"),
-    ("tools", {"content": "x", "tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools"),
+    ("server tool", {"content": "x", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "custom"),
     ("image", {"content": [{"type": "image", "source": {"type": "url", "url": "http://x/"}}]}, "image"),
     ("policy", {"content": "x", "extra": {"warmkv": {"policy": "snapkv@2.0"}}}, "share"),
     ("no blocks", {"content": []}, "content"),

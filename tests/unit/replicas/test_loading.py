@@ -23,8 +23,9 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.conftest import Driver, make_request, random_model
 from warmkv.replicas.loading import prepare, resolve_dtype
+from warmkv.replicas.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import Failed, UnservableRequestError
 
 SHAPE: dict[str, Any] = {
@@ -104,3 +105,23 @@ def test_a_storage_whose_codes_do_not_fit_the_head_is_refused(driver):
     odd = Driver(prepare(LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 4})).eval()))
     with pytest.raises(UnservableRequestError, match="turbo3 needs a head_dim that is a multiple of 8"):
         odd.submit(make_request([1, 2, 3], policy="full+turbo3"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(1, 1), (8, 1), (1, 300), (0, 3)])
+def test_a_packed_layer_computes_what_the_plain_one_did(rows, bias):
+    if not can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this build of torch packs no weights")
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=bias), torch.nn.ReLU(), torch.nn.Linear(40, 8))
+    x = torch.randn(*rows, 24)
+    expected, size = module(x), sum(layer.weight.nbytes for layer in module if isinstance(layer, torch.nn.Linear))
+    pack_linears(module)
+    assert packed_bytes(module) == size
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_only_plain_float32_layers_on_a_cpu_are_packed():
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert not can_pack(torch.device("cpu"), torch.bfloat16)
+    assert packed_bytes(prepare(random_model("llama"), packed=False).module) == 0

@@ -1,4 +1,8 @@
-"""The tiny model's tokenizer: byte-level BPE trained on standard-library text, digits in pairs, a ChatML template."""
+"""The tiny model's tokenizer: byte-level BPE trained on standard-library text, digits in pairs, a ChatML template.
+
+The model was trained on turns of system, user and assistant only. Definitions, calls and results of tools have a place
+in the template, so that prompts with tools can be cached and priced.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,11 @@ SPECIAL_TOKENS = (BOS, TURN_START, TURN_END)
 """Ids 0, 1 and 2: end of text (also the first token of plain text), start and end of a turn."""
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n<tools>\\n' -}}
+{%- for tool in tools -%}{{- (tool | tojson) + '\\n' -}}{%- endfor -%}
+{{- '</tools><|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -24,6 +33,10 @@ CHAT_TEMPLATE = """\
 {%- else -%}
 {%- for block in message['content'] -%}{{- ('' if loop.first else '\\n') + block['text'] -}}{%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}

@@ -74,22 +74,24 @@ class Answer:
 
     def details(self) -> dict[str, Any]:
         """What warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
-        price = self.price(self.usage)
+        price, started = self.price(self.usage), self.started
+        one_tier = {"device": started.cached_tokens} if started.cached_tokens else {}  # a replica need not name it
         return {
             "policy": self.request.policy.label,
-            "replica": self.started.replica,
-            "cached_tokens": self.started.cached_tokens,
-            "kept_tokens": self.started.kept_tokens,
-            "resident_bytes": self.started.resident_bytes,
+            "replica": started.replica,
+            "cached_tokens": started.cached_tokens,
+            "kept_tokens": started.kept_tokens,
+            "tiers": dict(started.tiers) or one_tier,
+            "resident_bytes": started.resident_bytes,
             "price": {
                 "input": price.input,
                 "read": price.read,
-                "write": price.write,
+                "write": dict(price.write),
                 "output": price.output,
                 "total": price.total,
             },
-            "queue_seconds": self.started.queue_seconds,
-            "prefill_seconds": self.started.prefill_seconds,
+            "queue_seconds": started.queue_seconds,
+            "prefill_seconds": started.prefill_seconds,
             "ttft_seconds": self.first_token,
         }
 

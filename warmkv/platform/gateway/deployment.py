@@ -25,6 +25,7 @@ class Gateway:
         config = parse(settings)
         self._secret, self._directory = secret, directory
         self._handle = replicas.options(stream=True, method_name="generate")
+        self._drop_timeout = config.gateway.request_timeout_seconds
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
         self._log = AccessLog(config.gateway.access_log) if config.gateway.access_log else None
@@ -38,7 +39,15 @@ class Gateway:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._service, self._tokenizer, self._secret, self._max_context, self._replicas, time.time())
+        return create_app(
+            self._service,
+            self._tokenizer,
+            self._secret,
+            self._max_context,
+            self._replicas,
+            self._drop_prefixes,
+            time.time(),
+        )
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         response = self._handle.remote(request)
@@ -51,6 +60,12 @@ class Gateway:
     async def _replicas(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._directory.status.remote()
         return status
+
+    async def _drop_prefixes(self, tenant: str) -> list[int]:
+        """Bytes freed by each running replica. Raises what the first one that fails raises."""
+        response = self._handle.broadcast("drop_prefixes", tenant)
+        freed: list[int] = await response.results_async(timeout_s=self._drop_timeout)
+        return freed
 
     def __del__(self) -> None:
         if self._log:

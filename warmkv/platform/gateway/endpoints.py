@@ -19,18 +19,26 @@ from warmkv.platform.gateway import messages, openai
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, from_validation, openai_body
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.schema import Body
-from warmkv.platform.gateway.service import Service
+from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, authenticate
 
 B = TypeVar("B", bound=Body)
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
+DropPrefixes = Callable[[str], Awaitable[list[int]]]
 
 
 def create_app(
-    service: Service, tokenizer: Any, secret: bytes, max_context: int, status: ReplicaStatus, started_at: float
+    service: Service,
+    tokenizer: Any,
+    secret: bytes,
+    max_context: int,
+    status: ReplicaStatus,
+    drop: DropPrefixes,
+    started_at: float,
 ) -> FastAPI:
     """All routes. `secret` salts the tenants' prefixes; `status` tells what is known of the replicas.
 
+    `drop` has every replica forget the prefixes of a tenant's label and tells the bytes that each one freed.
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
     """
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None)
@@ -79,15 +87,19 @@ def create_app(
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
-        service.check_model(body.model)
-        if body.max_tokens == 0 and body.stream:
-            raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
-        prompt = await message_prompt(body)
-        service.check_marks(prompt.ttls)
-        sampling = body.sampling(seed_of(body.warmkv.seed))
-        answer = await service.start("messages", tenant, prompt, sampling, body.warmkv, explicit=True)
+        with service.arriving() as arrival:
+            tenant = tenant_of(request)
+            messages.check_version(request.headers.get("anthropic-version"))
+            body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
+            service.check_model(body.model)
+            if body.max_tokens == 0 and body.stream:
+                raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
+            prompt = await message_prompt(body)
+            sampling = body.sampling(seed_of(body.warmkv.seed))
+            choice = body.tool_choice.type if body.tool_choice else "auto"
+            answer = await service.start(
+                "messages", arrival, tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
+            )
         if body.stream:
             return event_stream(messages.stream(answer, request.state.id))
         return JSONResponse(await messages.respond(answer))
@@ -95,6 +107,7 @@ def create_app(
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         tenant_of(request)
+        messages.check_version(request.headers.get("anthropic-version"))
         body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
         service.check_model(body.model)
         prompt = await message_prompt(body)
@@ -102,28 +115,39 @@ def create_app(
 
     async def message_prompt(body: messages.CountRequest) -> Prompt:
         turns = messages.turns(body, config.prefix_cache.default_ttl)
+        service.check_marks([block.ttl for turn in turns for block in turn.blocks])
         return await tokenizing(lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
-        turns = openai.turns(body)
-        return await complete("chat", tenant, body, lambda: render(tokenizer, turns), texts(turns))
+        with service.arriving() as arrival:
+            tenant = tenant_of(request)
+            body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
+            turns = openai.turns(body)
+            return await complete("chat", arrival, tenant, body, lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        tenant = tenant_of(request)
-        body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
-        return await complete("completions", tenant, body, lambda: render_text(tokenizer, body.prompt), [body.prompt])
+        with service.arriving() as arrival:
+            tenant = tenant_of(request)
+            body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
+            prompt = body.prompt
+            return await complete(
+                "completions", arrival, tenant, body, lambda: render_text(tokenizer, prompt), [prompt]
+            )
 
     async def complete(
-        api: str, tenant: Tenant, body: openai.CompletionBody, make_prompt: Callable[[], Prompt], parts: Iterable[str]
+        api: str,
+        arrival: Arrival,
+        tenant: Tenant,
+        body: openai.CompletionBody,
+        make_prompt: Callable[[], Prompt],
+        parts: Iterable[str],
     ) -> Response:
         service.check_model(body.model)
         sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
         prompt = await tokenizing(make_prompt, parts)
-        answer = await service.start(api, tenant, prompt, sampling, body.warmkv, explicit=False)
+        answer = await service.start(api, arrival, tenant, prompt, sampling, body.warmkv, explicit=False)
         chat = api == "chat"
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -160,6 +184,11 @@ def create_app(
             raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
         found = (await status())["replicas"]
         return JSONResponse({"replicas": {name: memory_of(known, config) for name, known in found.items()}})
+
+    @app.delete("/v1/warmkv/prefixes")
+    async def drop_prefixes(request: Request) -> Response:
+        freed = await drop(tenant_of(request).label)
+        return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
     @app.get("/healthz")
     async def healthz() -> Response:

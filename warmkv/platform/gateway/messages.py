@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from warmkv.platform.gateway import content
 from warmkv.platform.gateway.answer import Answer
+from warmkv.platform.gateway.content import CacheControl, Message, TextBlock, Tool, ToolChoice
 from warmkv.platform.gateway.errors import anthropic_body, from_exception, invalid
-from warmkv.platform.gateway.prompt import Block, Turn
+from warmkv.platform.gateway.prompt import Turn
 from warmkv.platform.gateway.schema import Body, WarmkvOptions
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
 
+VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")
 STOP_REASONS: dict[FinishReason, str] = {
     "end": "end_turn",
     "length": "max_tokens",
@@ -24,46 +27,9 @@ STOP_REASONS: dict[FinishReason, str] = {
 }
 
 
-class CacheControl(Body):
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-
-
-class TextBlock(Body):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: None = None  # an answer of ours may be sent back as the SDK holds it
-
-
-class TextSource(Body):
-    type: Literal["text"]
-    media_type: Literal["text/plain"] = "text/plain"
-    data: str
-
-
-class DocumentBlock(Body):
-    """A plain-text document; its title comes before its text."""
-
-    type: Literal["document"]
-    source: TextSource
-    title: str | None = None
-    cache_control: CacheControl | None = None
-
-    @property
-    def text(self) -> str:
-        return f"{self.title}\n{self.source.data}" if self.title else self.source.data
-
-
-ContentBlock = Annotated[TextBlock | DocumentBlock, Field(discriminator="type")]
-
-
-class Message(Body):
-    role: Literal["user", "assistant"]
-    content: str | list[ContentBlock]
-
-
 class NoThinking(Body):
+    """Models here do not think before they answer, so this is the only value."""
+
     type: Literal["disabled"]
 
 
@@ -73,9 +39,19 @@ class CountRequest(Body):
     model: str
     messages: list[Message] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
+    tools: list[Tool] = Field([])
+    tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     thinking: NoThinking | None = None
-    tools: list[Any] = Field([], max_length=0, description="not supported yet")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> CountRequest:
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: names must be unique")
+        if self.tool_choice is not None and not self.tools:
+            raise ValueError("tool_choice: only allowed with tools")
+        return self
 
 
 class MessagesRequest(CountRequest):
@@ -104,38 +80,17 @@ class MessagesRequest(CountRequest):
 
 
 def turns(body: CountRequest, default_ttl: str) -> list[Turn]:
-    """The conversation, the system prompt first, with the TTL of every mark."""
-    found = []
-    if body.system:
-        found.append(Turn("system", _blocks(body.system, default_ttl)))
-    for message in body.messages:
-        found.append(Turn(message.role, _blocks(message.content, default_ttl)))
+    """The conversation as the turns of a prompt, with the TTL of every mark. Raises ApiError (400)."""
+    found = content.turns(body.tools, body.system, body.messages, default_ttl)
     if body.cache_control is not None:
-        found[-1] = _mark_last(found[-1], body.cache_control.ttl or default_ttl)
+        return content.mark_last(found, body.cache_control.ttl or default_ttl)
     return found
 
 
-def _blocks(content: str | list[TextBlock] | list[ContentBlock], default_ttl: str) -> tuple[Block, ...]:
-    if isinstance(content, str):
-        return (Block(content),)
-    if not content:
-        raise invalid("content: a message needs at least one content block")
-    if any(block.cache_control is not None and not block.text for block in content):
-        raise invalid("cache_control cannot be set for empty text blocks")
-    return tuple(
-        Block(block.text, (block.cache_control.ttl or default_ttl) if block.cache_control else None)
-        for block in content
-    )
-
-
-def _mark_last(turn: Turn, ttl: str) -> Turn:
-    """The top-level cache_control marks the last block of the prompt."""
-    *before, last = turn.blocks
-    if not last.text:
-        raise invalid("cache_control: the last block is empty text, which cannot be cached")
-    if last.ttl not in (None, ttl):
-        raise invalid(f"cache_control: the last block is marked with ttl {last.ttl!r} already")
-    return Turn(turn.role, (*before, Block(last.text, ttl)))
+def check_version(version: str | None) -> None:
+    """Raise ApiError (400) for an anthropic-version that is not known; none at all is fine."""
+    if version is not None and version not in VERSIONS:
+        raise invalid(f"anthropic-version: {version!r} is not one of {', '.join(VERSIONS)}")
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -174,8 +129,8 @@ async def stream(answer: Answer, request_id: str) -> AsyncIterator[str]:
                     opened = True
                     block = {"type": "text", "text": ""}
                     yield _event({"type": "content_block_start", "index": 0, "content_block": block})
-                content = {"type": "text_delta", "text": delta.text}
-                yield _event({"type": "content_block_delta", "index": 0, "delta": content})
+                more = {"type": "text_delta", "text": delta.text}
+                yield _event({"type": "content_block_delta", "index": 0, "delta": more})
             if opened:
                 yield _event({"type": "content_block_stop", "index": 0})
             stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}

@@ -7,43 +7,55 @@ write: only the template's own pieces may contain any, and `<|im_end|>` in a mes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from warmkv.platform.gateway.errors import invalid
+
+Role = Literal["tools", "system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A content block: text, and the TTL name if it is marked with cache_control."""
+    """A content block: its text, and the TTL name if it is marked with cache_control.
+
+    In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON.
+    """
 
     text: str
     ttl: str | None = None
+    call: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message: who speaks, and its content blocks."""
+    """A message: who speaks, and its content blocks. The tools come first, as a turn of their own."""
 
-    role: str  # system, user, assistant
+    role: Role
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt. `ends[i]` is the position behind content block i, `ttls[i]` its mark."""
+    """A tokenized prompt. `ends[i]` is the position behind content block i, `ttls[i]` its mark.
+
+    `head` is the position behind the tools and the system prompt, 0 if there are none.
+    """
 
     tokens: tuple[int, ...]
     ends: tuple[int, ...]
     ttls: tuple[str | None, ...]
+    head: int = 0
 
 
 def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
     """The prompt that asks for the next assistant message. Blocks of a message are joined by a line break.
 
     If the last turn is the assistant's, its text is the beginning of the answer. Raises ApiError (400) where the
-    model's template refuses the messages or moves their content.
+    model's template refuses the messages, moves their content, or does not show tools as JSON.
     """
     prefilled = bool(turns) and turns[-1].role == "assistant"
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
@@ -55,18 +67,41 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
             break
     else:
         raise invalid("This model's chat template changes message content, so cache breakpoints cannot be placed.")
-    tokens: list[int] = []
-    ends = []
-    for piece in marked.split(begin):
-        content, closed, template = piece.rpartition(end)  # no content before the first mark
-        tokens += _tokenize(tokenizer, content, special=False)
-        if closed:
-            ends.append(len(tokens))
-        tokens += _tokenize(tokenizer, template, special=True)
-    blocks = [block for turn in turns for block in turn.blocks]
-    if len(ends) != len(blocks):
+    said = [index for index, (turn, block) in enumerate(_flat(turns)) if not _is_json(turn, block)]
+    first, *rest = marked.split(begin)
+    contents, templates = [], [first]
+    for piece in rest:
+        content, _, template = piece.rpartition(end)
+        contents.append(content)
+        templates.append(template)
+    if len(contents) != len(said):
         raise invalid("This model's chat template leaves out or repeats message content.")
-    return Prompt(tuple(tokens), tuple(ends), tuple(block.ttl for block in blocks))
+    cuts = _json_places(turns, templates)
+
+    tokens: list[int] = []
+    ends = [0] * len(_flat(turns))
+    for number, template in enumerate(templates):
+        if number:
+            tokens += _tokenize(tokenizer, contents[number - 1], special=False)
+            ends[said[number - 1]] = len(tokens)
+        at = 0
+        for start, stop, index in cuts[number]:
+            tokens += _tokenize(tokenizer, template[at:start], special=True)
+            tokens += _tokenize(tokenizer, template[start:stop], special=False)
+            ends[index], at = len(tokens), stop
+        tokens += _tokenize(tokenizer, template[at:], special=True)
+    # A template may show a block before one that comes earlier in the request, such as the system prompt before the
+    # tools. The prefix that ends at a block covers all blocks before it in either order.
+    ends = list(itertools.accumulate(ends, max))
+    head = len(_flat(turns[: _leading(turns)]))
+    ttls = tuple(block.ttl for _, block in _flat(turns))
+    return Prompt(tuple(tokens), tuple(ends), ttls, ends[head - 1] if head else 0)
+
+
+def render_text(tokenizer: Any, text: str) -> Prompt:
+    """A prompt without a template, for plain completion."""
+    tokens = tokenizer(text)["input_ids"]
+    return Prompt(tuple(tokens), (len(tokens),), (None,))
 
 
 def _tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -76,37 +111,97 @@ def _tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return ids
 
 
-def render_text(tokenizer: Any, text: str) -> Prompt:
-    """A prompt without a template, for plain completion."""
-    tokens = tokenizer(text)["input_ids"]
-    return Prompt(tuple(tokens), (len(tokens),), (None,))
+def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, Block]]:
+    return [(turn, block) for turn in turns for block in turn.blocks]
+
+
+def _is_json(turn: Turn, block: Block) -> bool:
+    """Whether the template shows a block as JSON, rather than as a message's text."""
+    return turn.role == "tools" or block.call is not None
+
+
+def _leading(turns: Sequence[Turn]) -> int:
+    """How many turns come before the messages: the tools and the system prompt."""
+    return sum(1 for _ in itertools.takewhile(lambda turn: turn.role in ("tools", "system"), turns))
+
+
+def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[tuple[int, int, int]]]:
+    """Where the template shows tools and calls: for each of its pieces (start, stop, content block).
+
+    `templates[i]` stands behind the text of i blocks. Tools stand somewhere before the first message's text, a call
+    behind the text of its message. The first match counts, so a place does not depend on what follows it.
+    """
+    places: list[list[tuple[int, int, int]]] = [[] for _ in templates]
+    texts = index = at = offset = 0
+    head = sum(not _is_json(turn, block) for turn, block in _flat(turns[: _leading(turns)]))
+    for turn in turns:
+        texts += sum(not _is_json(turn, block) for block in turn.blocks)
+        for block in turn.blocks:
+            if _is_json(turn, block):
+                pieces = range(at, head + 1) if turn.role == "tools" else range(texts, texts + 1)
+                found = (
+                    (piece, start, start + len(form))
+                    for piece in pieces
+                    for form in _forms(turn, block)
+                    if (start := templates[piece].find(form, offset if piece == at else 0)) >= 0
+                )
+                place = next(found, None)
+                if place is None:
+                    raise invalid("This model's chat template does not show tools and their calls as JSON.")
+                at, start, offset = place
+                places[at].append((start, offset, index))
+            index += 1
+    return places
+
+
+def _forms(turn: Turn, block: Block) -> Iterator[str]:
+    """How templates write a call's arguments, or a tool's definition: whole, or what stands under `function`."""
+    value = json.loads(block.text)
+    for part in (value, value["function"]) if turn.role == "tools" else (value,):
+        yield to_json(part)
+        yield to_json(part, indent=4)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as the templates' own filter writes it."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options: dict[str, bool]) -> str:
-    """The rendered conversation, every content block between `begin` and `end`."""
+    """The rendered conversation, the text of every message's content block between `begin` and `end`."""
     if not getattr(tokenizer, "chat_template", None):
         raise invalid("This model has no chat template; use /v1/completions.")
-    messages = [
-        {"role": turn.role, "content": "\n".join(begin + block.text + end for block in turn.blocks)} for turn in turns
-    ]
+    tools = [json.loads(block.text) for turn, block in _flat(turns) if turn.role == "tools"]
+    messages = [_message(turn, begin, end) for turn in turns if turn.role != "tools"]
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
         raise invalid(f"The model's chat template refuses the messages: {error}") from None
     return text
 
 
+def _message(turn: Turn, begin: str, end: str) -> dict[str, Any]:
+    said = "\n".join(begin + block.text + end for block in turn.blocks if block.call is None)
+    calls = [
+        {"type": "function", "function": {"name": block.call, "arguments": json.loads(block.text)}}
+        for block in turn.blocks
+        if block.call is not None
+    ]
+    return {"role": turn.role, "content": said, **({"tool_calls": calls} if calls else {})}
+
+
 def _stripped(turn: Turn) -> Turn:
-    """The turn without whitespace at its two ends."""
+    """The turn without whitespace at the two ends of its text."""
     blocks = list(turn.blocks)
-    blocks[0] = replace(blocks[0], text=blocks[0].text.lstrip())
-    blocks[-1] = replace(blocks[-1], text=blocks[-1].text.rstrip())
+    if said := [i for i, block in enumerate(blocks) if not _is_json(turn, block)]:
+        blocks[said[0]] = replace(blocks[said[0]], text=blocks[said[0]].text.lstrip())
+        blocks[said[-1]] = replace(blocks[said[-1]], text=blocks[said[-1]].text.rstrip())
     return Turn(turn.role, tuple(blocks))
 
 
 def _unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:
     """Two strings that no message contains; of private-use characters, so templates leave them alone."""
-    text = "".join(block.text for turn in turns for block in turn.blocks)
+    text = "".join(block.text for _, block in _flat(turns))
     mark = "\ue000"
     while mark in text:
         mark += "\ue000"

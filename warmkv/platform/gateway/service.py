@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from warmkv import telemetry
@@ -17,11 +18,21 @@ from warmkv.platform.gateway.schema import WarmkvOptions
 from warmkv.platform.tenants import Tenant
 from warmkv.policies import pricing
 from warmkv.prefixes import breakpoints, hashing
-from warmkv.prefixes.record import Candidate, Mark, RequestRecord
+from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
+from warmkv.prefixes.writers import Writers
 from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came in: its name, when by the service's clock, and in Unix time."""
+
+    id: str
+    begun: float
+    time: float
 
 
 class Recorder(Protocol):
@@ -46,12 +57,23 @@ class Service:
     ) -> None:
         self.config, self._generate, self._recorder = config, generate, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
+        self._prices, self._writers = config.prices, Writers()
+
+    @contextmanager
+    def arriving(self) -> Iterator[Arrival]:
+        """Around the handling of a request, up to the beginning of its answer."""
+        arrival = Arrival(secrets.token_hex(12), self._clock(), self._wall_clock())
+        self._writers.arrived(arrival.id, arrival.begun)
+        try:
+            yield arrival
+        finally:
+            self._writers.left(arrival.id)
 
     def check_model(self, name: str) -> None:
         if name != self.config.model.name:
             raise ApiError("not_found_error", f"model: {name} (this server has {self.config.model.name})")
 
-    def check_marks(self, ttls: tuple[str | None, ...]) -> None:
+    def check_marks(self, ttls: Sequence[str | None]) -> None:
         """Refuse cache_control marks that the contract refuses."""
         cache = self.config.prefix_cache
         try:
@@ -62,19 +84,20 @@ class Service:
     async def start(
         self,
         api: str,
+        arrival: Arrival,
         tenant: Tenant,
         prompt: Prompt,
         sampling: SamplingParams,
         options: WarmkvOptions,
         *,
         explicit: bool,
+        tool_choice: str = "auto",
     ) -> Answer:
         """Send a request and wait for its first token. Raises ApiError while an HTTP status can still be given.
 
         `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read.
         """
-        begun, arrival = self._clock(), self._wall_clock()
-        request = self._request(tenant, prompt, sampling, options)
+        request = self._request(arrival.id, tenant, prompt, sampling, options, tool_choice)
         events = self._limited(self._generate(request))
         try:
             started = await anext(events)
@@ -90,20 +113,26 @@ class Service:
             model=self.config.model.name,
             api=api,
             tenant=tenant.label,
-            arrival=arrival,
+            arrival=arrival.time,
             request=request,
             started=started,
             usage=self._usage(request, started, explicit),
-            price=lambda usage: pricing.price(usage, self.config.pricing),
+            price=lambda usage: pricing.price(usage, self._prices),
             clock=self._clock,
-            begun=begun,
+            begun=arrival.begun,
             on_end=self._ended,
             events=events,
-            first_token=self._clock() - begun,
+            first_token=self._clock() - arrival.begun,
         )
 
     def _request(
-        self, tenant: Tenant, prompt: Prompt, sampling: SamplingParams, options: WarmkvOptions
+        self,
+        name: str,
+        tenant: Tenant,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: WarmkvOptions,
+        tool_choice: str,
     ) -> GenerateRequest:
         config, cache = self.config, self.config.prefix_cache
         if sampling.max_tokens > config.gateway.max_output_tokens:
@@ -118,20 +147,23 @@ class Service:
             tenant.salt, config.model.path, config.model.revision or "", config.model.dtype, str(cache.block_size)
         )
         size, tokens = cache.block_size, prompt.tokens
-        hashes = hashing.block_hashes(tokens, size, root)
-        marks = breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else ()
-        keys = {
-            at: hashing.prefix_key(tokens, at, size, hashes, root)
-            for at in breakpoints.read_candidates(prompt.ends, marks, cache.lookback)
-        }
+        plan = breakpoints.plan(
+            tokens,
+            prompt.ends,
+            breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
+            root,
+            block_size=size,
+            lookback=cache.lookback,
+            other_from=None if tool_choice == "auto" else prompt.head,
+        )
         return GenerateRequest(
-            id=secrets.token_hex(12),
+            id=name,
             token_ids=tokens,
-            hashes=tuple(hashes),
+            hashes=plan.hashes,
             sampling=sampling,
             policy=options.policy or config.compression.policy,
-            marks=tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks),
-            reads=tuple(Candidate(at, key) for at, key in keys.items()),
+            marks=plan.marks,
+            reads=plan.reads,
             replica=options.replica,
             tenant=tenant.label,
         )
@@ -151,9 +183,12 @@ class Service:
         tokens = len(request.token_ids)
         if not explicit:
             return Usage(input=tokens - started.cached_tokens, read=started.cached_tokens)
+        hit = self._writers.began(
+            request.id, started.replica, request.reads, request.marks, started.hit, started.written, self._clock()
+        )
         stored = max(started.hit, started.written)  # what memory did not suffice for is not billed as written
         marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks if mark.position <= stored]
-        return breakpoints.bill(tokens, marks, started.hit, self.config.prefix_cache.ttls)
+        return breakpoints.bill(tokens, marks, hit, self.config.prefix_cache.ttls)
 
     def _ended(self, answer: Answer, status: Status) -> None:
         usage, started, policy = answer.usage, answer.started, answer.request.policy
@@ -165,8 +200,9 @@ class Service:
             add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", policy=policy.name)
         add(telemetry.CACHED_TOKENS, started.cached_tokens, policy=policy.name)
         price = answer.price(usage)
-        for part in ("input", "read", "write", "output"):
-            add(telemetry.DOLLARS, getattr(price, part), part=part, policy=policy.name)
+        parts = {"input": price.input, "read": price.read, "write": price.total_write, "output": price.output}
+        for part, dollars in parts.items():
+            add(telemetry.DOLLARS, dollars, part=part, policy=policy.name)
         warmth = "warm" if started.cached_tokens else "cold"
         observe(telemetry.TTFT, answer.first_token, cache=warmth, policy=policy.name)
         if status == "ok":

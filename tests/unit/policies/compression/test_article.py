@@ -252,7 +252,7 @@ def test_attention_on_a_sink_goes_to_the_match_when_the_sink_is_gone(seen, expec
     """Scores [5, -2, -1.5, -1, 4.5]: the sink and the match share the attention; without the sink the match has all."""
     keys = torch.eye(5)[None]
     query = torch.tensor([5.0, -2.0, -1.5, -1.0, 4.5]).view(1, 1, 5)
-    shares = attend_rows(query, keys, keys, torch.tensor([seen]), 1.0).flatten()
+    shares = attend_rows(query, keys, keys, torch.tensor([seen]).float().log(), 1.0).flatten()
     torch.testing.assert_close(shares, torch.tensor(expected), atol=5e-6, rtol=0)
 
 

@@ -49,7 +49,7 @@ class Turbo(Codec):
         if head_dim % multiple:
             # Padding would need a place for head_dim: decoding could not tell how much to cut off again.
             raise ValueError(f"{self.name} needs a head_dim that is a multiple of {multiple}, not {head_dim}")
-        levels = _levels(self._bits, keys.device)
+        levels = self.levels(keys.device)
         rotated = keys.float() @ self._rotation(keys)
         norm = rotated.norm(dim=-1, keepdim=True)
         deviation = torch.where(norm == 0, 1.0, norm / sqrt(head_dim))
@@ -61,7 +61,11 @@ class Turbo(Codec):
     def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         packed, scale = parts
         codes = unpack(packed, self._bits, dim=-1).int()  # indexing with uint8 would mean a mask
-        return (_levels(self._bits, packed.device)[codes] * scale.float()).to(dtype)
+        return (self.levels(packed.device)[codes] * scale.float()).to(dtype)
+
+    def levels(self, device: torch.device) -> Tensor:
+        """What codes stand for, times the scale: float32 [2^bits], ascending."""
+        return _levels(self._bits, device)
 
     def to_basis(self, x: Tensor) -> Tensor:
         return (x.float() @ self._rotation(x)).to(x.dtype)

@@ -1,0 +1,76 @@
+"""Compiled decode steps: the same tokens as eager ones, and nothing is built again while requests come and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.replicas.conftest import Driver, make_request, random_model
+from tests.unit.replicas.test_engine import prompt
+from warmkv.config import EngineConfig
+from warmkv.replicas.engine import compiles
+from warmkv.replicas.forward import CompiledForward
+from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.protocol import GenerateRequest
+
+POLICIES = ["full", "snapkv@16:window=4", "h2o@20", "streaming_llm@20", "adakv@16:window=4", "full+kivi4"]
+
+
+@pytest.fixture(scope="module")
+def unpacked() -> LoadedModel:
+    return prepare(random_model("llama"), packed=False)
+
+
+@pytest.fixture(scope="module")
+def compiled(unpacked: LoadedModel) -> Driver:
+    driver = Driver(unpacked, compile="on", max_slots=8)
+    driver.engine.warm_up()
+    return driver
+
+
+@pytest.mark.slow
+def test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again(
+    compiled: Driver, unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requests(kind: str) -> list[GenerateRequest]:
+        return [
+            make_request(prompt(20 + 15 * i, seed=i), new=5 + 7 * i, policy=policy, name=f"{policy} {kind}")
+            for i, policy in enumerate(POLICIES)
+        ]
+
+    expected = [Driver(unpacked, compile="off").run(request)[0] for request in requests("eager")]
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
+    assert [compiled.run(request)[0] for request in requests("alone")] == expected
+
+
+def test_packed_weights_are_not_compiled(models: dict[str, LoadedModel]) -> None:
+    with pytest.raises(ValueError, match="packed=False"):
+        Driver(models["llama"], compile="on")
+
+
+def test_automatic_means_on_a_gpu() -> None:
+    config = EngineConfig()
+    assert compiles(config, torch.device("cuda"))
+    assert not compiles(config, torch.device("cpu"))
+    assert not compiles(config.model_copy(update={"compile": "off"}), torch.device("cuda"))
+    assert compiles(config.model_copy(update={"compile": "on"}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("choice", ["auto", "on"])
+def test_where_nothing_can_be_compiled_decoding_stays_eager_unless_it_must_not(
+    unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    def failing(self: CompiledForward) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(CompiledForward, "build", failing)  # a machine without a compiler
+    driver = Driver(unpacked, compile="on")
+    driver.engine.config = driver.engine.config.model_copy(update={"compile": choice})
+    if choice == "on":
+        with pytest.raises(RuntimeError, match="no compiler"):
+            driver.engine.warm_up()
+        return
+    driver.engine.warm_up()
+    request = make_request(prompt(30), new=10)
+    assert driver.run(request) == Driver(unpacked, compile="off").run(request)

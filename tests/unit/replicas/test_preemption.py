@@ -1,0 +1,109 @@
+"""A request that waits too long gets the room of a tenant that holds more; what was set aside resumes as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.test_matrix import POLICIES
+from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.protocol import GenerateRequest
+
+
+class Clock:
+    """Goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def of(tenant: str, seed: int, *, new: int = 40, policy: str = "full", length: int = 50) -> GenerateRequest:
+    request = make_request(prompt(length, seed=seed), new=new, policy=policy, name=f"{tenant}{seed}")
+    return replace(request, tenant=tenant)
+
+
+def busy(model: LoadedModel, **settings: object) -> Driver:
+    return Driver(model, **{"clock": Clock(), "max_slots": 5, "preempt_seconds": 30.0, **settings})  # type: ignore[arg-type]
+
+
+def crowd(driver: Driver, requests: list[GenerateRequest]) -> None:
+    """Let requests take all slots."""
+    driver.submit(*requests)
+    for _ in range(20):
+        driver.engine.step()
+    assert driver.engine.stats().decoding == len(requests)
+
+
+@pytest.mark.parametrize("policy", ["full", "rocketkv@20:window=4,kernel=3", *POLICIES])
+def test_what_was_set_aside_draws_the_same_tokens(models, policy):
+    greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]
+    modest = of("modest", 9, policy=policy, new=6)
+    alone = [Driver(models["llama"]).run(request)[0] for request in (*greedy, modest)]
+    driver = busy(models["llama"])
+    crowd(driver, greedy)
+    assert driver.run(modest) == alone[5:]
+    assert [driver.tokens(request.id) for request in greedy] == alone[:5]
+    assert driver.engine.stats().preempted > 0
+    assert all(slab.is_empty for slab in driver.engine.pool.slabs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 1), ({"preempt_seconds": None}, 0), ({"preempt_seconds": 1e6}, 0), ({"parked_bytes": 100}, 0)],
+)
+def test_one_is_set_aside_after_a_while_within_the_limit_of_bytes_unless_that_is_off(models, settings, expected):
+    driver = busy(models["llama"], **settings)
+    crowd(driver, [of("greedy", seed, new=80) for seed in range(5)])
+    driver.run(of("modest", 9))
+    assert driver.engine.stats().preempted == expected
+
+
+@pytest.mark.parametrize("tenants", [["greedy"] * 6, ["one", "two", "three", "four", "five", "six"]])
+def test_a_tenant_does_not_set_its_own_aside_nor_those_of_one_that_holds_as_little(models, tenants):
+    driver = busy(models["llama"])
+    *first, last = [of(tenant, seed, new=80) for seed, tenant in enumerate(tenants)]
+    crowd(driver, first)
+    driver.run(last)
+    assert driver.engine.stats().preempted == 0
+
+
+def test_requests_that_are_set_aside_can_be_cancelled(models):
+    driver = busy(models["llama"])
+    greedy = [of("greedy", seed, new=200) for seed in range(5)]
+    crowd(driver, greedy)
+    driver.submit(of("modest", 9, new=200))
+    while not driver.engine.scheduler.preempted:
+        assert driver.engine.step()
+    parked = next(sequence for sequence in driver.engine.scheduler.waiting if sequence.parked)
+    driver.engine.cancel(parked.request.id)
+    while driver.engine.step():
+        pass
+    assert driver.finished(parked.request.id).reason == "cancelled"
+    assert all(len(driver.tokens(r.id)) == 200 for r in greedy if r.id != parked.request.id)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_with_little_room_everybody_is_served_and_the_limit_holds(models, tight):
+    """Twelve requests of three tenants, the first six all of one."""
+    driver = busy(models["llama"], kv_bytes=250_000 if tight else 1 << 26, preempt_seconds=5.0)
+    policies = ["full", "snapkv@16:window=4", "adakv@16:window=4", "pyramidkv@16:window=4"]
+    requests = [
+        of(tenant, seed, policy=policies[seed % 4], new=150 if tenant == "a" else 20, length=30 + 5 * seed)
+        for seed, tenant in enumerate(["a", "a", "a", "a", "a", "a", "b", "b", "c", "a", "b", "c"])
+    ]
+    alone = [Driver(models["llama"]).run(request)[0] for request in requests]
+    driver.submit(*requests[:6])
+    while driver.engine.stats().decoding < 3:
+        driver.engine.step()
+    driver.submit(*requests[6:])
+    while driver.engine.step():
+        assert driver.engine.pool.allocated_bytes <= int(driver.engine.config.kv_bytes)
+    assert [driver.tokens(request.id) for request in requests] == alone
+    assert driver.engine.stats().preempted > 0

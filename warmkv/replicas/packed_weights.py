@@ -1,0 +1,57 @@
+"""Weights as oneDNN lays them out: on a CPU, products with few rows read them at twice the speed of plain ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 8
+"""Rows for which the layout is chosen. One for 8 rows is fast for 512, too; one for a single row is not for 8."""
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` for inference, its weight packed; it has no `weight` that others could read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+
+    @property
+    def nbytes(self) -> int:
+        return self.in_features * self.out_features * self._packed.element_size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs weights of a type; it does in float32 on CPUs, where oneDNN is built in."""
+    operators = torch.ops.mkldnn
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and all(hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+    )
+
+
+@torch.inference_mode()
+def pack_linears(module: nn.Module) -> None:
+    """Replace every plain linear layer inside a module. A weight that an embedding shares stays there as well."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)
+
+
+def packed_bytes(module: Any) -> int:
+    """Bytes of packed weights inside a module."""
+    return sum(child.nbytes for child in module.modules() if isinstance(child, PackedLinear))

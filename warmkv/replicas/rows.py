@@ -1,0 +1,184 @@
+"""Bookkeeping of rows, on the host: how full each is and where its next token goes.
+
+A row is one KV head's cache of one sequence. The numbers of all rows of a replica stand side by side, so a decode step
+advances them all at once, however many slabs they are spread over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from warmkv.policies.slot_sizes import RowKind
+from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.policy_spec import DecodeRule
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+FREE = -1
+"""The owner of a row that nobody has."""
+APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))
+
+
+@dataclass(slots=True)
+class RowState:
+    """What is known of some rows, each int64 [rows]."""
+
+    owner: Ints  # id of the slot that the row belongs to, or FREE
+    head: Ints  # its KV head
+    count: Ints  # entries ever put in
+    limit: Ints  # entries that may be in use
+    recent: Ints  # newest entries that argmin never gives up
+    pages: Ints  # pages that may be read
+    packed_limit: Ints  # grouped: packed entries that may be in use
+    packed: Ints  # packed entries in use
+    cursor: Ints  # packed entry of a ring that is overwritten next
+    tail_limit: Ints  # entries that may wait
+    tail_start: Ints  # the oldest of them
+    waiting: Ints  # how many do
+    # Of the kind of row:
+    decode: Ints  # APPEND, RING, ARGMIN
+    grouped: Ints  # whether new entries wait in a tail
+    front: Ints  # entries before the tail
+    sinks: Ints  # entries that a ring never overwrites
+
+    @classmethod
+    def of_kind(cls, kind: RowKind, rows: int) -> RowState:
+        """Free rows."""
+        state = cls.over(np.zeros((len(fields(cls)), rows), dtype=np.int64))
+        state.owner[:] = FREE
+        state.decode[:] = get_args(DecodeRule).index(kind.decode)
+        state.grouped[:], state.front[:], state.sinks[:] = kind.grouped, kind.front, kind.sinks
+        return state
+
+    @classmethod
+    def over(cls, matrix: Ints) -> RowState:
+        """Views of a matrix [fields, rows]."""
+        return cls(*matrix)
+
+    @classmethod
+    def join(cls, states: Sequence[RowState]) -> tuple[RowState, list[RowState]]:
+        """All rows of some states in one, and each of these as views of it."""
+        if not states:
+            return cls.over(np.zeros((len(fields(cls)), 0), dtype=np.int64)), []
+        matrix = np.concatenate([state._matrix() for state in states], axis=1)
+        ends = np.cumsum([len(state) for state in states])
+        parts = [cls.over(matrix[:, end - len(state) : end]) for state, end in zip(states, ends, strict=True)]
+        return cls.over(matrix), parts
+
+    def _matrix(self) -> Ints:
+        return np.stack([getattr(self, field.name) for field in fields(self)])
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    def first(self, rows: int) -> RowState:
+        """The same of the first rows only, as views."""
+        return RowState(*(getattr(self, field.name)[:rows] for field in fields(self)))
+
+    def chosen(self, rows: Sequence[int]) -> RowState:
+        """The same of some rows, as copies."""
+        return RowState.over(self._matrix()[:, list(rows)])
+
+    def free(self, row: int) -> None:
+        """Forget what a row held."""
+        for field in fields(self)[:-4]:
+            getattr(self, field.name)[row] = 0
+        self.owner[row] = FREE
+
+    def take(self, rows: Sequence[int], other: RowState, which: Sequence[int]) -> None:
+        """What `which` rows of another state held is in these rows now; they keep their owner."""
+        for field in fields(self)[1:]:
+            getattr(self, field.name)[list(rows)] = getattr(other, field.name)[list(which)]
+
+    def start(
+        self, row: int, kind: RowKind, *, kept: int, limit: int, packed_limit: int, recent: int, pages: int
+    ) -> None:
+        """Set a row up that begins with `kept` entries and will use at most `limit`.
+
+        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's.
+        """
+        if kind.decode == "ring" and limit <= kind.sinks:
+            raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
+        self.count[row], self.limit[row], self.recent[row], self.pages[row] = kept, limit, recent, pages
+        if kind.grouped:
+            front = min(kept, kind.front)
+            self.packed_limit[row] = packed_limit
+            # What whole groups cannot use of an evicting row's limit, the tail does.
+            self.tail_limit[row] = kind.tail if kind.decode == "append" else limit - kind.front - packed_limit
+            more = max(0, kept - front - int(self.tail_limit[row]))
+            self.packed[row] = -(-more // KIVI_GROUP) * KIVI_GROUP
+            self.waiting[row] = kept - front - self.packed[row]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What rows do in a step, each [rows]; an idle row, which nobody reads, has one entry in use and writes to it."""
+
+    entries: Ints  # where the new token goes (of front and tail, where there are any)
+    before: Ints  # entries in use before it
+    lengths: Ints  # entries in use with it
+    full: Bools  # rows that are at their limit
+
+
+def advance(state: RowState, active: Bools) -> Advance:
+    """Put a token into every active row. Tails that are full must have been packed before."""
+    grouped, front = state.grouped > 0, state.count < state.front
+    full = active & (state.count >= state.limit)
+    if (full & (state.decode == APPEND)).any():
+        raise RuntimeError("a slot is full and its policy does not overwrite")
+    around = state.sinks + (state.count - state.limit) % np.maximum(state.limit - state.sinks, 1)
+    in_tail = state.front + (state.tail_start + state.waiting) % np.maximum(state.tail_limit, 1)
+    entries = np.where(full, np.where(state.decode == RING, around, 0), state.count)
+    entries = np.where(grouped & ~front, in_tail, np.where(grouped, state.count, entries))
+    before = np.minimum(state.count, state.limit)
+    state.waiting += active & grouped & ~front
+    state.count += active
+    in_front = np.minimum(state.count, state.front)
+    lengths = np.where(grouped, state.packed + in_front + state.waiting, np.minimum(state.count, state.limit))
+    return Advance(np.where(active, entries, 0), before, np.where(active, lengths, 1), full)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Rows whose tail is full, and the group that leaves it."""
+
+    rows: Ints  # [m]
+    waiting: Ints  # [m, KIVI_GROUP] their places in the tail
+    groups: Ints | None  # [m] where they go; None: over the entries with the lowest scores
+    packed: Ints  # [m] packed entries in use, with this group where it adds to them
+
+
+def take_due(state: RowState, active: Bools) -> list[Due]:
+    """Make room in the tails that are full."""
+    due = np.flatnonzero(active & (state.grouped > 0) & (state.waiting >= state.tail_limit))
+    if not len(due):
+        return []
+    waiting = (state.tail_start[due, None] + np.arange(KIVI_GROUP)) % state.tail_limit[due, None]
+    state.tail_start[due] = (state.tail_start[due] + KIVI_GROUP) % state.tail_limit[due]
+    state.waiting[due] -= KIVI_GROUP
+    room = state.packed[due] < state.packed_limit[due]
+    groups = np.where(room, state.packed[due], state.cursor[due]) // KIVI_GROUP
+    state.packed[due[room]] += KIVI_GROUP
+    turned = due[~room]
+    state.cursor[turned] = (state.cursor[turned] + KIVI_GROUP) % np.maximum(state.packed_limit[turned], 1)
+    placed = room | (state.decode[due] != ARGMIN)
+    return [
+        Due(due[these], waiting[these], groups[these] if these is placed else None, state.packed[due[these]])
+        for these in (placed, ~placed)
+        if these.any()
+    ]
+
+
+def seen_beside(state: RowState, active: Bools, kind: RowKind) -> Bools:
+    """Which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
+    tail = np.arange(kind.tail)
+    in_front = np.where(active, np.minimum(state.count, kind.front), 0)
+    since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)
+    waits = (tail < state.tail_limit[:, None]) & (since < state.waiting[:, None])
+    return np.concatenate([np.arange(kind.front) < in_front[:, None], waits | ~active[:, None]], axis=1)
