@@ -20,6 +20,7 @@ from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
 from warmkv.simulator.calibrate_command import calibrate
+from warmkv.simulator.command_line import JsonCommand
 from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -128,10 +129,10 @@ def demo(
     raise typer.Exit(0 if result.passed else 1)
 
 
-app.command()(simulator_commands.replay)
+app.command(cls=JsonCommand)(simulator_commands.replay)
 app.command()(workload)
-app.command()(cachesim)
-app.command()(calibrate)
+app.command(cls=JsonCommand)(cachesim)
+app.command(cls=JsonCommand)(calibrate)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from warmkv.config import Config, ConfigError, load
 
@@ -22,9 +24,26 @@ SetOption = Annotated[
     list[str], typer.Option("--set", help="A setting, as in `--set cluster.replicas=4`. May be repeated.")
 ]
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON; `-` prints only them.")
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Write all figures as JSON to a file; without one, or with `-`, print only them.",
+    ),
 ]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+
+
+class JsonCommand(TyperCommand):
+    """A command whose --json may stand without a file, and then means standard output: typer itself wants a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for arg, following in zip_longest(args, args[1:], fillvalue="--"):
+            given.append(arg)
+            if arg == "--json" and following.startswith("-") and following != "-":
+                given.append("-")
+        return super().parse_args(ctx, given)
 
 
 def fail(what: str, message: str) -> NoReturn:

@@ -9,9 +9,10 @@ from tests.unit.simulator.published import published
 from tests.unit.simulator.test_commands import modules_after
 from tests.unit.simulator.test_traces import FILES, MOONCAKE
 from warmkv.simulator.cachesim_command import cachesim
+from warmkv.simulator.command_line import JsonCommand
 
 app = typer.Typer(rich_markup_mode="markdown")
-app.command()(cachesim)
+app.command(cls=JsonCommand)(cachesim)
 
 
 def call(*arguments):
@@ -63,6 +64,13 @@ def test_sizes_in_bytes_and_corrections(trace):
 def test_without_capacities_round_ones_are_shown(trace):
     assert [point["amount"] for point in figures(trace)["points"]] == [10e3, None]
     assert [point["amount"] for point in figures(trace, "--ttl", 5)["points"]] == [None]
+
+
+def test_json_without_a_file_is_printed(trace):
+    expected = call(trace, "--capacity", "2k", "--json", "-").stdout
+    assert call(trace, "--capacity", "2k", "--json").stdout == expected
+    assert call(trace, "--json", "--capacity", "2k").stdout == expected
+    assert json.loads(expected)["points"]
 
 
 def test_a_table_and_a_file(trace, tmp_path):

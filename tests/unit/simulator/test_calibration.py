@@ -17,12 +17,13 @@ from warmkv.simulator import calibration, measured, timing
 from warmkv.simulator.batching import Limits, Sequence, Server
 from warmkv.simulator.calibrate_command import calibrate as command
 from warmkv.simulator.calibration import CalibrationError
+from warmkv.simulator.command_line import JsonCommand
 from warmkv.simulator.replay import recorded_policy
 from warmkv.simulator.traces import TraceError
 
 TRUE = StepCost(0.012, 4e-5, 8e-8)
 app = typer.Typer(rich_markup_mode="markdown")
-app.command()(command)
+app.command(cls=JsonCommand)(command)
 
 
 def call(*arguments):

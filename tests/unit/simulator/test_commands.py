@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from tests.unit.simulator.conversations import record
 from warmkv.simulator import commands
+from warmkv.simulator.command_line import JsonCommand
 from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(rich_markup_mode="markdown")
-app.command()(commands.replay)
+app.command(cls=JsonCommand)(commands.replay)
 app.command()(workload)
 
 
