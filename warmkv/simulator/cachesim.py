@@ -7,8 +7,7 @@ all of them. The rates are shares of all prompt tokens and of all blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -100,33 +99,29 @@ def lru(
     """
     if not trace.block_size and len(trace):
         raise CacheSimError(f"a trace of the format {trace.format} has no block hashes, so nothing can be found in it")
-    capacities, lifetimes, worths = [], [], []
-    for part in _caches(trace, scope):
-        sizes = part.block_tokens()
-        weights = sizes if unit == "tokens" else np.ones_like(sizes)
-        found = needs(part.blocks, part.offsets, weights, part.arrival, tail_first=tail_first)
-        capacities.append(found.capacity)
-        lifetimes.append(found.lifetime)
-        worths.append(_worth(part, sizes, correction))
-    empty = np.empty(0)
-    return LruCurve(
-        np.concatenate([np.empty(0, dtype=np.int64), *worths]),
-        np.concatenate([empty, *capacities]),
-        np.concatenate([empty, *lifetimes]),
-        int(trace.input_tokens.sum(dtype=np.int64)),
-    )
+    grouped = _grouped(trace, scope)
+    sizes = grouped.block_tokens()
+    weights = sizes if unit == "tokens" else np.ones_like(sizes)
+    found = needs(grouped.blocks, grouped.offsets, weights, grouped.arrival, tail_first=tail_first)
+    worth = _worth(grouped, sizes, correction)
+    return LruCurve(worth, found.capacity, found.lifetime, int(trace.input_tokens.sum(dtype=np.int64)))
 
 
-def _caches(trace: Trace, scope: Scope) -> Sequence[Trace]:
-    """The requests of each cache."""
+def _grouped(trace: Trace, scope: Scope) -> Trace:
+    """The requests of each cache one after the other, with blocks that are its own.
+
+    Between two uses of a block there are then only requests of its cache, so one pass serves all of them.
+    """
     if scope == "global":
-        return [trace]
+        return trace
     owner = trace.session if scope == "session" else trace.tenant
     if (owner == UNKNOWN).any():
         raise CacheSimError(f"the trace does not tell the {scope} of every request")
     order = np.argsort(owner, kind="stable")
-    starts = np.flatnonzero(np.diff(owner[order], prepend=UNKNOWN))
-    return [trace.take(requests) for requests in np.split(order, starts[1:])] if len(order) else []
+    grouped = trace.take(order)
+    distinct, blocks = np.unique(grouped.blocks, return_inverse=True)
+    blocks += np.repeat(owner[order].astype(np.int64), np.diff(grouped.offsets)) * len(distinct)
+    return replace(grouped, blocks=blocks)
 
 
 def _worth(trace: Trace, sizes: Ints, correction: Correction) -> Ints:

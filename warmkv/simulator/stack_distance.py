@@ -33,8 +33,9 @@ def needs(blocks: Ints, offsets: Ints, weights: Ints, arrival: Floats, *, tail_f
     """One LRU for all requests, which come in order and take no time.
 
     `blocks` [m], of request i from offsets[i] to offsets[i + 1]; `weights` [m] are what they take; `arrival` [n]
-    ascends. A request first looks up its blocks, then uses all of them from head to tail, so that its tail is the most
-    recent; or with `tail_first` the other way round, so that the ends of prompts are evicted first.
+    ascends among requests that share blocks. A request first looks up its blocks, then uses all of them from head to
+    tail, so that its tail is the most recent; or with `tail_first` the other way round, so that the ends of prompts are
+    evicted first.
     """
     counts = np.diff(offsets)
     request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
