@@ -19,6 +19,10 @@ from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
 from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
+from warmkv.simulator.cachesim_command import cachesim
+from warmkv.simulator.calibrate_command import calibrate
+from warmkv.simulator.command_line import JsonCommand
+from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
@@ -127,8 +131,10 @@ def demo(
     raise typer.Exit(0 if result.passed else 1)
 
 
-app.command()(simulator_commands.replay)
-app.command()(simulator_commands.workload)
+app.command(cls=JsonCommand)(simulator_commands.replay)
+app.command()(workload)
+app.command(cls=JsonCommand)(cachesim)
+app.command(cls=JsonCommand)(calibrate)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)

@@ -5,36 +5,39 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from warmkv.config import Config, ConfigError, load
+from warmkv.config import Config
 from warmkv.simulator import variants
-from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
+from warmkv.simulator.command_line import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    StrictOption,
+    bar,
+    errors,
+    fail,
+    read_config,
+    told,
+    write,
+)
 
 if TYPE_CHECKING:
     from warmkv.policies.costs import StepTimes as Times
+    from warmkv.simulator.access_log import Log
     from warmkv.simulator.replay import Result
-    from warmkv.simulator.traces import Trace
 
-errors = Console(stderr=True)
 TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
-SESSIONS = ShareGPTLike()
 
 
 class StepTimes(StrEnum):
     AUTO = "auto"
     CONFIG = "config"
     LOG = "log"
-
-
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
-SetOption = Annotated[
-    list[str], typer.Option("--set", help="A setting, as in `--set cluster.replicas=4`. May be repeated.")
-]
 
 
 def replay(
@@ -60,10 +63,8 @@ def replay(
         Path | None,
         typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON; `-` prints only them.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken line of the log.")] = False,
+    json_file: JsonOption = None,
+    strict: StrictOption = False,
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006 (Typer copies it)
 ) -> None:
@@ -74,14 +75,14 @@ def replay(
     """
     if profile is not None:
         if step_times is StepTimes.LOG:
-            _fail("replay", "--profile and --step-times log exclude each other")
+            fail("replay", "--profile and --step-times log exclude each other")
         set_ = [*set_, f"simulator.profile={json.dumps(str(profile))}"]
-    settings = _read_config(config, set_)
+    settings = read_config(config, set_)
     trace = _read_trace(log, strict)
     try:
         grid = variants.grid(settings.compression.policy, ttl, [_budget(text) for text in budget], policy)
     except variants.VariantError as error:
-        _fail("replay", str(error))
+        fail("replay", str(error))
     if as_recorded:
         grid = [variants.Variant(), *grid]
 
@@ -93,7 +94,7 @@ def replay(
         stand_ins = timing.stand_ins(cost, [variant.policy for variant in grid if variant.policy])
         results = _replay_with_bar(trace, settings, grid, cost)
     except ValueError as error:
-        _fail("replay", str(error))
+        fail("replay", str(error))
 
     if stand_ins:
         errors.print(f"[yellow]not measured:[/yellow] {', '.join(stand_ins)}", highlight=False)
@@ -110,97 +111,31 @@ def replay(
     console.width = max(console.width, TABLE_WIDTH)
     report.show(results, console)
     if json_file is not None:
-        try:
-            Path(json_file).write_text(document + "\n", encoding="utf-8")
-        except OSError as error:
-            _fail("replay", f"cannot write {json_file}: {error.strerror}")
+        write(document, json_file, "replay")
 
 
-def workload(
-    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations.")] = SESSIONS.sessions,
-    hours: Annotated[float, typer.Option(min=0, help="Time in which they begin.")] = SESSIONS.hours,
-    cv: Annotated[
-        float, typer.Option(min=0, help="Burstiness of their beginnings: 1 is Poisson, 0 a clock.")
-    ] = SESSIONS.cv,
-    think_scale: Annotated[float, typer.Option(min=0, help="Factor on the time between turns.")] = SESSIONS.think_scale,
-    length_scale: Annotated[float, typer.Option(help="Factor on all lengths, above 0.")] = SESSIONS.length_scale,
-    system_prompts: Annotated[
-        int, typer.Option(min=0, help="System prompts that sessions share.")
-    ] = SESSIONS.system_prompts,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")] = 0,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006 (Typer copies it)
-) -> None:
-    """Write an access log of ShareGPT-like sessions, to be replayed.
-
-    Example: `warmkv workload --sessions 500 --hours 2 --cv 2 --out sessions.jsonl && warmkv replay sessions.jsonl`
-    """
-    settings = _read_config(config, set_)
-
-    import numpy as np
-
-    from warmkv.simulator import workloads
-
-    try:
-        wanted = ShareGPTLike(
-            sessions=sessions,
-            hours=hours,
-            cv=cv,
-            think_scale=think_scale,
-            length_scale=length_scale,
-            system_prompts=system_prompts,
-        )
-        records = workloads.generate(wanted, np.random.SeedSequence(seed), settings)
-    except WorkloadError as error:
-        _fail("workload", str(error))
-    try:
-        count = workloads.write(records, out)
-    except OSError as error:
-        _fail("workload", f"cannot write {out}: {error.strerror}")
-    errors.print(
-        f"{out}: {count:,} requests in {sessions:,} sessions, {sum(r.input_tokens for r in records):,} prompt tokens",
-        highlight=False,
-    )
-
-
-def _replay_with_bar(trace: Trace, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _replay_with_bar(trace: Log, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
     from warmkv.simulator.replay import replay as run
 
     count = len(trace.requests)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("replaying", total=count * len(grid))
-
-        def progress(number: int, arrived: int) -> None:
-            bar.update(task, completed=number * count + arrived, description=grid[number].label)
-
-        return run(trace.requests, settings, grid, times, progress=progress)
+    with bar("replaying", count * len(grid)) as progress:
+        return run(
+            trace.requests, settings, grid, times, progress=lambda number, arrived: progress(number * count + arrived)
+        )
 
 
-def _read_trace(log: Path, strict: bool) -> Trace:
-    from warmkv.simulator import traces
+def _read_trace(log: Path, strict: bool) -> Log:
+    from warmkv.simulator import access_log
+    from warmkv.simulator.traces import TraceError
 
     try:
-        trace = traces.read(log, strict=strict)
-    except traces.TraceError as error:
-        _fail("replay", str(error))
-    if trace.broken:
-        errors.print(f"[yellow]{trace.broken:,} broken lines left out[/yellow]; the first: {trace.faults[0]}")
-    if trace.skipped:
-        errors.print(f"{trace.skipped:,} requests left out that failed or were cancelled", highlight=False)
+        trace = access_log.read(log, strict=strict)
+    except TraceError as error:
+        fail("replay", str(error))
+    told(trace.broken, trace.skipped, trace.faults)
     if not trace.requests:
-        _fail("replay", f"{log} has no request to replay; the gateway writes one to gateway.access_log")
+        fail("replay", f"{log} has no request to replay; the gateway writes one to gateway.access_log")
     return trace
-
-
-def _read_config(path: Path | None, flags: list[str]) -> Config:
-    try:
-        return load(path, flags=flags)
-    except ConfigError as error:
-        _fail("configuration", str(error))
 
 
 def _budget(text: str) -> int | float:
@@ -208,10 +143,3 @@ def _budget(text: str) -> int | float:
         return int(text) if text.isdigit() else float(text)
     except ValueError:
         raise variants.VariantError(f"--budget {text}: write tokens (1024) or a share of the prompt (0.2)") from None
-
-
-def _fail(what: str, message: str) -> NoReturn:
-    """End the program with code 2, as for any fault in what was asked."""
-    errors.print(f"[red]{what}:[/red] ", end="")
-    errors.print(message, highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -1,13 +1,14 @@
-"""Synthetic traffic: sessions as people hold them with a chat model, written as an access log.
+"""Synthetic traffic: sessions as people and agents hold them with a model, written as an access log.
 
 Every session resends its whole history with each turn and waits for the answer before it thinks about the next one.
-The figures are those published for ShareGPT (lengths) and BurstGPT (turns and think times).
+The settings, and where their figures come from, stand in `sessions.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,16 @@ from warmkv.config import Config
 from warmkv.prefixes.breakpoints import BreakpointError, breakpoints, check_marks, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
-from warmkv.simulator.sessions import ShareGPTLike, WorkloadError
+from warmkv.simulator.sessions import Workload, WorkloadError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+DAY = 86_400.0
+GRID = 60.0  # seconds between the points at which a day's rate is known
 Z90 = 1.2815515655446004  # the standard normal's 90th percentile
 
 
-def generate(settings: ShareGPTLike, seed: np.random.SeedSequence, config: Config) -> list[RequestRecord]:
+def generate(settings: Workload, seed: np.random.SeedSequence, config: Config) -> list[RequestRecord]:
     """Records in the order of arrival, the first session starting near time 0; no timings and no usage.
 
     Marks stand at the end of the system prompt and at the end of every prompt, so that a turn reads what the turn
@@ -33,14 +36,16 @@ def generate(settings: ShareGPTLike, seed: np.random.SeedSequence, config: Confi
 
     Raises WorkloadError if the configuration does not know the TTLs of the marks.
     """
-    marked = [settings.system_ttl] if settings.system_prompts else []
+    prefixes = (settings.system_prompts or settings.tool_sets) > 0
+    marked = [settings.system_ttl] * (prefixes + (settings.documents > 0))
     cache = config.prefix_cache
     try:
         check_marks([*marked, settings.history_ttl], cache.ttls, cache.max_breakpoints)
     except BreakpointError as error:
         raise WorkloadError(str(error)) from None
-    streams = [np.random.default_rng(child) for child in seed.spawn(7)]
-    of_arrivals, of_turns, of_questions, of_answers, of_systems, of_thoughts, of_contents = streams
+    streams = [np.random.default_rng(child) for child in seed.spawn(10)]
+    of_arrivals, of_turns, of_questions, of_answers, of_systems, of_thoughts, of_contents, *of_pools = streams
+    of_tools, of_documents, of_passages = of_pools
 
     starts = session_starts(settings, of_arrivals)
     turns = session_turns(settings, of_turns)
@@ -53,16 +58,26 @@ def generate(settings: ShareGPTLike, seed: np.random.SeedSequence, config: Confi
     users = lengths(user_mean * scale, settings.user_sigma, of_questions)
     answers = lengths(answer_mean * scale, settings.answer_sigma, of_answers)
     thoughts = think_times(settings, len(opening), of_thoughts)
-    systems, chosen = _system_prompts(settings, of_systems)
+
+    def pool(count: int, tokens: float, sigma: float, draws: int, rng: np.random.Generator) -> list[Ints]:
+        return shared_texts(count, tokens * scale, sigma, draws, settings, rng)
+
+    sessions, sigma = settings.sessions, settings.pool_sigma
+    systems = pool(settings.system_prompts, settings.system_tokens, settings.system_sigma, sessions, of_systems)
+    tools = pool(settings.tool_sets, settings.tool_tokens, sigma, sessions, of_tools)
+    documents = pool(settings.documents, settings.document_tokens, sigma, sessions, of_documents)
+    each = settings.passages
+    passages = pool(settings.passage_pool, settings.passage_tokens, sigma, each * len(opening), of_passages)
 
     records = []
     for session in range(settings.sessions):
         part = slice(firsts[session], firsts[session] + turns[session])
-        system = systems[chosen[session]] if len(systems) else np.empty(0, dtype=np.int64)
+        shared = [np.concatenate([tools[session], systems[session]]), documents[session]]
         records += _session(
             f"{session:06d}",
             float(starts[session]),
-            system,
+            [tokens for tokens in shared if len(tokens)],
+            passages[part.start * each : part.stop * each],
             users[part],
             answers[part],
             thoughts[part],
@@ -70,6 +85,17 @@ def generate(settings: ShareGPTLike, seed: np.random.SeedSequence, config: Confi
             of_contents,
             config,
         )
+    records.sort(key=lambda record: record.arrival)
+    return records
+
+
+def mix(parts: Mapping[str, Workload], seed: np.random.SeedSequence, config: Config) -> list[RequestRecord]:
+    """Several workloads at once, in the order of arrival; ids begin with their names. Raises WorkloadError."""
+    records = [
+        replace(record, id=f"{name}-{record.id}")
+        for (name, settings), child in zip(parts.items(), seed.spawn(len(parts)), strict=True)
+        for record in generate(settings, child, config)
+    ]
     records.sort(key=lambda record: record.arrival)
     return records
 
@@ -84,8 +110,8 @@ def write(records: Iterable[RequestRecord], path: Path) -> int:
     return count
 
 
-def session_starts(settings: ShareGPTLike, rng: np.random.Generator) -> Floats:
-    """When sessions begin: Gamma gaps with the mean that fits them into the hours."""
+def session_starts(settings: Workload, rng: np.random.Generator) -> Floats:
+    """When sessions begin: Gamma gaps with the mean that fits them into the hours, shorter at the peak of the day."""
     if not settings.sessions:
         return np.empty(0)
     mean = settings.hours * 3600 / settings.sessions
@@ -93,11 +119,24 @@ def session_starts(settings: ShareGPTLike, rng: np.random.Generator) -> Floats:
         gaps = np.full(settings.sessions, mean)
     else:
         gaps = rng.gamma(settings.cv**-2, mean * settings.cv**2, settings.sessions)
-    starts: Floats = np.cumsum(gaps) - gaps[:1]
-    return starts
+    return at_daily_rate(np.cumsum(gaps) - gaps[:1], settings.swing, settings.peak_hour)
 
 
-def session_turns(settings: ShareGPTLike, rng: np.random.Generator) -> Ints:
+def at_daily_rate(times: Floats, swing: float, peak_hour: float) -> Floats:
+    """Move times of a steady rate so that the rate is 1 + swing * cos(2 pi (hour - peak) / 24) times as high.
+
+    This stretches time itself: gaps keep their distribution relative to the rate, and a day its mean.
+    """
+    if not swing or not len(times):
+        return times
+    turn, peak = 2 * math.pi / DAY, peak_hour * 3600
+    clock = np.arange(0.0, times[-1] + DAY, GRID)
+    elapsed = clock + swing / turn * (np.sin(turn * (clock - peak)) + math.sin(turn * peak))
+    moved: Floats = np.interp(times, elapsed, clock)
+    return moved
+
+
+def session_turns(settings: Workload, rng: np.random.Generator) -> Ints:
     more = settings.turns_mean - 1
     if not more:
         return np.ones(settings.sessions, dtype=np.int64)
@@ -113,7 +152,7 @@ def lengths(mean: Floats, sigma: float, rng: np.random.Generator) -> Ints:
     return counts
 
 
-def think_times(settings: ShareGPTLike, count: int, rng: np.random.Generator) -> Floats:
+def think_times(settings: Workload, count: int, rng: np.random.Generator) -> Floats:
     """Seconds from an answer to the next turn: lognormal, with one spread below the median and another above it.
 
     No single lognormal has the three published percentiles; two halves that meet at the median have them exactly.
@@ -125,34 +164,38 @@ def think_times(settings: ShareGPTLike, count: int, rng: np.random.Generator) ->
     return times
 
 
-def _system_prompts(settings: ShareGPTLike, rng: np.random.Generator) -> tuple[list[Ints], Ints]:
-    """The tokens of the shared system prompts, and which one each session has."""
-    count = settings.system_prompts
-    if not count:
-        return [], np.zeros(settings.sessions, dtype=np.int64)
-    sizes = lengths(np.full(count, settings.system_tokens * settings.length_scale), settings.system_sigma, rng)
+def shared_texts(
+    count: int, tokens: float, sigma: float, draws: int, settings: Workload, rng: np.random.Generator
+) -> list[Ints]:
+    """The tokens of each of so many draws from a pool of `count` texts, by a Zipf law; empty if the pool is."""
+    if not count or not draws:
+        return [np.empty(0, dtype=np.int64)] * draws
+    sizes = lengths(np.full(count, tokens), sigma, rng)
     weights = np.arange(1, count + 1) ** -settings.zipf
-    chosen = rng.choice(count, size=settings.sessions, p=weights / weights.sum())
-    return [rng.integers(settings.vocabulary, size=size) for size in sizes], chosen
+    chosen = rng.choice(count, size=draws, p=weights / weights.sum())
+    texts = [rng.integers(settings.vocabulary, size=size) for size in sizes]
+    return [texts[number] for number in chosen]
 
 
 def _session(
     name: str,
     start: float,
-    system: Ints,
+    shared: Sequence[Ints],
+    passages: Sequence[Ints],
     users: Ints,
     answers: Ints,
     thoughts: Floats,
-    settings: ShareGPTLike,
+    settings: Workload,
     contents: np.random.Generator,
     config: Config,
 ) -> list[RequestRecord]:
     """The requests of one session. All prompts are beginnings of one text, so its blocks are hashed once."""
     cache, size = config.prefix_cache, config.prefix_cache.block_size
-    said = np.column_stack([users, answers]).ravel()  # user, answer, user, answer, ...
-    text = np.concatenate([system, contents.integers(settings.vocabulary, size=int(said.sum()))]).astype("<u4")
-    ends = (len(system) + np.cumsum(said)).tolist()
-    first_ends, first_ttls = ([len(system)], [settings.system_ttl]) if len(system) else ([], [])
+    text, ends = _transcript(
+        shared, passages, users, answers, contents.integers(settings.vocabulary, size=int(users.sum() + answers.sum()))
+    )
+    first_ends = np.cumsum([len(tokens) for tokens in shared]).tolist()
+    first_ttls = [settings.system_ttl] * len(shared)
     root = chain_root(b"generated", config.model.name, str(size))
     hashes = tuple(block_hashes(text, size, root))
 
@@ -182,3 +225,19 @@ def _session(
         )
         arrival += float(answers[turn]) / settings.tokens_per_second + float(thoughts[turn])
     return records
+
+
+def _transcript(
+    shared: Sequence[Ints], passages: Sequence[Ints], users: Ints, answers: Ints, contents: Ints
+) -> tuple[NDArray[np.uint32], list[int]]:
+    """All that is said in a session, and the ends of question, answer, question, ... in it."""
+    each = len(passages) // len(users)
+    parts, ends, at, used = list(shared), [], sum(map(len, shared)), 0
+    for turn, (question, answer) in enumerate(zip(users.tolist(), answers.tolist(), strict=True)):
+        found = passages[turn * each : (turn + 1) * each]
+        parts += [*found, contents[used : used + question + answer]]
+        used += question + answer
+        at += sum(map(len, found)) + question
+        ends += [at, at + answer]
+        at += answer
+    return np.concatenate(parts).astype("<u4"), ends

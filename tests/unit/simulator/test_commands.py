@@ -8,10 +8,12 @@ from typer.testing import CliRunner
 
 from tests.unit.simulator.conversations import record
 from warmkv.simulator import commands
+from warmkv.simulator.command_line import JsonCommand
+from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(rich_markup_mode="markdown")
-app.command()(commands.replay)
-app.command()(commands.workload)
+app.command(cls=JsonCommand)(commands.replay)
+app.command()(workload)
 
 
 def call(*arguments):
@@ -105,6 +107,22 @@ def test_a_workload_that_cannot_be_is_refused(tmp_path):
     result = call("workload", "--sessions", 1, "--out", tmp_path / "no" / "x")
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
+
+
+def test_presets_are_mixed(tmp_path):
+    result = call("workload", "--preset", "rag=3", "--preset", "chat", "--sessions", 2, "--out", tmp_path / "x")
+    assert result.exit_code == 0, result.output
+    assert "in 5 sessions" in result.stderr
+    for wrong, message in [("poetry", "there are chat"), ("rag=many", "NAME=SESSIONS"), ("rag", "each preset once")]:
+        result = call("workload", "--preset", "rag", "--preset", wrong, "--out", tmp_path / "x")
+        assert result.exit_code == 2
+        assert message in result.stderr.replace("\n", "")
+
+
+def test_a_workload_for_other_tools(tmp_path):
+    path = tmp_path / "trace"
+    assert call("workload", "--sessions", 3, "--format", "mooncake", "--out", path).exit_code == 0
+    assert json.loads(path.read_text().splitlines()[0]).keys() >= {"timestamp", "hash_ids"}
 
 
 def test_the_same_seed_writes_the_same_file(tmp_path):

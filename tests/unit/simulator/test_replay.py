@@ -14,7 +14,7 @@ from warmkv.simulator import workloads
 from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.measures import Level, percentiles
 from warmkv.simulator.replay import billed, prepare, replay
-from warmkv.simulator.sessions import ShareGPTLike
+from warmkv.simulator.sessions import Workload
 from warmkv.simulator.variants import Variant, VariantError, grid, policy_spec, price_tier
 
 TTLS = {"5m": 300.0, "1h": 3600.0}
@@ -22,7 +22,7 @@ TTLS = {"5m": 300.0, "1h": 3600.0}
 
 @pytest.fixture(scope="module")
 def conversations():
-    settings = ShareGPTLike(sessions=60, hours=0.2, length_scale=0.3, think_scale=0.5)
+    settings = Workload(sessions=60, hours=0.2, length_scale=0.3, think_scale=0.5)
     return workloads.generate(settings, np.random.SeedSequence(1), load(environ={}))
 
 

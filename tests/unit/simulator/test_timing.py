@@ -8,7 +8,7 @@ from warmkv.config import load
 from warmkv.policies.costs import StepCost
 from warmkv.simulator import timing, workloads
 from warmkv.simulator.replay import recorded_policy, replay
-from warmkv.simulator.sessions import ShareGPTLike
+from warmkv.simulator.sessions import Workload
 from warmkv.simulator.variants import Variant
 
 TRUE = StepCost(0.005, 1e-4, 5e-7)
@@ -31,7 +31,7 @@ def with_timings(jobs, offset=1.7e9):
 
 
 def busy_log(hours, settings):
-    shape = ShareGPTLike(sessions=300, hours=hours, think_scale=0.05, length_scale=2)
+    shape = Workload(sessions=300, hours=hours, think_scale=0.05, length_scale=2)
     return workloads.generate(shape, np.random.SeedSequence(2), settings)
 
 

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warmkv.prefixes.record import RecordError, RequestRecord
-
-KEPT_FAULTS = 20  # faults kept word for word; all are counted
-
-
-class TraceError(ValueError):
-    """A log that cannot be read; the message names file and line."""
+from warmkv.simulator.traces import KEPT_FAULTS, TraceError
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Log:
     """Requests in the order of arrival, and what was left out."""
 
     requests: tuple[RequestRecord, ...]
@@ -24,7 +19,7 @@ class Trace:
     faults: tuple[str, ...] = ()  # FILE:LINE: reason, of the first broken lines
 
 
-def read(path: Path, *, strict: bool = False) -> Trace:
+def read(path: Path, *, strict: bool = False) -> Log:
     """Read a file of JSON lines as the gateway writes it. Blank lines are ignored.
 
     Raises TraceError if the file cannot be read, or at the first broken line if `strict`.
@@ -54,4 +49,4 @@ def read(path: Path, *, strict: bool = False) -> Trace:
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     requests.sort(key=lambda record: record.arrival)
-    return Trace(tuple(requests), broken, skipped, tuple(faults))
+    return Log(tuple(requests), broken, skipped, tuple(faults))

@@ -1,0 +1,115 @@
+"""What the commands of the simulator share: how they fail, read settings, and show progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from warmkv.config import Config, ConfigError, load
+
+if TYPE_CHECKING:
+    from warmkv.simulator.traces import Trace
+
+errors = Console(stderr=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="A setting, as in `--set cluster.replicas=4`. May be repeated.")
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Write all figures as JSON to a file; without one, or with `-`, print only them.",
+    ),
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+
+
+class JsonCommand(TyperCommand):
+    """A command whose --json may stand without a file, and then means standard output: typer itself wants a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for arg, following in zip_longest(args, args[1:], fillvalue="--"):
+            given.append(arg)
+            if arg == "--json" and following.startswith("-") and following != "-":
+                given.append("-")
+        return super().parse_args(ctx, given)
+
+
+def fail(what: str, message: str) -> NoReturn:
+    """End the program with code 2, as for any fault in what was asked."""
+    errors.print(f"[red]{what}:[/red] ", end="")
+    errors.print(message, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def read_config(path: Path | None, flags: list[str]) -> Config:
+    try:
+        return load(path, flags=flags)
+    except ConfigError as error:
+        fail("configuration", str(error))
+
+
+def write(text: str, file: str | Path, what: str) -> None:
+    try:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(what, f"cannot write {file}: {error.strerror}")
+
+
+def told(broken: int, skipped: int, faults: tuple[str, ...]) -> None:
+    """Say what of a trace was left out."""
+    if broken:
+        errors.print(f"[yellow]{broken:,} broken lines left out[/yellow]; the first: ", end="")
+        errors.print(faults[0], highlight=False, markup=False, soft_wrap=True)
+    if skipped:
+        errors.print(
+            f"{skipped:,} requests left out that failed, were cancelled or ran inside another", highlight=False
+        )
+
+
+def read_trace(
+    what: str,
+    file: Path,
+    format: str | None = None,
+    *,
+    strict: bool = False,
+    block_size: int | None = None,
+    characters_per_token: float | None = None,
+) -> Trace:
+    """A trace of any format; says what was left out, and ends the program if nothing is left."""
+    from warmkv.simulator import traces
+
+    reading = traces.Reading(block_size, *([] if characters_per_token is None else [characters_per_token]))
+    try:
+        with bar(f"reading {file.name}") as progress:
+            trace = traces.read(file, format, reading=reading, strict=strict, progress=progress)
+    except traces.TraceError as error:
+        fail(what, str(error))
+    told(trace.broken, trace.skipped, trace.faults)
+    for note in trace.notes:
+        errors.print(f"{trace.format}: {note}", highlight=False)
+    if not len(trace):
+        fail(what, f"{file} has no request")
+    return trace
+
+
+@contextmanager
+def bar(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, nothing elsewhere; yields what is told how much is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
+        task = shown.add_task(description, total=total)
+        yield lambda done: shown.update(task, completed=done)
