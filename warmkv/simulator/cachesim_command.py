@@ -6,12 +6,23 @@ import json
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
-from warmkv.simulator.command_line import JsonOption, StrictOption, bar, fail, read_trace, write
+from warmkv.config import Eviction
+from warmkv.simulator.command_line import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    StrictOption,
+    bar,
+    fail,
+    read_config,
+    read_trace,
+    write,
+)
 
 if TYPE_CHECKING:
     from warmkv.simulator.cachesim import Hits, LruCurve
@@ -19,7 +30,7 @@ if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
 
 CURVE_POINTS = 200  # of a plotted line
-EVICTIONS = ("lru",)
+EVICTIONS = get_args(Eviction)
 
 
 class ScopeName(StrEnum):
@@ -50,14 +61,17 @@ def cachesim(
             show_default="unlimited",
         ),
     ] = [],  # noqa: B006
-    eviction: Annotated[str, typer.Option(help="Orders of eviction, a list with commas.")] = "lru",
+    eviction: Annotated[
+        str, typer.Option(help=f"Orders of eviction, a list with commas: {', '.join(EVICTIONS)}.")
+    ] = "lru",
     scope: Annotated[
         ScopeName, typer.Option(help="One cache for all, or one of that size for each session or tenant.")
     ] = ScopeName.GLOBAL,
     evict_first: Annotated[
         EvictFirst,
         typer.Option(
-            help="Of a prompt's blocks: its head, as in the published figures, or its tail, as warmkv's stores do."
+            help="Of a prompt's blocks under lru: its head, as in the published figures, or its tail, as in warmkv's "
+            "stores and under all other orders."
         ),
     ] = EvictFirst.HEAD,
     partial_hit_tokens: Annotated[
@@ -80,6 +94,8 @@ def cachesim(
     ] = None,
     json_file: JsonOption = None,
     strict: StrictOption = False,
+    config: ConfigOption = None,
+    set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Hit rates of prefix caches for a trace, at many capacities and lifetimes, without simulating time.
 
@@ -87,11 +103,14 @@ def cachesim(
     `warmkv cachesim trace.jsonl --capacity 16GiB --token-bytes 131072 --ttl 5m,1h --json -`,
     `warmkv cachesim sessions.jsonl.gz --scope session --ttl 60,300,3600 --plot curve.svg`
     """
+    from warmkv.policies.eviction import PrefillCost, order
     from warmkv.simulator import cachesim as sim
     from warmkv.simulator import quantities
 
-    if unknown := [name for name in _split([eviction]) if name not in EVICTIONS]:
-        fail("cachesim", f"--eviction {unknown[0]}: there is {', '.join(EVICTIONS)}")
+    settings = read_config(config, set_)
+    evictions = _split([eviction]) or ["lru"]
+    if unknown := [name for name in evictions if name not in EVICTIONS]:
+        fail("cachesim", f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
     if model is not None and token_bytes is not None:
         fail("cachesim", "--model and --token-bytes exclude each other")
     try:
@@ -132,7 +151,27 @@ def cachesim(
         sizes = [*sim.round_capacities(curves["tokens"].enough), math.inf] if not ttl else [math.inf]
         capacities = [quantities.Capacity(size, "tokens", _short(size)) for size in sizes]
 
-    points = [(size, life, curves[size.unit].hits(size.amount, life)) for size in capacities for life in ttls]
+    points = [("lru", size, life, curves[size.unit].hits(size.amount, life)) for size in capacities for life in ttls]
+    points = points if "lru" in evictions else []
+    cost = PrefillCost(settings.prefix_cache.attention_tokens)
+    others = [name for name in EVICTIONS if name in evictions and name != "lru"]
+    walks = [(name, size, life) for name in others for size in capacities for life in ttls]
+    try:
+        with bar("walking", len(walks) * len(requests)) as progress:
+            for number, (name, size, life) in enumerate(walks):
+                hits = sim.by_order(
+                    requests,
+                    order(name, cost),
+                    size.amount,
+                    life,
+                    unit=size.unit,
+                    scope=scope.value,
+                    correction=correction,
+                    progress=lambda done, number=number: progress(number * len(requests) + done),  # type: ignore[misc]
+                )
+                points.append((name, size, life, hits))
+    except sim.CacheSimError as error:
+        fail("cachesim", str(error))
     ideal = curves[units[0]].hits(math.inf)
     if plot is not None:
         _plot(curves[units[0]], capacities, ttls, ideal, units[0], plot)
@@ -147,7 +186,7 @@ def cachesim(
                 "token_bytes": token_bytes,
             },
             "ideal": _figures(ideal),
-            "points": [_point(size, life, hits) for size, life, hits in points],
+            "points": [_point(*point) for point in points],
         },
         indent=2,
     )
@@ -180,10 +219,10 @@ def _summary(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _point(size: Capacity, life: float, hits: Hits) -> dict[str, Any]:
+def _point(name: str, size: Capacity, life: float, hits: Hits) -> dict[str, Any]:
     """JSON has no infinity: null stands for unlimited."""
     return {
-        "eviction": "lru",
+        "eviction": name,
         "capacity": size.text,
         "amount": None if math.isinf(size.amount) else size.amount,
         "unit": size.unit,
@@ -201,7 +240,7 @@ def _figures(hits: Hits) -> dict[str, Any]:
     }
 
 
-def _show(trace: Trace, points: list[tuple[Capacity, float, Hits]], ideal: Hits) -> None:
+def _show(trace: Trace, points: list[tuple[str, Capacity, float, Hits]], ideal: Hits) -> None:
     from rich.table import Table
 
     summary = _summary(trace)
@@ -212,11 +251,11 @@ def _show(trace: Trace, points: list[tuple[Capacity, float, Hits]], ideal: Hits)
         f"an unlimited cache finds {ideal.token_rate:.2%} of the tokens\n"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("eviction", "capacity", "TTL s", "hit tokens", "hit blocks"):
-        table.add_column(name, justify="left" if name == "eviction" else "right", no_wrap=True)
-    for size, life, hits in points:
+    for column in ("eviction", "capacity", "TTL s", "hit tokens", "hit blocks"):
+        table.add_column(column, justify="left" if column == "eviction" else "right", no_wrap=True)
+    for name, size, life, hits in points:
         lasting = "unlimited" if math.isinf(life) else f"{life:g}"
-        table.add_row("lru", size.text, lasting, f"{hits.token_rate:.4f}", f"{hits.block_rate:.4f}")
+        table.add_row(name, size.text, lasting, f"{hits.token_rate:.4f}", f"{hits.block_rate:.4f}")
     Console().print(table)
 
 

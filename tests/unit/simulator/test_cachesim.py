@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.published import published
-from warmkv.policies.retention import BlockLedger
+from warmkv.config import Eviction
+from warmkv.policies import eviction
 from warmkv.simulator import cachesim, traces
 from warmkv.simulator.cachesim import CacheSimError, Correction
 from warmkv.simulator.traces.columns import Builder, Row
@@ -98,19 +100,42 @@ def test_every_lifetime_and_capacity_finds_what_an_obvious_cache_finds(prompts, 
         assert (hits.tokens, hits.blocks) == totals(trace, obvious(trace, capacity, ttl, tail_first))
 
 
-@given(chains())
-def test_eviction_from_the_tail_is_that_of_the_stores(prompts):
+@given(chains(), st.sampled_from([1.0, 5.0, 60.0, math.inf]), st.sampled_from(["global", "session"]))
+def test_the_ledger_of_the_stores_under_lru_finds_what_the_pass_finds(prompts, ttl, scope):
     """Equal blocks only: what a ledger does where a small block still fits and a large one does not, is its own."""
     trace = trace_of([(at, blocks, BLOCK, session) for at, blocks, _, session in prompts])
-    curve = cachesim.lru(trace, tail_first=True)
-    for capacity in CAPACITIES:
-        ledger, found = BlockLedger(capacity), 0
-        for i in range(len(trace)):
-            chain = [int(key).to_bytes(8, "little") for key in trace.chain(i)]
-            found += ledger.match(chain, trace.arrival[i])
-            ledger.touch(chain[: ledger.match(chain, trace.arrival[i])], trace.arrival[i])
-            ledger.store(chain, [BLOCK] * len(chain), math.inf, trace.arrival[i])
-        assert curve.hits(capacity).blocks == found
+    correction = Correction(2, 5)
+    curve = cachesim.lru(trace, tail_first=True, correction=correction, scope=scope)
+    for capacity in (*CAPACITIES, math.inf):
+        hits = cachesim.by_order(trace, eviction.lru, capacity, ttl, correction=correction, scope=scope)
+        assert hits == curve.hits(capacity, ttl)
+
+
+@given(chains(), st.sampled_from([1.0, 60.0, math.inf]))
+def test_with_room_for_all_every_order_finds_all(prompts, ttl):
+    trace = trace_of(prompts)
+    for name in get_args(Eviction):
+        order = eviction.order(name, eviction.PrefillCost(8))
+        assert cachesim.by_order(trace, order, math.inf, ttl) == cachesim.lru(trace).hits(math.inf, ttl)
+        assert cachesim.by_order(trace, order, 0.0, ttl).blocks == 0
+        blocks = cachesim.by_order(trace, order, 1000, ttl, unit="blocks")
+        assert blocks == cachesim.lru(trace, unit="blocks").hits(1000, ttl)
+
+
+def test_orders_give_up_what_they_say():
+    def found(name, capacity, *prompts):
+        trace = trace_of([(at, blocks, BLOCK, 0) for at, blocks in enumerate(prompts)])
+        return cachesim.by_order(trace, eviction.order(name, eviction.PrefillCost(8)), capacity, unit="blocks").blocks
+
+    often_read = [1], [1], [2], [3], [1]
+    assert (found("lru", 2, *often_read), found("lfu", 2, *often_read)) == (1, 2)
+    short = [1], [2, 3], [4], [1]
+    assert (found("lru", 3, *short), found("length", 3, *short)) == (0, 1)
+
+
+def test_a_block_twice_in_a_prompt_is_for_the_pass_only():
+    with pytest.raises(CacheSimError, match="the same block twice"):
+        cachesim.by_order(trace_of([(0, [1, 1], 4, 0)]), eviction.lfu, 10)
 
 
 @given(chains(), st.sampled_from([Correction(), Correction(2, 0), Correction(0, 7), Correction(2, 7)]))

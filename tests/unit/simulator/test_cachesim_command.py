@@ -73,6 +73,12 @@ def test_json_without_a_file_is_printed(trace):
     assert json.loads(expected)["points"]
 
 
+def test_orders_of_eviction_stand_side_by_side(trace):
+    points = figures(trace, "--capacity", "2k,unlimited", "--eviction", "lfu,lru,cost")["points"]
+    assert [point["eviction"] for point in points] == ["lru", "lru", "lfu", "lfu", "cost", "cost"]
+    assert {point["hit_tokens"] for point in points} == {1024}
+
+
 def test_a_table_and_a_file(trace, tmp_path):
     result = call(trace, "--capacity", "2k", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
@@ -110,7 +116,7 @@ def test_sessions_have_caches_of_their_own(tmp_path):
         (MOONCAKE, ["--capacity", "2GiB"], "needs the bytes of a token"),
         (MOONCAKE, ["--capacity", "big"], "'big' is no capacity"),
         (MOONCAKE, ["--ttl", "long"], "'long' is no time"),
-        (MOONCAKE, ["--eviction", "fifo"], "--eviction fifo: there is lru"),
+        (MOONCAKE, ["--eviction", "fifo"], "--eviction fifo: there are lru, lfu"),
         (MOONCAKE, ["--scope", "session"], "does not tell the session"),
         (MOONCAKE, ["--model", "/nowhere"], "cannot read /nowhere"),
         (MOONCAKE, ["--model", "/nowhere", "--token-bytes", "2"], "exclude each other"),
