@@ -27,6 +27,7 @@ from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.decode_state import DecodeState
 from warmkv.replicas.forward import CompiledForward, Forward
 from warmkv.replicas.loading import LoadedModel
 from warmkv.replicas.protocol import (
@@ -40,7 +41,7 @@ from warmkv.replicas.protocol import (
 )
 from warmkv.replicas.sampling import sample
 from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
-from warmkv.replicas.slots import DecodeState, SlotPool
+from warmkv.replicas.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +301,7 @@ class Engine:
             return
         hashes = request.hashes[: prefill.computed // self.store.block_size]
         try:
-            self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant)
+            self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant, begun=sequence.arrived)
         except Exception:  # memory, say: the others must not suffer from it
             log.exception("the blocks of %s could not be kept", request.id)
 
@@ -342,6 +343,7 @@ class Engine:
             column_sums=sequence.column_sums,
             tenant=request.tenant,
             warm=match,
+            begun=sequence.arrived,
         )
         sequence.column_sums = {}
         self._release_match(sequence)
