@@ -173,19 +173,21 @@ class Engine:
 
     # --- in the engine's thread
 
-    def warm_up(self) -> None:
+    def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
         """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
 
         What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
+        `say` is told what is done next.
         """
         if isinstance(self._step_forward, CompiledForward):
             try:
-                self._compile(self._step_forward)
+                self._compile(self._step_forward, say)
             except Exception:
                 if self.config.compile == "on":
                     raise
                 log.exception("decoding cannot be compiled here: it stays eager")
                 self._step_forward = self._forward
+        say("computing a first prompt")
         tokens = tuple(range(min(16, self.max_context // 2)))
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         self.submit(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()), lambda event: None)
@@ -193,11 +195,11 @@ class Engine:
             pass
 
     @torch.inference_mode()
-    def _compile(self, forward: CompiledForward) -> None:
+    def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
         began = time.perf_counter()
-        for what in forward.build():
-            log.info("warm-up: compiling decode steps of %s, after %.0f s", what, time.perf_counter() - began)
-        log.info("warm-up: compiled in %.0f s", time.perf_counter() - began)
+        for part, what in enumerate(forward.build(), start=1):
+            say(f"compiling decode steps, {part} of 2: {what}")
+        log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
 
     def run(self) -> None:
         """Step until `stop`. A step that fails ends the requests that decode, not the engine.
