@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import simpy
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes, batch_seconds
+from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -90,9 +90,8 @@ class Alarm(simpy.Event):
     def __init__(
         self, env: simpy.Environment, seconds: float, number: int, ring: Callable[[simpy.Event], None]
     ) -> None:
-        super().__init__(env)
+        self.env, self.callbacks = env, [ring]  # what Event's own __init__ does, as SimPy's Timeout has it
         self._ok, self._value = True, number
-        self.callbacks.append(ring)
         env.schedule(self, LATE, seconds)
 
 
@@ -197,7 +196,7 @@ class Replica:
         Alarm(self._env, seconds, self._alarms, self._ring)
 
     def _ring(self, alarm: simpy.Event) -> None:
-        if alarm.value == self._alarms:
+        if alarm._value == self._alarms:
             next(self._life)
 
     def _cut_run(self) -> None:
@@ -260,9 +259,9 @@ class Replica:
         load.context += job.kept
         self._order += 1
         heapq.heappush(self._ends, (self._steps + steps, self._order, job))
-        if job.grown > 0:
+        if (grown := job.grown) > 0:
             load.growing += 1
-            heapq.heappush(self._fulls, (self._steps + job.grown, self._order, load))
+            heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
         job.finished = self._env.now
@@ -285,9 +284,14 @@ class Replica:
 
     def _pace(self) -> tuple[float, float]:
         """Seconds of the next decode step of the batch, and what every further one takes more: its slots grow."""
-        loads = self._loads.values()
-        first = batch_seconds((load.cost, load.batch, load.context + load.growing) for load in loads)
-        return first, sum((load.cost.c + load.cost.d * load.batch) * load.growing for load in loads)
+        empty = added = growth = 0.0
+        for load in self._loads.values():  # `batch_seconds`, which this is, would take a generator for every run
+            cost, batch = load.cost, load.batch
+            entry = cost.c + cost.d * batch  # seconds for each entry of a slot
+            empty = max(empty, cost.a)
+            added += cost.b * batch + entry * (load.context + load.growing)
+            growth += entry * load.growing
+        return empty + added, growth
 
     def _decode_seconds(self, steps: int) -> float:
         """Seconds of the next decode steps of an unchanged batch."""

@@ -9,10 +9,10 @@ tenants. Then the least recently used run is always the end of a chain that nobo
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -34,32 +34,25 @@ def layout(prompts: Iterable[Hashes]) -> Layout | None:
     """The longest runs that no prompt ends in or leaves; None if some block has no one block before it."""
     distinct = dict.fromkeys(prompts)
     before: dict[bytes, bytes] = {}
-    after: dict[bytes, bytes] = {}
-    ends: set[bytes] = set()
     for hashes in distinct:
-        if not hashes:
-            continue
-        if before.setdefault(hashes[0], b"") or len(set(hashes)) < len(hashes):
-            return None
-        for block, following in pairwise(hashes):
-            if before.setdefault(following, block) != block:
-                return None
-            if after.setdefault(block, following) != following:
-                ends.add(block)
-        ends.add(hashes[-1])
+        before.update(zip(hashes, (b"", *hashes), strict=False))
+    if any(list(map(before.__getitem__, hashes)) != [b"", *hashes][:-1] for hashes in distinct):
+        return None
+    ends = {block for block, followers in Counter(before.values()).items() if followers > 1}
+    ends.update(hashes[-1] for hashes in distinct if hashes)
 
     numbers: dict[bytes, int] = {}  # of runs, by their last block
     lengths: list[int] = []
     runs: dict[Hashes, tuple[int, ...]] = {}
     for hashes in distinct:
         start, found = 0, []
-        for end, block in enumerate(hashes, start=1):
-            if block in ends:
-                if block not in numbers:
-                    numbers[block] = len(lengths)
-                    lengths.append(end - start)
-                found.append(numbers[block])
-                start = end
+        for end in [at for at, block in enumerate(hashes, start=1) if block in ends]:
+            last = hashes[end - 1]
+            if last not in numbers:
+                numbers[last] = len(lengths)
+                lengths.append(end - start)
+            found.append(numbers[last])
+            start = end
         runs[hashes] = tuple(found)
     return Layout(runs, lengths)
 
@@ -78,17 +71,18 @@ class RunCache:
         self._levels, self._removals = levels, removals
         self._held = [0] * len(layout.lengths)  # leading blocks of each run
         self._deadlines: OrderedDict[int, float] = OrderedDict()  # of runs that are held, least recently used first
+        self._due = math.inf  # nothing expires before
         self._reading: tuple[int, ...] = ()  # runs that can go neither by eviction nor by age
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each run at the time it ended."""
-        while self._deadlines:
-            run, deadline = next(iter(self._deadlines.items()))
-            if deadline > now or run in self._reading:
+        while self._due <= now:
+            run, self._due = next(iter(self._deadlines.items()), (-1, math.inf))
+            if self._due > now or run in self._reading:
                 return
             del self._deadlines[run]
             self._removals.expired += self._held[run]
-            self._change(-self._held[run], deadline)
+            self._change(-self._held[run], self._due)
             self._held[run] = 0
 
     def leading(self, hashes: Hashes) -> int:
@@ -145,6 +139,7 @@ class RunCache:
         """Make what is held of a chain recent, its beginning most of all; those runs."""
         count = next((at for at, run in enumerate(runs) if not self._held[run]), len(runs))
         deadline = now + self._ttl
+        self._due = min(self._due, deadline)
         for run in reversed(runs[:count]):
             self._deadlines[run] = deadline
             self._deadlines.move_to_end(run)
