@@ -10,6 +10,7 @@ import simpy
 
 from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
+from warmkv.policies.eviction import lru
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.routing import rank
 from warmkv.policies.slot_sizes import KVShape
@@ -99,9 +100,9 @@ def simulate(
             cache = ReplicaCache(name, tiers, token_bytes, lifetimes, index, stored, removals, share, levels)
         else:
             size = jobs[0].record.block_size
-            block_bytes = tiers[0].weigh(size * token_bytes, size)
-            room = tiers[0].capacity // block_bytes
-            cache = RunCache(found, room, block_bytes, lifetimes.default, (stored, *levels), removals)
+            weights = [tier.weigh(size * token_bytes, size) for tier in tiers]
+            rooms = [(tier.capacity // weight, weight) for tier, weight in zip(tiers, weights, strict=True)]
+            cache = RunCache(found, rooms, lifetimes.default, stored, levels, removals)
             run_caches[name] = cache
         replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward, ended)
 
@@ -123,7 +124,7 @@ def simulate(
 def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
     """The blocks of all prompts as runs, if a `RunCache` does with them what the ledgers do."""
     settings = config.prefix_cache
-    plain = len(tiers) == 1 and settings.eviction == "lru" and not settings.tenant_share and lifetimes.automatic
+    plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
     if not plain or len({job.record.block_size for job in jobs}) != 1:
         return None
     if any(job.marks or job.record.reads or job.sum_bytes for job in jobs):
