@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, NullLocator
@@ -19,6 +20,9 @@ from warmkv.simulator.sweep import Row
 
 PANELS = ("hit_rate_tokens", "dollars", "ttft_p50", "ttft_p99", "tpot_p50", "e2e_p99")
 MOST_LINES = 10  # with more of them a legend says nothing: they are drawn alike, under their mean
+MOST_NAMED = 4  # points that lie on each other
+LETTERS = 12  # of a legend in an inch
+RATES = ("hit_rate", "saving", "in_slo", "quality")
 DECADES = 8.0  # a range from which on an axis is logarithmic
 Look = Mapping[str, dict[str, Any]]
 
@@ -52,8 +56,8 @@ def against(rows: Sequence[Row], path: str, name: str) -> str:
             if not few:
                 _plot_mean(ax, everything)
             _set_axis(ax, ticks)
-            ax.set_title(panel)
-            _rate_axis(ax, panel)
+            ax.set_title(_title(panel))
+            _format(ax.yaxis, panel)
         figure.supxlabel(path, fontsize=9)
         if 1 < len(lines) <= MOST_LINES:
             _legend(figure, look)
@@ -68,7 +72,6 @@ def pareto_front(rows: Sequence[Row], names: Sequence[str]) -> str:
         figure = Figure(figsize=(5.1 * len(others), 3.8), layout="constrained")
         for ax, other in zip(figure.subplots(1, len(others), squeeze=False)[0], others, strict=True):
             _scatter(ax, rows, first, other, look)
-            _rate_axis(ax, other)
         _legend(figure, look)
         return svg(figure, "pareto")
 
@@ -86,7 +89,8 @@ def against_quality(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def _scatter(ax: Axes, rows: Sequence[Row], x: str, y: str, look: Look) -> None:
-    for row in rows:
+    named: dict[tuple[float, float], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.front):  # the front is drawn over the others
         here, there = row.figures[x], row.figures[y]
         if here is None or there is None:
             continue
@@ -94,9 +98,14 @@ def _scatter(ax: Axes, rows: Sequence[Row], x: str, y: str, look: Look) -> None:
         face = style["color"] if row.front else "white"
         ax.scatter([here], [there], s=34, marker=style["marker"], facecolors=face, edgecolors=style["color"], zorder=3)
         if row.front:
-            ax.annotate(str(row.number), (here, there), xytext=(5, 5), textcoords="offset points", fontsize=8)
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
+            named.setdefault((here, there), []).append(str(row.number))
+    for place, numbers in named.items():
+        text = ", ".join(numbers[:MOST_NAMED]) + (" ..." if len(numbers) > MOST_NAMED else "")
+        ax.annotate(text, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    ax.set_xlabel(_title(x))
+    ax.set_ylabel(_title(y))
+    _format(ax.xaxis, x)
+    _format(ax.yaxis, y)
 
 
 def _plot_mean(ax: Axes, points: Sequence[tuple[float, float]]) -> None:
@@ -128,11 +137,19 @@ def _set_axis(ax: Axes, ticks: Mapping[float, str]) -> None:
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _rate_axis(ax: Axes, name: str) -> None:
-    if name.startswith("hit_rate"):
-        ax.yaxis.set_major_formatter(lambda rate, _: f"{rate:.0%}")
+def _format(axis: Axis, name: str) -> None:
+    if name.startswith(RATES):
+        axis.set_major_formatter(lambda rate, _: f"{rate:.0%}")
+    elif "_bytes" in name:
+        axis.set_major_formatter(EngFormatter("B"))
+
+
+def _title(name: str) -> str:
+    return f"{name}, seconds" if name.startswith(("ttft", "tpot", "e2e")) else name
 
 
 def _legend(figure: Figure, look: Look) -> None:
     handles = [Line2D([], [], label=one, markersize=5, linewidth=1.4, **style) for one, style in look.items()]
-    figure.legend(handles=handles[: 2 * MOST_LINES], loc="outside upper left", ncols=3)
+    longest = max(map(len, look), default=1)
+    columns = max(1, round(figure.get_figwidth() * LETTERS / (longest + 6)))
+    figure.legend(handles=handles[: 2 * MOST_LINES], loc="outside upper left", ncols=columns)

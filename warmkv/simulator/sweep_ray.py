@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.figures import Figures
 from warmkv.simulator.sweep import Runner, Task, run_task
 from warmkv.simulator.sweep_folder import SweepError
+
+PATIENCE = 10.0  # seconds that a CPU may take to become free: that of an actor that just ended does not at once
 
 
 class Worker:
@@ -36,9 +39,7 @@ def on_ray(requests: Sequence[RequestRecord], workers: int) -> Iterator[Runner]:
             ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise SweepError(f"--ray: no Ray cluster to connect to: {str(error).splitlines()[0]}") from None
-    free = int(ray.available_resources().get("CPU", 0))
-    if not free:
-        raise SweepError("--ray: the cluster has no free CPU")
+    free = _free_cpus()
     shared = ray.put(tuple(requests))
     actor = ray.remote(num_cpus=1)(Worker)
     actors = [actor.remote(shared) for _ in range(min(workers, free))]
@@ -58,3 +59,13 @@ def on_ray(requests: Sequence[RequestRecord], workers: int) -> Iterator[Runner]:
     finally:
         for one in actors:
             ray.kill(one)
+
+
+def _free_cpus() -> int:
+    """Raises SweepError if there is none for as long as it is worth waiting."""
+    until = time.monotonic() + PATIENCE
+    while not (free := int(ray.available_resources().get("CPU", 0))):
+        if time.monotonic() > until:
+            raise SweepError("--ray: the cluster has no free CPU")
+        time.sleep(0.1)
+    return free
