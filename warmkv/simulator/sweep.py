@@ -241,10 +241,15 @@ def rows_of(
     return rows
 
 
-def known_figures(base: Config) -> list[str]:
-    """The names of all figures of a sweep: those that a replay of no requests has, and quality."""
-    (nothing,) = replay([], base, [Variant()], StepCost(0.0, 0.0, 0.0))
-    return [*figures(nothing), "quality"]
+def known_figures(configs: Iterable[Config]) -> list[str]:
+    """The names of all figures under any of the configurations: those of a replay of no requests, and quality."""
+    nothing = (replay([], config, [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
+    return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
+
+
+def names_of(rows: Iterable[Row]) -> list[str]:
+    """The names of the figures that any row has."""
+    return list(dict.fromkeys(name for row in rows for name in row.figures))
 
 
 def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
@@ -262,7 +267,7 @@ def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
 
 def with_front(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """The rows, each told whether it is on the Pareto front of these figures."""
-    on = front([[row.figures[name] for name in names] for row in rows], [sense(name) for name in names])
+    on = front([[row.figures.get(name) for name in names] for row in rows], [sense(name) for name in names])
     return [replace(row, front=one) for row, one in zip(rows, on, strict=True)]
 
 

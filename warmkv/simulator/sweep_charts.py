@@ -91,7 +91,7 @@ def against_quality(rows: Sequence[Row], names: Sequence[str]) -> str:
 def _scatter(ax: Axes, rows: Sequence[Row], x: str, y: str, look: Look) -> None:
     named: dict[tuple[float, float], list[str]] = {}
     for row in sorted(rows, key=lambda row: row.front):  # the front is drawn over the others
-        here, there = row.figures[x], row.figures[y]
+        here, there = row.figures.get(x), row.figures.get(y)
         if here is None or there is None:
             continue
         style = look[row.policy]

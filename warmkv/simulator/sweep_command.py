@@ -90,7 +90,7 @@ def sweep(
     requests = read_requests("sweep", trace, strict)
     axes = [name.strip() for name in front.split(",") if name.strip()]
     try:
-        sweeping.check_axes(axes, sweeping.known_figures(base))
+        sweeping.check_axes(axes, sweeping.known_figures(point.config for point in points))
         measured = sweep_quality.read(quality) if quality is not None else {}
         tasks = sweeping.tasks_of(points, requests, base, step_times.value, as_recorded)
         folder = SweepFolder(out, sweeping.meta_of(requests, base, step_times.value, as_recorded))

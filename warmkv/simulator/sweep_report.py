@@ -17,7 +17,7 @@ from rich.table import Table
 from warmkv.report_page import page
 from warmkv.simulator import sweep_charts as charts
 from warmkv.simulator.grid import short_names, shown
-from warmkv.simulator.sweep import Row
+from warmkv.simulator.sweep import Row, names_of
 
 MOST_LINES = 40  # of the table in the terminal; with more points it shows those on the front
 COLUMNS = (
@@ -94,8 +94,8 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
         numbers = all(value is None or isinstance(value, float) for value in values)
         texts = [None if value is None else str(value) for value in values]
         columns[path] = pa.array(values, pa.float64()) if numbers else pa.array(texts, pa.string())
-    for name in rows[0].figures if rows else ():
-        columns[name] = pa.array([row.figures[name] for row in rows], pa.float64())
+    for name in names_of(rows):
+        columns[name] = pa.array([row.figures.get(name) for row in rows], pa.float64())
     scratch = file.with_name(f".{file.name}.new")
     pq.write_table(pa.table(columns), scratch)
     os.replace(scratch, file)
@@ -138,13 +138,13 @@ def _quality(rows: Sequence[Row], cost: str) -> list[str]:
 
 def _table(rows: Sequence[Row]) -> str:
     paths = paths_of(rows)
-    names = list(rows[0].figures) if rows else []
+    names = names_of(rows)
     head = "".join(f"<th>{escape(name)}</th>" for name in ["#", *paths, *names])
     lines = []
     for row in rows:
         cells = [f"<td>{row.number}{'*' * row.front}</td>"]
         cells += [f'<td class="name">{escape(shown(row.settings.get(path, "")))}</td>' for path in paths]
-        cells += [f"<td{_class(row.figures[name])}>{text(row, name)}</td>" for name in names]
+        cells += [f"<td{_class(row.figures.get(name))}>{text(row, name)}</td>" for name in names]
         lines.append(('<tr class="front">' if row.front else "<tr>") + "".join(cells) + "</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 

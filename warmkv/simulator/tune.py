@@ -43,7 +43,7 @@ class Constraint:
 
     def met(self, figures: Values) -> bool:
         """An unknown figure meets no limit."""
-        value = figures[self.name]
+        value = figures.get(self.name)
         if value is None:
             return False
         return {"<": value < self.bound, "<=": value <= self.bound, ">": value > self.bound, ">=": value >= self.bound}[
@@ -52,7 +52,7 @@ class Constraint:
 
     def excess(self, figures: Values) -> float:
         """How far a figure is beyond the limit, as a share of it; not above 0 where it is within."""
-        value = figures[self.name]
+        value = figures.get(self.name)
         if value is None:
             return UNKNOWN
         beyond = value - self.bound if self.sign in ("<", "<=") else self.bound - value
@@ -135,7 +135,7 @@ def search(
 
 def best_of(trials: Sequence[Trial], minimize: str) -> Trial | None:
     """The one with the least figure of those that meet every constraint; None if none does."""
-    within = [(value, trial) for trial in trials if trial.met and (value := trial.figures[minimize]) is not None]
+    within = [(value, trial) for trial in trials if trial.met and (value := trial.figures.get(minimize)) is not None]
     return min(within, key=lambda one: one[0])[1] if within else None
 
 
@@ -168,7 +168,7 @@ def _estimate(
             done = tried.get(digest(settings))
             value = None
             if done is not None:  # else one more than the trials that were asked for
-                value = done.figures[minimize]
+                value = done.figures.get(minimize)
                 for limit in constraints:
                     trial.set_constraint(limit.text, limit.excess(done.figures))
             study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)

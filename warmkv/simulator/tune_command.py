@@ -81,12 +81,11 @@ def tune(
 
     try:
         axes = grids.read_axes(grid)
-        for path, values in axes.items():
+        for path in axes:
             root = path.split(".")[0]
             if root in ROOTS_NOT_TUNED:
                 raise grids.GridError(f"{path}: {ROOTS_NOT_TUNED[root]}")
-            for value in values:
-                configured({path: value})
+        alone = [configured({path: value}) for path, values in axes.items() for value in values]
     except grids.GridError as error:
         fail("tune", str(error))
 
@@ -101,7 +100,7 @@ def tune(
         fail("tune", "--quality needs pyarrow: pip install 'warmkv[eval]'")
     requests = read_requests("tune", trace, strict)
     try:
-        known = sweeping.known_figures(base)
+        known = sweeping.known_figures(point.config for point in alone)
         tuning.check_figure("--minimize", minimize, known)
         limits = tuning.constraints_of(subject_to, known)
         measured = sweep_quality.read(quality) if quality is not None else {}
@@ -165,7 +164,7 @@ def _show(
         table.add_column(head, justify="right" if at else "left", no_wrap=True)
     for name in dict.fromkeys([minimize, *(limit.name for limit in limits)]):
         bounds = ", ".join(f"{limit.sign} {limit.bound:g}" for limit in limits if limit.name == name)
-        table.add_row(name, _number(before[name]), _number(chosen.figures[name]), bounds)
+        table.add_row(name, _number(before.get(name)), _number(chosen.figures.get(name)), bounds)
     console.print(table)
     flags = " ".join(f"--set '{path}={grids.shown(value)}'" for path, value in chosen.settings.items())
     print(f"\n{yaml.safe_dump(_tree(chosen.settings), sort_keys=False)}")

@@ -172,7 +172,7 @@ def test_settings_without_effect_are_told(trace, tmp_path):
 
 
 def test_the_front_needs_figures_that_have_a_better_side(trace, tmp_path):
-    known = sweep.known_figures(BASE)
+    known = sweep.known_figures([BASE])
     rows, _ = run(trace, tmp_path, {"ttl": ["1m", "1h"]})
     assert known == list(rows[0].figures)
     sweep.check_axes(["dollars", "quality"], known)
@@ -187,6 +187,9 @@ def test_the_front_needs_figures_that_have_a_better_side(trace, tmp_path):
     better = rows[0] if rows[0].figures["dollars"] < rows[1].figures["dollars"] else rows[1]
     marked = sweep.with_front(rows, ["dollars", "dollars_per_million_tokens"])
     assert [row.front for row in marked] == [row is better for row in rows]
+    partly = [replace(rows[0], figures={"dollars": 1.0}), rows[1]]  # as where only some points have a tier
+    assert sweep.names_of(partly) == ["dollars", *[name for name in known if name != "dollars"]]
+    assert [row.front for row in sweep.with_front(partly, ["dollars", "ttft_p50"])] == [False, True]
     unknown = [replace(row, figures={**row.figures, "dollars": None}) for row in rows]
     assert not any(row.front for row in sweep.with_front(unknown, ["dollars", "ttft_p50"]))
 
