@@ -141,13 +141,15 @@ class BlockLedger:
         for entry in entries:
             self._reuse.read(entry)
             entry.reads += 1
+            if entry.mark_expires_at > now:
+                entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
         self._refresh(entries, now)
 
     def mark(self, key: bytes, ttl: float, now: float) -> None:
         """Note that a breakpoint was written at this prefix; it is readable for `ttl` seconds after each use."""
         entry = self._entries[key]
         entry.mark_ttl = max(ttl, entry.mark_ttl if entry.mark_expires_at > now else 0.0)
-        entry.mark_expires_at = now + entry.mark_ttl
+        entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
 
     def pin(self, chain: Sequence[bytes]) -> list[Entry]:
         """Keep a chain from its first block on until `unpin` of what is returned."""
@@ -353,8 +355,6 @@ class BlockLedger:
     def _refresh(self, entries: list[Entry], now: float) -> None:
         for entry in entries:
             entry.expires_at = max(entry.expires_at, now + entry.ttl)
-            if entry.mark_expires_at > now:
-                entry.mark_expires_at = now + entry.mark_ttl
         self._use(entries)
 
     def _use(self, entries: list[Entry]) -> None:

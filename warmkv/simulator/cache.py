@@ -65,25 +65,23 @@ class ReplicaCache:
         return self._cache.match_sums(match, record.block_size, most, now)[0]
 
     def store_sums(
-        self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, begun: float, now: float
+        self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, now: float
     ) -> None:
         """Keep what the queries of a prompt gave its tokens, where that was computed: beyond the reused ones."""
         size = record.block_size
         positions = [at for at in sum_positions(record.input_tokens, size, marks) if at > reused]
-        steps = self._cache.store_sums(record.hashes, marks, positions, token_bytes, size, begun, record.tenant)
+        steps = self._cache.store_sums(record.hashes, marks, positions, token_bytes, size, now, record.tenant)
         self._note(steps, now)
 
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(
-        self, record: RequestRecord, marks: Sequence[Mark], begun: float, now: float, match: Match | None = None
-    ) -> int:
-        """Keep a computed prompt, whose life began with the request; the position of its highest mark stored now.
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
+        """Keep a computed prompt; the position of its highest mark that is stored now.
 
-        `match` is what was found of it: it moves up to the first tier.
+        `match` is what was found of it: it moves up to the first tier. Marks live from when the request began.
         """
-        steps = self._cache.store(record.hashes, marks, record.block_size, begun, record.tenant, match)
+        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match, begun)
         self._note(steps, now)
         return self._cache.highest_mark(marks, now)
 

@@ -54,8 +54,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for key in reversed(keys):
             entry = self.model[key]
             entry[0] = max(entry[0], self.now + entry[1])
-            if entry[2] > self.now:
-                entry[2] = self.now + entry[3]
+            if read and entry[2] > self.now:
+                entry[2] = max(entry[2], self.now + entry[3])
             entry[4] += read
             self.ticks += 1
             entry[5], entry[6] = self.ticks, self.floor
@@ -137,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.mark(key, ttl, self.now)
         entry = self.model[key]
         entry[3] = max(ttl, entry[3] if entry[2] > self.now else 0.0)
-        entry[2] = self.now + entry[3]
+        entry[2] = max(entry[2], self.now + entry[3])
 
     @rule(path=PATHS)
     def pin(self, path):

@@ -192,7 +192,7 @@ class BlockStore:
     ) -> int:
         """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
 
-        Its life is counted from when the request began, `begun`; from now if that is left out.
+        The lives of marks are counted from when the request began, `begun`; from now if that is left out.
 
         `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is. What was read of the
         prompt, `warm`, moves up to the first tier.
@@ -209,12 +209,12 @@ class BlockStore:
             at = slice(span.start, span.end)
             return torch.stack([keys[:, :, at], values[:, :, at]])
 
-        match, since = warm.match if warm is not None else None, self._clock() if begun is None else begun
-        self._apply(self._cache.store(hashes, marks, self.block_size, since, tenant, match), computed)
+        match, now = warm.match if warm is not None else None, self._clock()
+        self._apply(self._cache.store(hashes, marks, self.block_size, now, tenant, match, begun), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
-            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, since, tenant)
+            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, now, tenant)
             self._apply(steps, computed)
         return self._cache.highest_mark(marks, self._clock())
 
