@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import simpy
 from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.policies.routing import rank
+from warmkv.policies.routing import View, rank
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PrefixIndex
@@ -52,8 +53,8 @@ def simulate(
 ) -> Outcome:
     """Run jobs, ordered by arrival, to their end; their outcome is written into them.
 
-    A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the random
-    choice of the power_of_two routing and nothing else. `fast_forward=False` steps token by token, with equal results.
+    A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
+    of which only power_of_two draws at random. `fast_forward=False` steps token by token, with equal results.
     """
     env = simpy.Environment()
     index, slots, stored, removals = PrefixIndex(), Level(), Level(), Removals()
@@ -103,19 +104,12 @@ def _chooser(
     names = list(replicas)
     if len(names) == 1:
         return lambda job: names
+    turns = itertools.count()
 
-    if config.routing.policy == "prefix_cost":
+    def choose(job: Job) -> Sequence[str]:
+        hashes = job.record.hashes
+        load = {name: replica.in_flight for name, replica in replicas.items()}
+        view = View(names, hashes, index.longest_match(hashes), load, config.engine.max_slots, next(turns))
+        return rank(view, config.routing, choice)
 
-        def by_prefix(job: Job) -> Sequence[str]:
-            hashes = job.record.hashes
-            load = {name: replica.in_flight for name, replica in replicas.items()}
-            return rank(names, len(hashes), index.longest_match(hashes), load, config.routing)
-
-        return by_prefix
-
-    def by_two_choices(job: Job) -> Sequence[str]:
-        shuffled = choice.sample(names, len(names))
-        two = sorted(shuffled[:2], key=lambda name: replicas[name].in_flight)
-        return [*two, *shuffled[2:]]
-
-    return by_two_choices
+    return choose
