@@ -85,7 +85,7 @@ def race_decisions(
                 began = now()
                 choice = dispatcher.choose("request", hashes, names)
                 chosen = now()
-                dispatcher.index.mend(choice.order[0], hashes[: choice.matched])
+                dispatcher.mend(choice, hashes)
                 mending.append(now() - chosen)
                 choosing.append(chosen - began)
             for what, times in (("decision", sorted(choosing)), ("mend", sorted(mending))):

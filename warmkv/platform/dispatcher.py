@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.routing import COLD, View, blocks_saved, rank
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.policies.routing import View, rank
+from warmkv.prefixes.index import MEND_EVERY, PrefixIndex
 
 
 class Bookings:
@@ -39,8 +39,7 @@ class Bookings:
             self.release(request)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there."""
 
     order: list[str]
@@ -85,15 +84,23 @@ class Dispatcher:
         warm = self.index.longest_match(hashes)
         order = rank(View(replicas, hashes, warm, load, self._slots, self._turn), config, self._random)
         self._turn += 1
-        if wanted in order and config.allow_request_replica:
+        asked = wanted is not None and config.allow_request_replica and wanted in order
+        if wanted is not None and asked:
             order = [wanted, *(name for name in order if name != wanted)]
+        best = order[0]
+        matched = warm[best][-1] if best in warm else 0
+        if asked:
             reason = "asked"
         elif config.policy != "prefix_cost":
             reason = config.policy
         elif not warm:
             reason = "cold"
         else:
-            best = max(blocks_saved(depths, config) for depths in warm.values())
-            reason = "warm" if blocks_saved(warm.get(order[0], COLD), config) == best else "load"
-        self.bookings.book(request, order[0])
-        return Choice(order, reason, warm.get(order[0], COLD)[-1])
+            reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
+        self.bookings.book(request, best)
+        return Choice(order, reason, matched)
+
+    def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
+        """Check a part of the match that a choice relied on; for after the decision."""
+        if choice.matched:
+            self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))

@@ -78,9 +78,7 @@ class PrefixRouter(RequestRouter):
             lambda future: self._dispatcher.bookings.release(key) if future.cancelled() else None
         )
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
-        if choice.matched:  # after the decision, not before it
-            matched = request.hashes[: choice.matched]
-            asyncio.get_running_loop().call_soon(self._dispatcher.index.mend, choice.order[0], matched)
+        asyncio.get_running_loop().call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]
 
     def _queues(self, candidates: list[RunningReplica]) -> dict[str, int]:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.prefixes.index import Depths
 
-COLD: Depths = (0, 0, 0)
 
-
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What a decision is made from. An absent replica holds nothing and has nothing to do."""
 
     replicas: Sequence[str]
@@ -40,6 +37,8 @@ def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
     The idea of a credit by tier is that of NVIDIA Dynamo's router, and so are the default credits.
     """
     device, host, anywhere = depths
+    if device == anywhere:
+        return device
     return device + config.host_credit * (host - device) + config.disk_credit * (anywhere - host)
 
 
@@ -48,17 +47,20 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     """
-    warm, load = view.warm, view.load
-    loads = [load.get(replica, 0) for replica in view.replicas]
+    warm, load, slots = view.warm, view.load, view.slots
+    load_weight, queue_weight = config.load_weight, config.queue_weight
+    replicas = _round_robin(view, config, random)
+    loads = [load.get(replica, 0) for replica in replicas]
     limit = min(loads, default=0) + config.overload
-    costs = []
-    for order, (replica, busy) in enumerate(zip(view.replicas, loads, strict=True)):
-        cost = config.load_weight * busy - blocks_saved(warm.get(replica, COLD), config)
-        if busy > view.slots:
-            cost += config.queue_weight * (busy - view.slots)
-        costs.append((busy >= limit, cost, busy, (order - view.turn) % len(loads), replica))
-    costs.sort()
-    return [replica for *_, replica in costs]
+    costs = {}
+    for replica, busy in zip(replicas, loads, strict=True):
+        cost = load_weight * busy
+        if busy > slots:
+            cost += queue_weight * (busy - slots)
+        if replica in warm:
+            cost -= blocks_saved(warm[replica], config)
+        costs[replica] = (busy >= limit, cost, busy)
+    return sorted(replicas, key=costs.__getitem__)
 
 
 def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 KEY_BYTES = 8
 TIERS = ("device", "host", "disk")  # fastest first
+MEND_EVERY = 16  # blocks of a match of which `mend` looks at one
 Depths = tuple[int, int, int]
 """Leading blocks held on the device, there or in host memory, in any tier: each number includes the one before."""
 
@@ -163,10 +164,11 @@ class PrefixIndex:
                     parts.append((bits ^ deeper, low, middle - 1))
                     bits = deeper
                 low = middle
+            alike = (low, low, low)
             for replica, shift in self._shifts.items():
                 if planes := bits >> shift & _FIELD:
                     if planes == _FIELD:
-                        found[replica] = (low, low, low)
+                        found[replica] = alike
                     else:
                         device, host, anywhere = found.get(replica, _NOTHING)
                         found[replica] = (
@@ -176,17 +178,17 @@ class PrefixIndex:
                         )
         return found
 
-    def mend(self, replica: str, matched: Sequence[bytes]) -> int:
-        """Walk a match of a replica and return how many leading blocks it does hold.
+    def mend(self, replica: str, matched: Sequence[bytes], start: int) -> int:
+        """Look whether a replica holds what it was matched to hold, at every 16th block from number `start` on.
 
-        What it holds beyond a gap is of no use to it and is forgotten, so that the next match of this chain is right.
+        Returns the leading blocks up to the gap that it found, or all. What lies beyond a gap is of no use to a replica
+        and is forgotten; after all 16 starts a chain is matched as it is.
         """
         field = _FIELD << self._shifts[replica] if replica in self._shifts else 0
-        get = self._masks.get
-        for count, key in enumerate(matched):
-            if not get(key[:KEY_BYTES], 0) & field:
-                self.remove(replica, matched[count + 1 :])
-                return count
+        for at in range(start, len(matched), MEND_EVERY):
+            if not self._masks.get(matched[at][:KEY_BYTES], 0) & field:
+                self.remove(replica, matched[at + 1 :])
+                return at
         return len(matched)
 
     def _share(self, mask: int) -> int:

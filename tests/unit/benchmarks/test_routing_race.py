@@ -42,7 +42,8 @@ def test_the_index_holds_as_many_blocks_as_asked_for_and_the_questions_are_known
 def test_every_replica_holds_another_share_of_the_hardest_prompt():
     index, names = PrefixIndex(), decision.replicas(16)
     hashes = decision.worst(index, names, random.Random(1))
-    assert [held[-1] for held in index.longest_match(hashes).values()] == [16 * number for number in range(1, 17)]
+    depths = index.longest_match(hashes)
+    assert [depths[name][-1] for name in names] == [16 * number for number in range(1, 17)]
 
 
 @pytest.mark.parametrize("arguments", [["--blocks", "1"], ["--only", "nothing"], ["--repeats", "0"]])

@@ -77,6 +77,16 @@ def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
     assert sum(routing.bookings.load.values()) == 2
 
 
+def test_a_match_that_is_too_long_is_found_out_by_the_decisions_that_rely_on_it():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    routing.index.remove("a", [HASHES[10]])
+    assert routing.choose("1", HASHES, REPLICAS).matched == 100
+    for _ in range(200):
+        routing.mend(routing.choose("1", HASHES, REPLICAS), HASHES)
+    assert routing.choose("1", HASHES, REPLICAS).matched == 10
+
+
 def test_a_cold_prompt_is_told_as_such():
     assert dispatcher().choose("1", HASHES, REPLICAS).reason == "cold"
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from warmkv.prefixes.index import TIERS, PrefixIndex
+from warmkv.prefixes.index import MEND_EVERY, TIERS, PrefixIndex
 
 REPLICAS = [f"replica-{number}" for number in range(6)]
 # Keys of a tree: a node's key is the path to it, so equal keys mean equal prefixes, as with chained hashes.
@@ -73,7 +73,8 @@ class IndexMachine(RuleBasedStateMachine):
     def match(self, path):
         assert self.index.longest_match(chain(path)) == self.obvious.depths(chain(path))
         for replica, depths in self.index.longest_match(chain(path)).items():
-            assert self.index.mend(replica, chain(path)[: depths[-1]]) == depths[-1]
+            for start in range(MEND_EVERY):
+                assert self.index.mend(replica, chain(path)[: depths[-1]], start) == depths[-1]
 
     @invariant()
     def agrees(self):
@@ -105,7 +106,9 @@ def test_a_gap_makes_a_match_too_long_at_most_and_is_mended(held):
         claimed = index.longest_match(KEYS).get(replica, (0, 0, 0))[-1]
         assert claimed >= true
         assert claimed == 0 or claimed - 1 in blocks
-        assert index.mend(replica, KEYS[:claimed]) == true
+        for start in range(MEND_EVERY):
+            left = index.mend(replica, KEYS[:claimed], start)
+            assert left == claimed or not index.holds(replica, KEYS[left])
         assert index.longest_match(KEYS).get(replica, (0, 0, 0))[-1] == true
         assert index.blocks_of(replica) <= len(blocks)
 
@@ -114,7 +117,7 @@ def test_nothing_matches_an_empty_prompt():
     index = PrefixIndex()
     index.add("a", [b"1"])
     assert index.longest_match([]) == {}
-    assert index.mend("unknown", []) == 0
+    assert index.mend("unknown", [b"1"], 0) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, DEPTH), st.integers(0, DEPTH), st.integers(0, DEPTH)), max_size=60))
