@@ -20,7 +20,7 @@ Depths = tuple[int, int, int]
 # A replica's three bits in the mask of a block: held at all, in host memory or faster, on the device.
 _CODES: Mapping[str, int] = {"device": 0b111, "host": 0b011, "disk": 0b001}
 _FIELD, _WIDTH = 0b111, 3
-_SHARED_MASKS = 1 << 16  # masks kept so that blocks held alike share one object
+_SHARED_MASKS = 1 << 16  # masks kept, more or less, so that blocks held alike share one object
 _NOTHING: Depths = (0, 0, 0)
 
 
@@ -81,28 +81,29 @@ class PrefixIndex:
             taken = set(self._shifts.values())
             free = next(shift for shift in range(0, _WIDTH * len(taken) + 1, _WIDTH) if shift not in taken)
             self._shifts[replica], self._counts[replica] = free, 0
-        masks, shift = self._masks, self._shifts[replica]
+        masks, shared, shift = self._masks, self._pool(), self._shifts[replica]
         field, bits, new = _FIELD << shift, code << shift, 0
         for key in keys:
             key = key[:KEY_BYTES]
             mask = masks.get(key, 0)
             if mask & field != bits:
                 new += not mask & field
-                masks[key] = self._share(mask & ~field | bits)
+                mask = mask & ~field | bits
+                masks[key] = shared.setdefault(mask, mask)
         self._counts[replica] += new
 
     def remove(self, replica: str, keys: Iterable[bytes]) -> None:
         """A replica holds these blocks no more, in any tier."""
         if replica not in self._shifts:
             return
-        masks, field, gone = self._masks, _FIELD << self._shifts[replica], 0
+        masks, shared, field, gone = self._masks, self._pool(), _FIELD << self._shifts[replica], 0
         for key in keys:
             key = key[:KEY_BYTES]
             mask = masks.get(key, 0)
             if mask & field:
                 gone += 1
                 if rest := mask & ~field:
-                    masks[key] = self._share(rest)
+                    masks[key] = shared.setdefault(rest, rest)
                 else:
                     del masks[key]
         self._counts[replica] -= gone
@@ -191,11 +192,11 @@ class PrefixIndex:
                 return at
         return len(matched)
 
-    def _share(self, mask: int) -> int:
-        """An equal mask, the same object for all blocks that are held alike: there are few masks and many blocks."""
-        if len(self._shared) >= _SHARED_MASKS:
+    def _pool(self) -> dict[int, int]:
+        """Masks as shared objects, since there are few masks and many blocks; bounded, for there may be many once."""
+        if len(self._shared) > _SHARED_MASKS:
             self._shared.clear()
-        return self._shared.setdefault(mask, mask)
+        return self._shared
 
 
 def _allocated(value: object) -> int:
