@@ -186,12 +186,22 @@ class PricingConfig(Prices):
 
 
 class RoutingConfig(Section):
-    policy: Literal["prefix_cost", "power_of_two"] = "prefix_cost"
-    load_weight: float = Field(4.0, ge=0, description="blocks of prefill that one request in flight counts as")
-    allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
+    policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = "prefix_cost"
+    load_weight: float = Field(
+        4.0, ge=0, allow_inf_nan=False, description="blocks of prefill that one request in flight counts as"
+    )
+    queue_weight: float = Field(
+        8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
+    )
+    host_credit: float = Field(0.75, ge=0, le=1, description="worth of a warm block in host memory; 1 on the device")
+    disk_credit: float = Field(0.25, ge=0, le=1, description="worth of a warm block on disk")
     overload: int = Field(
         8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
     )
+    session_blocks: int = Field(
+        4, ge=1, description="first blocks of a prompt that name its session, for sticky_session"
+    )
+    allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
 
 
 class DirectoryConfig(Section):
@@ -199,8 +209,11 @@ class DirectoryConfig(Section):
     heartbeat_seconds: float = Field(1.0, gt=0, description="longest time between two reports of a replica")
     silence_seconds: float = Field(15.0, gt=0, description="a replica that has not reported for so long is forgotten")
     follow_seconds: float = Field(10.0, gt=0, description="how long a router waits for changes before it asks again")
-    max_blocks: int = Field(1_000_000, ge=1, description="blocks of all replicas the directory remembers")
-    log_events: int = Field(100_000, ge=1, description="event batches kept for routers that catch up")
+    max_blocks: int = Field(1_000_000, ge=1, description="blocks the directory remembers, summed over replicas")
+    log_blocks: int = Field(
+        200_000, ge=1, description="blocks in the changes kept for routers that catch up; others get everything anew"
+    )
+    shards: int = Field(1, ge=1, le=256, description="actors that share the blocks among them, by hash")
 
 
 class TenantConfig(Section):

@@ -25,12 +25,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
-    router: dict[str, Any] = {}
-    if config.routing.policy == "prefix_cost":
-        router["request_router_config"] = RequestRouterConfig(
-            request_router_class=PrefixRouter,
-            request_router_kwargs={"settings": args},
-        )
     replicas = serve.deployment(
         Replica,
         name="replica",
@@ -39,7 +33,10 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=5,
-        **router,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"settings": args},
+        ),
     ).bind(args, directory)
     gateway = serve.deployment(
         serve.ingress()(Gateway),

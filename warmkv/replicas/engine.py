@@ -79,7 +79,7 @@ class Engine:
         clock: Callable[[], float],
         name: str = "",
         classes: TokenClasses | None = None,
-        publish: Callable[[Items[bytes], Items[bytes]], None] = lambda stored, evicted: None,
+        publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
     ) -> None:
         self.model, self.config, self.name, self._clock, self._classes = model, engine, name, clock, classes
         if engine.max_context is not None and engine.max_context > model.max_context:

@@ -84,12 +84,17 @@ Event = Started | Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class BlockEvents:
-    """A numbered report of a replica's full blocks: what came and went, or with `snapshot` all that are there."""
+    """A numbered report of a replica's full blocks: what came to a tier and what left the replica.
+
+    With `snapshot` nothing else is there, but for what later reports add.
+    """
 
     sequence: int
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
     snapshot: bool = False
+    tier: str = "device"  # the fastest that has what is stored
+    at: float | None = None  # wall clock of the replica
 
 
 class EngineError(Exception):
