@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from warmkv import telemetry
-from warmkv.config import Config, parse
+from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.prefix_directory import NAMESPACE, apply_change, directory_name
 from warmkv.policies.routing import rank
 from warmkv.prefixes.index import PrefixIndex
@@ -56,6 +57,11 @@ class PrefixRouter(RequestRouter):
         self._following: asyncio.Task[None] | None = None
         self._recorder = telemetry.Recorder(*telemetry.ROUTER)
 
+    def configure(self, routing: RoutingConfig) -> None:
+        """Route by other parameters from now on; a request brings those that were in force when it came."""
+        if routing is not self._config.routing:
+            self._config = self._config.model_copy(update={"routing": routing})
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -82,8 +88,10 @@ class PrefixRouter(RequestRouter):
 
     def _choose(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
         request = pending.args[0] if pending is not None and pending.args else None
+        if isinstance(request, GenerateRequest) and request.terms is not None:
+            self.configure(request.terms.routing)
         if not isinstance(request, GenerateRequest) or self._config.routing.policy != "prefix_cost":
-            return [list(candidates)]
+            return [random.sample(candidates, min(2, len(candidates)))]  # Serve takes the shorter queue: power of two
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         warm = self._index.longest_match(request.hashes)
         order = rank(list(by_name), len(request.hashes), warm, self._bookings.load, self._config.routing)
