@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -101,6 +102,28 @@ def test_a_request_in_flight_ends_as_it_began(tuned):
     assert (usage.warmkv["policy"], usage.warmkv["policy_version"]) == ("full", version)
     assert usage.warmkv["price"]["output"] == pytest.approx(150 * 15e-6)
     assert usage.warmkv["price"]["write"]["5m"] > 0
+
+
+def test_every_answer_is_under_one_version_whatever_changes_meanwhile(tuned):
+    begun = get(tuned)["version"]
+    expected = {begun: ("full", 15.0)}
+
+    def one(number: int) -> Any:
+        return ask(tuned, f"{number} {LONG[:400]}", "5m", max_tokens=8).usage
+
+    usages = [one(0)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(one, range(1, 17))
+        for number in range(1, 13):
+            policy, dollars = ("snapkv@0.2", "full")[number % 2], float(number)
+            version = put(tuned, {"compression.policy": policy, "pricing.output": dollars})["version"]
+            expected[version] = (policy, dollars)
+        usages += [*answers, one(17)]
+    for usage in usages:
+        policy, dollars = expected[usage.warmkv["policy_version"]]
+        assert usage.warmkv["policy"] == policy
+        assert usage.warmkv["price"]["output"] == pytest.approx(usage.output_tokens * dollars / 1e6)
+    assert (usages[0].warmkv["policy_version"], usages[-1].warmkv["policy_version"]) == (begun, max(expected))
 
 
 def test_a_new_ttl_can_be_used_and_an_old_one_is_gone(tuned):
