@@ -129,6 +129,13 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("pricing.models={big: {read: -1}}", r"pricing\.models\.big\.read: .*greater than or equal to 0"),
         ("pricing.models={big: {raed: 1}}", r"pricing\.models\.big\.raed: unknown key"),
         ("gateway.tenants=[{name: a, key_sha256: b}]", r"gateway\.tenants\.0\.key_sha256: "),
+        ("prefix_cache.ttls={5m: .nan}", "every TTL must be positive and finite"),
+        ("prefix_cache.ttls={5m: .inf}", "every TTL must be positive and finite"),
+        ("control.history=1", r"control\.history: .*greater than or equal to 2"),
+        ("control.follow_seconds=0", r"control\.follow_seconds: .*greater than 0"),
+        ("control.silence_seconds=10", "silence_seconds must be more than follow_seconds"),
+        ("control.apply_seconds=-1", r"control\.apply_seconds: .*greater than or equal to 0"),
+        ("control.start_seconds=0", r"control\.start_seconds: .*greater than 0"),
     ],
 )
 def test_what_cannot_be_used_is_refused(flag, message):

@@ -303,7 +303,15 @@ class Engine:
             return
         hashes = request.hashes[: prefill.computed // self.store.block_size]
         try:
-            self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant, begun=sequence.arrived)
+            self.store.store(
+                hashes,
+                (),
+                prefill.keys,
+                prefill.values,
+                tenant=request.tenant,
+                begun=sequence.arrived,
+                lifetimes=request.lifetimes,
+            )
         except Exception:  # memory, say: the others must not suffer from it
             log.exception("the blocks of %s could not be kept", request.id)
 
@@ -346,6 +354,7 @@ class Engine:
             tenant=request.tenant,
             warm=match,
             begun=sequence.arrived,
+            lifetimes=request.lifetimes,
         )
         sequence.column_sums = {}
         self._release_match(sequence)
