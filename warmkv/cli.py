@@ -22,6 +22,9 @@ from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
 from warmkv.simulator.calibrate_command import calibrate
 from warmkv.simulator.command_line import JsonCommand
+from warmkv.simulator.compare_command import compare
+from warmkv.simulator.sweep_command import sweep
+from warmkv.simulator.tune_command import tune
 from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -135,6 +138,9 @@ app.command(cls=JsonCommand)(simulator_commands.replay)
 app.command()(workload)
 app.command(cls=JsonCommand)(cachesim)
 app.command(cls=JsonCommand)(calibrate)
+app.command(cls=JsonCommand)(sweep)
+app.command(cls=JsonCommand)(compare)
+app.command(cls=JsonCommand)(tune)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)

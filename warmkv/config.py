@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from warmkv.policy_spec import PolicySpec
 
@@ -78,6 +78,12 @@ class EngineConfig(Section):
         "On a CPU packed weights, which cannot be compiled, are faster",
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads `on` and `off` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class TierConfig(Section):

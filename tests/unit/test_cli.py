@@ -24,6 +24,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
     "command",
     [
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
+        *(["sweep"], ["compare"], ["tune"]),
         *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
     ],
     ids=" ".join,

@@ -49,6 +49,13 @@ def test_values_are_yaml():
     assert config.model.name == "b"
 
 
+@pytest.mark.parametrize("choice", ["auto", "on", "off"])
+def test_on_and_off_are_what_they_say_though_yaml_reads_truth_values(file, choice):
+    assert load(flags=[f"engine.compile={choice}"], environ={}).engine.compile == choice
+    file.write_text(f"engine: {{compile: {choice}}}\n")
+    assert load(file, environ={}).engine.compile == choice
+
+
 def test_an_empty_file_and_empty_sections_are_defaults(file):
     file.write_text("")
     assert load(file, environ={}) == Config()

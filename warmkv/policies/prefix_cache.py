@@ -112,10 +112,12 @@ class PrefixCache:
         now: float,
         tenant: str = "",
         match: Match | None = None,
+        begun: float | None = None,
     ) -> Iterator[tuple[Step, Span | None]]:
         """Keep a computed prompt: its full blocks (unless automatic, up to the last mark) and the tails at marks.
 
-        What was found of it (`match`) moves up to the first tier. Yields steps, and what to store in those that store.
+        The lives of marks are counted from when the request began. What was found of the prompt (`match`) moves up to
+        the first tier. Yields steps, and what to store in those that store.
         """
         lifetimes = self._lifetimes
         if match is not None and match.chain:
@@ -128,7 +130,7 @@ class PrefixCache:
             chain = (*hashes[:blocks], mark.key) if rest else hashes[:blocks]
             ttl = lifetimes.ttls[mark.ttl]
             yield from self._keep(chain, mark.position, size, ttl, now, tenant)
-            self.tiers.mark(mark.key, ttl, now)
+            self.tiers.mark(mark.key, ttl, now if begun is None else begun)
 
     def match_sums(self, match: Match, size: int, most: int, now: float) -> tuple[int, bytes]:
         """The longest part of a match within `most` tokens whose column sums are resident, and their key; or (0, b"").

@@ -34,6 +34,7 @@ class Replica:
         context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
+        self._say("loading the model")
         self._tokenizer = load_tokenizer(config.model)
         self._engine = Engine(
             load_model(config.model, packed=config.engine.compile != "on"),
@@ -46,9 +47,13 @@ class Replica:
         )
         self._publisher = Publisher(config.directory, self._send, self._snapshot, self._status)
         self._recorder = telemetry.Recorder(*telemetry.REPLICA)
-        self._engine.warm_up()
+        self._engine.warm_up(self._say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
         self._publishing = asyncio.get_running_loop().create_task(self._publisher.run())
+
+    def _say(self, phase: str) -> None:
+        """Let whoever waits for this replica to start know what it does."""
+        self._directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """Stream an answer: Started, then text, then Finished (or Failed).

@@ -76,12 +76,12 @@ class ReplicaCache:
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep a computed prompt; the position of its highest mark that is stored now.
 
-        `match` is what was found of it: it moves up to the first tier.
+        `match` is what was found of it: it moves up to the first tier. Marks live from when the request began.
         """
-        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match)
+        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match, begun)
         self._note(steps, now)
         return self._cache.highest_mark(marks, now)
 

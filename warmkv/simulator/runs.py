@@ -137,7 +137,7 @@ class RunCache:
                         place.pinned[run] = place.held[run]
         return Match(blocks=blocks, tokens=blocks * record.block_size)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep the full blocks of a computed prompt, as many from its beginning as fit; there are no marks.
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.

@@ -188,8 +188,11 @@ class BlockStore:
         *,
         tenant: str = "",
         warm: WarmPrefix | None = None,
+        begun: float | None = None,
     ) -> int:
         """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
+
+        The lives of marks are counted from when the request began, `begun`; from now if that is left out.
 
         `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is. What was read of the
         prompt, `warm`, moves up to the first tier.
@@ -206,12 +209,11 @@ class BlockStore:
             at = slice(span.start, span.end)
             return torch.stack([keys[:, :, at], values[:, :, at]])
 
-        match = warm.match if warm is not None else None
-        self._apply(self._cache.store(hashes, marks, self.block_size, self._clock(), tenant, match), computed)
+        match, now = warm.match if warm is not None else None, self._clock()
+        self._apply(self._cache.store(hashes, marks, self.block_size, now, tenant, match, begun), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
-            now = self._clock()
             steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, now, tenant)
             self._apply(steps, computed)
         return self._cache.highest_mark(marks, self._clock())
