@@ -10,6 +10,7 @@ recently used run of a tier that nobody reads is always the end of a chain.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,11 +98,7 @@ class RunCache:
             Place(room, block_bytes, level, [0] * len(layout.lengths))
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
-        # What a router can tell apart: the places of the device, of device and host, and all.
-        self._reach = [
-            [place for place, name in zip(self._places, tiers, strict=True) if TIERS.index(name) <= slowest]
-            for slowest in range(len(TIERS))
-        ]
+        self._tiers = [TIERS.index(name) for name in tiers]
         self._deadlines: OrderedDict[int, float] = OrderedDict()  # of runs, the first to expire first
         self._due = math.inf  # nothing expires before
         self._reading: tuple[int, ...] = ()  # runs that do not expire
@@ -121,31 +118,21 @@ class RunCache:
 
     def leading(self, hashes: Hashes) -> int:
         """Leading blocks of a prompt that some tier holds."""
-        runs, lengths, most = self._layout.runs[hashes], self._layout.lengths, 0
-        for place in self._places:
-            count = 0
+        return self.depths(hashes)[-1]
+
+    def depths(self, hashes: Hashes) -> Depths:
+        """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
+        runs, lengths, found = self._layout.runs[hashes], self._layout.lengths, [0] * len(TIERS)
+        for tier, place in zip(self._tiers, self._places, strict=True):
+            count, blocks = 0, place.held
             for run in runs:
-                held = place.held[run]
+                held = blocks[run]
                 count += held
                 if held < lengths[run]:
                     break
-            most = max(most, count)
-        return most
-
-    def depths(self, hashes: Hashes) -> Depths:
-        """Leading blocks of a prompt by tier, as the routers' index has them."""
-        device, host, anywhere = (self._leading_in(places, hashes) for places in self._reach)
+            found[tier] = count
+        device, host, anywhere = itertools.accumulate(found, max)
         return device, host, anywhere
-
-    def _leading_in(self, places: Sequence[Place], hashes: Hashes) -> int:
-        """Leading blocks each of which some of these places holds."""
-        lengths, count = self._layout.lengths, 0
-        for run in self._layout.runs[hashes]:
-            held = max((place.held[run] for place in places), default=0)
-            count += held
-            if held < lengths[run]:
-                break
-        return count
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
