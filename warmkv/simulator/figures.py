@@ -21,16 +21,9 @@ _NEITHER = (
 
 
 def figures(result: Result) -> Figures:
-    """Names to numbers. Times are seconds, rates shares, sizes bytes over all replicas.
-
-    `dollars` is what the tenants are billed, `gpu_dollars` what the replicas cost. `resident_bytes` are those of stored
-    prefixes, in all tiers and by tier; `slot_bytes` those of decode slots.
-    """
-    tokens = result.prompt_tokens + result.usage.output
-    places = {"slot_bytes": result.slots, "resident_bytes": result.stored}
-    places |= {f"resident_bytes_{tier}": level for tier, level in result.tiers.items()}
-    times = {"ttft": result.ttft, "tpot": result.tpot, "e2e": result.e2e}
-    return {
+    """Rates are shares, times seconds, sizes bytes over all replicas, `dollars` what the tenants are billed."""
+    tokens = result.usage.prompt + result.usage.output
+    flat: Figures = {
         "requests": result.requests,
         "refused": result.refused,
         "seconds": result.seconds,
@@ -41,21 +34,20 @@ def figures(result: Result) -> Figures:
         "written_tokens": result.usage.total_written,
         "hit_rate_tokens": result.token_hit_rate,
         "hit_rate_blocks": result.block_hit_rate,
-        **{f"{place}_max": level.peak for place, level in places.items()},
-        **{f"{place}_mean": level.mean for place, level in places.items()},
-        "evictions": result.evictions,
-        "expirations": result.expirations,
-        **{f"{name}_{share}": seconds for name, values in times.items() for share, seconds in asdict(values).items()},
-        "in_slo": result.in_slo / result.requests if result.requests else 0.0,
-        "goodput": result.goodput,
         "dollars": result.dollars,
         "dollars_uncached": result.dollars_uncached,
         "dollars_per_million_tokens": result.dollars / tokens * 1e6 if tokens else 0.0,
-        "saving": result.saving,
-        "gpu_hours": result.gpu_hours,
-        "gpu_dollars": result.gpu_dollars,
-        "gpu_dollars_per_million_tokens": result.gpu_dollars_per_million_tokens,
+        "saving": 1 - result.dollars / result.dollars_uncached if result.dollars_uncached else 0.0,
+        "slot_bytes_mean": result.slots.mean,
+        "slot_bytes_max": result.slots.peak,
+        "resident_bytes_mean": result.stored.mean,
+        "resident_bytes_max": result.stored.peak,
+        "evictions": result.evictions,
+        "expirations": result.expirations,
     }
+    for name, values in (("ttft", result.ttft), ("tpot", result.tpot), ("e2e", result.e2e)):
+        flat |= {f"{name}_{percentile}": seconds for percentile, seconds in asdict(values).items()}
+    return flat
 
 
 def sense(name: str) -> int:

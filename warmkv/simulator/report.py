@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from warmkv.policies.costs import StepTimes
-from warmkv.simulator.figures import figures
 from warmkv.simulator.measures import Percentiles
 from warmkv.simulator.replay import Bytes, Result
+from warmkv.simulator.summary import figures
 
 
 def show(results: Sequence[Result], console: Console) -> None:

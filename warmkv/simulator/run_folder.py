@@ -1,7 +1,7 @@
 """A run as a folder: what was replayed, what became of every request, how the cluster filled, what it adds up to.
 
 `meta.json` (trace, settings, step times), `requests.parquet`, `timeseries.parquet`, `summary.json` (flat, see
-`figures.py`) and `report.html`. The same replay writes the same files. Needs pyarrow and matplotlib.
+`summary.py`) and `report.html`. The same replay writes the same files. Needs pyarrow and matplotlib.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from warmkv.config import Prices
 from warmkv.policies.pricing import price
 from warmkv.simulator import run_report
-from warmkv.simulator.figures import figures
 from warmkv.simulator.replay import Run
+from warmkv.simulator.summary import figures
 
 POINTS = 500  # of the time series, evenly over the run
 

@@ -14,8 +14,8 @@ from tests.unit.simulator.conversations import EXACT, config, record  # noqa: E4
 from warmkv.config import load  # noqa: E402
 from warmkv.policies.pricing import price  # noqa: E402
 from warmkv.simulator import run_folder  # noqa: E402
-from warmkv.simulator.figures import figures  # noqa: E402
 from warmkv.simulator.replay import run  # noqa: E402
+from warmkv.simulator.summary import figures  # noqa: E402
 from warmkv.simulator.variants import Variant  # noqa: E402
 
 SETTINGS = config("engine.max_context=64", "cluster.replicas=2", "prefix_cache.host.memory_bytes=1MB")
