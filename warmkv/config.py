@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -227,6 +228,20 @@ class ClusterConfig(Section):
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
 
 
+class SloConfig(Section):
+    """When an answer came in time; both must hold."""
+
+    ttft: float = Field(2.0, gt=0, description="seconds to the first token, at most")
+    tpot: float = Field(0.1, gt=0, description="seconds for each token after it, at most, on average")
+
+
+class GpuPrice(Section):
+    """What a replica costs beside what it earns."""
+
+    dollars: Price = Field(3.0, description="for an hour of one GPU; an H100 SXM was offered from 1.99 to 5.00")
+    as_of: date = Field(date(2026, 11, 1), description="when that was the price")
+
+
 class SimulatorConfig(Section):
     """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step."""
 
@@ -240,6 +255,8 @@ class SimulatorConfig(Section):
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=1)
     dtype_bytes: int = Field(4, ge=1)
+    slo: SloConfig = SloConfig()
+    gpu_hour: GpuPrice = GpuPrice()
 
 
 class DashboardsConfig(Section):
