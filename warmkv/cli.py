@@ -17,6 +17,7 @@ from warmkv.evaluation import commands as evaluation_commands
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
+from warmkv.platform.policy_commands import app as policy_app
 from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
@@ -33,6 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(dashboards_app, name="dashboards")
 app.add_typer(manifest_app, name="k8s")
 app.add_typer(packs_app, name="packs")
+app.add_typer(policy_app, name="policy")
 
 console = Console()
 errors = Console(stderr=True)

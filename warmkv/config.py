@@ -7,6 +7,7 @@ The tree is read from a YAML document, then from environment variables (`WARMKV_
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from warmkv.policy_spec import PolicySpec
 
@@ -79,6 +80,12 @@ class EngineConfig(Section):
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads `on` and `off` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
 
 class TierConfig(Section):
     """Where blocks go that the tier above it gives up."""
@@ -141,8 +148,8 @@ class PrefixCacheConfig(Section):
     def _check(self) -> PrefixCacheConfig:
         if self.default_ttl not in self.ttls:
             raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
-        if any(seconds <= 0 for seconds in self.ttls.values()):
-            raise ValueError("every TTL must be positive")
+        if not all(0 < seconds < math.inf for seconds in self.ttls.values()):
+            raise ValueError("every TTL must be positive and finite")
         for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
             if storage != "model" and not self.allow_lossy:
                 raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
@@ -180,12 +187,22 @@ class PricingConfig(Prices):
 
 
 class RoutingConfig(Section):
-    policy: Literal["prefix_cost", "power_of_two"] = "prefix_cost"
-    load_weight: float = Field(4.0, ge=0, description="blocks of prefill that one request in flight counts as")
-    allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
+    policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = "prefix_cost"
+    load_weight: float = Field(
+        4.0, ge=0, allow_inf_nan=False, description="blocks of prefill that one request in flight counts as"
+    )
+    queue_weight: float = Field(
+        8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
+    )
+    host_credit: float = Field(0.75, ge=0, le=1, description="worth of a warm block in host memory; 1 on the device")
+    disk_credit: float = Field(0.25, ge=0, le=1, description="worth of a warm block on disk")
     overload: int = Field(
         8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
     )
+    session_blocks: int = Field(
+        4, ge=1, description="first blocks of a prompt that name its session, for sticky_session"
+    )
+    allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
 
 
 class DirectoryConfig(Section):
@@ -193,8 +210,34 @@ class DirectoryConfig(Section):
     heartbeat_seconds: float = Field(1.0, gt=0, description="longest time between two reports of a replica")
     silence_seconds: float = Field(15.0, gt=0, description="a replica that has not reported for so long is forgotten")
     follow_seconds: float = Field(10.0, gt=0, description="how long a router waits for changes before it asks again")
-    max_blocks: int = Field(1_000_000, ge=1, description="blocks of all replicas the directory remembers")
-    log_events: int = Field(100_000, ge=1, description="event batches kept for routers that catch up")
+    max_blocks: int = Field(1_000_000, ge=1, description="blocks the directory remembers, summed over replicas")
+    log_blocks: int = Field(
+        200_000, ge=1, description="blocks in the changes kept for routers that catch up; others get everything anew"
+    )
+    shards: int = Field(1, ge=1, le=256, description="actors that share the blocks among them, by hash")
+
+
+class ControlConfig(Section):
+    path: Path | None = Field(
+        None,
+        description="folder for the versions of the policy, on a disk that every node sees; without one they live "
+        "in Ray, as long as the head, or as its Redis",
+    )
+    history: int = Field(100, ge=2, description="versions that are kept")
+    follow_seconds: float = Field(10.0, gt=0, description="how long a gateway waits for a change before it asks again")
+    silence_seconds: float = Field(15.0, gt=0, description="a gateway that has not asked for so long is forgotten")
+    apply_seconds: float = Field(
+        5.0, ge=0, description="how long the answer to a change waits until all gateways have heard of it"
+    )
+    start_seconds: float = Field(
+        60.0, gt=0, description="how long a gateway that starts waits for the policy in force; then it fails"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ControlConfig:
+        if self.silence_seconds <= self.follow_seconds:
+            raise ValueError("silence_seconds must be more than follow_seconds")
+        return self
 
 
 class TenantConfig(Section):
@@ -202,7 +245,9 @@ class TenantConfig(Section):
     key_sha256: str = Field(
         pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv hash-key` prints it"
     )
-    operator: bool = Field(False, description="may see the replicas' state, in which all tenants' activity shows")
+    operator: bool = Field(
+        False, description="may change the policy, and see the replicas' state, in which all tenants' activity shows"
+    )
 
 
 class GatewayConfig(Section):
@@ -276,6 +321,7 @@ class Config(Section):
     pricing: PricingConfig = PricingConfig()
     routing: RoutingConfig = RoutingConfig()
     directory: DirectoryConfig = DirectoryConfig()
+    control: ControlConfig = ControlConfig()
     gateway: GatewayConfig = GatewayConfig()
     cluster: ClusterConfig = ClusterConfig()
     simulator: SimulatorConfig = SimulatorConfig()
@@ -320,12 +366,12 @@ def load(
             raise ConfigError(f"{path}: expected a mapping of sections, got {type(document).__name__}")
         tree = document or {}
     for dotted, text in _environment(os.environ if environ is None else environ):
-        _put(tree, dotted, text)
+        put(tree, dotted, read_value(dotted, text))
     for flag in flags:
         dotted, equals, text = flag.partition("=")
         if not equals:
             raise ConfigError(f"--set {flag}: write it as section.key=value, as in engine.max_slots=8")
-        _put(tree, dotted, text)
+        put(tree, dotted, read_value(dotted, text))
     return parse(tree)
 
 
@@ -371,7 +417,16 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     return found
 
 
-def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
+def read_value(dotted: str, text: str) -> Any:
+    """A value as it is written behind `section.key=`. Raises ConfigError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None
+
+
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a value at its place in a tree of plain values. Raises ConfigError where something else is in the way."""
     *parents, leaf = dotted.strip().split(".")
     node = tree
     for depth, parent in enumerate(parents, start=1):
@@ -381,7 +436,4 @@ def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
         if not isinstance(node, dict):
             place = ".".join(parents[:depth])
             raise ConfigError(f"{dotted}: {place} is already {node!r}; set it as a whole or write it as a mapping")
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None
+    node[leaf] = value

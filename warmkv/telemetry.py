@@ -15,7 +15,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, routers, version
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -40,6 +40,8 @@ TPOT = Metric(
     ("policy",),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
+# Recorded by the gateway, at every change.
+POLICY_VERSION = Metric("warmkv_policy_version", "gauge", "Version of the policy in force in a gateway", "version")
 # Recorded by every replica, about once a second.
 DECODING = Metric("warmkv_decoding_requests", "gauge", "Requests that are decoding", "requests")
 WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a replica", "requests")
@@ -51,29 +53,55 @@ PREFIX_BYTES = Metric(
 )
 # Recorded by the router.
 ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
+FOLLOWING = Metric(
+    "warmkv_routers_following", "gauge", "Routers that follow the prefix directory", "routers", ("shard",)
+)
+STALENESS = Metric(
+    "warmkv_directory_staleness_seconds",
+    "histogram",
+    "Time from a change in a replica until a router knew of it",
+    "seconds",
+    (),
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+# Recorded by every actor of the prefix directory, with each report of a replica.
+DIRECTORY_BYTES = Metric("warmkv_directory_bytes", "gauge", "Memory of the prefix directory", "bytes", ("shard",))
+DIRECTORY_BLOCKS = Metric(
+    "warmkv_directory_blocks", "gauge", "Distinct blocks in the prefix directory", "blocks", ("shard",)
+)
+DIRECTORY_LEFT_OUT = Metric(
+    "warmkv_directory_left_out", "gauge", "Blocks so far that the full directory had no room for", "blocks", ("shard",)
+)
 
-GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT)
+GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT, POLICY_VERSION)
 REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
-ROUTER = (ROUTED,)
-ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *ROUTER)
+ROUTER = (ROUTED, FOLLOWING, STALENESS)
+DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
+ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *ROUTER, *DIRECTORY)
 
 
 class Recorder:
     """Records metrics through Ray Serve, which adds application, deployment and replica labels.
 
-    Make it inside a Serve replica: outside of one, Serve's metrics have no application to name.
+    In another actor than a Serve replica there is nothing to add them from: name the application there.
     """
 
-    def __init__(self, *metrics: Metric) -> None:
-        from ray.serve import metrics as serve_metrics
+    def __init__(self, *metrics: Metric, application: str | None = None) -> None:
+        if application is None:
+            from ray.serve import metrics as library
+        else:
+            from ray.util import metrics as library
 
-        kinds = {"counter": serve_metrics.Counter, "gauge": serve_metrics.Gauge, "histogram": serve_metrics.Histogram}
+        kinds = {"counter": library.Counter, "gauge": library.Gauge, "histogram": library.Histogram}
+        common = {} if application is None else {"application": application}
         self._series: dict[Metric, Any] = {}
         for metric in metrics:
             extra = {"boundaries": list(metric.buckets)} if metric.kind == "histogram" else {}
             self._series[metric] = kinds[metric.kind](
-                metric.name, description=metric.help, tag_keys=metric.labels, **extra
+                metric.name, description=metric.help, tag_keys=(*metric.labels, *common), **extra
             )
+            if common:
+                self._series[metric].set_default_tags(common)
 
     def add(self, counter: Metric, value: float, **labels: str) -> None:
         """Count `value` more; nothing is recorded for 0."""

@@ -26,6 +26,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
         *(["sweep"], ["compare"], ["tune"]),
         *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
+        *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"]),
     ],
     ids=" ".join,
 )

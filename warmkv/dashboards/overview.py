@@ -276,8 +276,46 @@ def build() -> Any:
             stacked=True,
             top=1,
         ),
+        graph(
+            "Staleness of the routers",
+            "Percentiles of the time from a change in a replica until a router knew of it, by their wall clocks.",
+            "s",
+            percentiles(t.STALENESS, "application"),
+        ),
+        graph(
+            "Routers that follow",
+            "Routers whose copy of the index follows the directory, by shard; the others go on with what they had.",
+            "short",
+            [(level(t.FOLLOWING, ("shard",)), "shard {{shard}}")],
+        ),
+        graph(
+            "Prefix directory",
+            "Memory of the prefix directory by shard.",
+            "bytes",
+            [(level(t.DIRECTORY_BYTES, ("shard",)), "shard {{shard}}")],
+            stacked=True,
+        ),
+        graph(
+            "Blocks in the prefix directory",
+            "Distinct blocks that the directory knows, and those that it has had no room for since it started.",
+            "short",
+            [
+                (level(t.DIRECTORY_BLOCKS), "{{application}} known"),
+                (level(t.DIRECTORY_LEFT_OUT), "{{application}} left out"),
+            ],
+        ),
     ):
         board.with_panel(panel)
+
+    board.with_row(panels.row("Policy"))
+    board.with_panel(
+        graph(
+            "Policy version by gateway",
+            "Version of the live policy in force in each gateway; 0 is the configuration at start.",
+            "short",
+            [(level(t.POLICY_VERSION, ("replica",)), "{{replica}}")],
+        )
+    )
 
     board.with_row(panels.row("Money"))
     for panel in (

@@ -2,35 +2,49 @@
 
 Events come in batches with sequence numbers. A gap, or an actor that has restarted empty, is healed by asking the
 replica for a snapshot. Routers keep a copy of the index and follow the changes, so a routing decision calls nobody.
+The blocks may be shared among several actors (`directory.shards`), each of which then works as if it were alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from warmkv import telemetry
 from warmkv.config import DirectoryConfig
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.index import KEY_BYTES, PrefixIndex, Shard
 from warmkv.replicas.protocol import BlockEvents
 
 NAMESPACE = "warmkv"
 
+PIECE = 10_000  # blocks that a router takes in at once: a few milliseconds
+_LOGGED_BYTES = (
+    64  # of a key in the log: the object, rounded up as the allocator does, its place, its share of a change
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to one replica's blocks; `reset` forgets what it held before."""
+    """What happened to one replica's blocks, by their shortened keys; `reset` forgets what it held before."""
 
     replica: str
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
+    tier: str = "device"  # the fastest that has what was stored
     reset: bool = False
     gone: bool = False
+    at: float | None = None  # when it happened, by the replica's wall clock
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.stored) + len(self.evicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +57,6 @@ class Update:
     whole: bool = False  # the changes are everything there is: the follower starts from an empty index
 
 
-def apply_change(index: PrefixIndex, change: Change) -> None:
-    """Bring a copy of the index up to date."""
-    if change.reset or change.gone:
-        index.drop_replica(change.replica)
-    if not change.gone:
-        index.remove(change.replica, change.evicted)
-        index.add(change.replica, change.stored)
-
-
 @dataclass(slots=True)
 class _Replica:
     next_sequence: int
@@ -60,10 +65,10 @@ class _Replica:
 
 
 class PrefixDirectory:
-    """The state of the actor; without Ray, so that it can be tested alone.
+    """The state of one actor; without Ray, so that it can be tested alone.
 
-    Memory is bounded by `max_blocks` (entries summed over replicas) and `log_events`: what does not fit is left out,
-    which costs hits but never an answer.
+    Memory is bounded by `max_blocks` (entries summed over replicas) and `log_blocks`, of which each shard has its
+    part: what does not fit is left out, which costs hits but never an answer.
     """
 
     def __init__(self, config: DirectoryConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,10 +77,16 @@ class PrefixDirectory:
         self._index = PrefixIndex()
         self._held = 0
         self._replicas: dict[str, _Replica] = {}
-        self._log: deque[Change] = deque(maxlen=config.log_events)
+        self._log: deque[Change] = deque()
+        self._logged = 0  # blocks in the log, and one for each change
         self._version = 0
         self._changed = asyncio.Event()  # a new one after each change
         self.left_out = 0  # blocks that did not fit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index and, in round figures, of the log."""
+        return self._index.nbytes + self._logged * _LOGGED_BYTES
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         """Take a replica's reports, in order. False asks for a snapshot: a report is missing or nothing is known."""
@@ -85,13 +96,13 @@ class PrefixDirectory:
         for batch in batches:
             if batch.snapshot:
                 known = self._replicas[replica] = _Replica(batch.sequence + 1, self._clock())
-                changes.append(self._take(replica, batch, reset=True))
+                changes.append(self._take(replica, batch))
             elif known is None or batch.sequence != known.next_sequence:
                 self._record(changes)
                 return False
             else:
                 known.next_sequence += 1
-                changes.append(self._take(replica, batch, reset=False))
+                changes.append(self._take(replica, batch))
         self._record(changes)
         if known is None:
             return False
@@ -109,16 +120,12 @@ class PrefixDirectory:
                 await asyncio.wait_for(self._changed.wait(), seconds)
         behind = self._version - version
         if epoch != self._epoch or not 0 <= behind <= len(self._log):
-            everything = tuple(
-                Change(name, stored=tuple(self._index.keys_of(name)), reset=True) for name in self._replicas
-            )
-            return Update(self._epoch, self._version, everything, whole=True)
+            return Update(self._epoch, self._version, tuple(self._everything()), whole=True)
         return Update(self._epoch, self._version, tuple(self._log[-back] for back in range(behind, 0, -1)))
 
     async def configure(self, config: DirectoryConfig) -> None:
         """Take new settings: the actor outlives the application that started it."""
         self._config = config
-        self._log = deque(self._log, maxlen=config.log_events)
 
     async def status(self) -> dict[str, Any]:
         """What is known of every replica, and the size of the directory."""
@@ -126,7 +133,7 @@ class PrefixDirectory:
         replicas = {
             name: {**known.status, "blocks": self._index.blocks_of(name)} for name, known in self._replicas.items()
         }
-        return {"replicas": replicas, "blocks": len(self._index), "version": self._version, "left_out": self.left_out}
+        return {"replicas": replicas, "blocks": len(self._index), "bytes": self.nbytes, "left_out": self.left_out}
 
     def _forget_silent(self) -> None:
         deadline = self._clock() - self._config.silence_seconds
@@ -136,39 +143,115 @@ class PrefixDirectory:
             self._index.drop_replica(replica)
             self._record([Change(replica, gone=True)])
 
-    def _take(self, replica: str, batch: BlockEvents, reset: bool) -> Change:
-        if reset:
-            self._held -= self._index.blocks_of(replica)
-            self._index.drop_replica(replica)
-        before = self._index.blocks_of(replica)
-        self._index.remove(replica, batch.evicted)
-        room = self._config.max_blocks - self._held + (before - self._index.blocks_of(replica))
-        stored = batch.stored[: max(0, room)]
-        self.left_out += len(batch.stored) - len(stored)
-        self._index.add(replica, stored)
-        self._held += self._index.blocks_of(replica) - before
-        return Change(replica, stored, batch.evicted, reset)
+    def _take(self, replica: str, batch: BlockEvents) -> Change:
+        index = self._index
+        before = index.blocks_of(replica)
+        if batch.snapshot:
+            index.drop_replica(replica)
+        index.remove(replica, batch.evicted)
+        self._held += index.blocks_of(replica) - before
+        stored = self._fitting(replica, [key[:KEY_BYTES] for key in batch.stored])
+        before = index.blocks_of(replica)
+        index.add(replica, stored, batch.tier)
+        self._held += index.blocks_of(replica) - before
+        evicted = tuple(key[:KEY_BYTES] for key in batch.evicted)
+        return Change(replica, tuple(stored), evicted, batch.tier, reset=batch.snapshot, at=batch.at)
+
+    def _fitting(self, replica: str, keys: list[bytes]) -> list[bytes]:
+        """Those of the keys that there is room for; what is known of the replica already needs none."""
+        room = max(0, -(-self._config.max_blocks // self._config.shards) - self._held)
+        if len(keys) <= room:
+            return keys
+        new = [key for key in keys if not self._index.holds(replica, key)]
+        self.left_out += max(0, len(new) - room)
+        without = set(new[room:])
+        return [key for key in keys if key not in without]
+
+    def _everything(self) -> Iterator[Change]:
+        """The whole state, in pieces."""
+        for replica, tiers in self._index.contents().items():
+            for tier, keys in tiers.items():
+                for start in range(0, len(keys), PIECE):
+                    yield Change(replica, tuple(keys[start : start + PIECE]), tier=tier)
 
     def _record(self, changes: Sequence[Change]) -> None:
         if changes:
             self._log.extend(changes)
+            self._logged += sum(change.size for change in changes)
+            while self._logged > -(-self._config.log_blocks // self._config.shards):
+                self._logged -= self._log.popleft().size
             self._version += len(changes)
             self._changed.set()
             self._changed = asyncio.Event()
 
 
-def directory_name(application: str) -> str:
-    return f"{application}-prefix-directory"
+class Follower:
+    """Keeps what an index knows of one shard as the directory has it.
+
+    Several followers, one for each shard, may share an index. `clock` is the wall clock.
+    """
+
+    def __init__(self, index: PrefixIndex, shard: Shard, clock: Callable[[], float]) -> None:
+        self._index, self._shard, self._clock = index, shard, clock
+        self.epoch, self.version = "", 0
+
+    async def apply(self, update: Update) -> float | None:
+        """Take the changes in, piece by piece, with room for others in between.
+
+        Returns the staleness that the index had: seconds since the oldest of the changes happened in its replica, by
+        the two machines' wall clocks; None where nothing happened.
+        """
+        if update.whole:
+            self._index.keep(lambda key: not self._shard.owns(key))
+        for change in update.changes:
+            self._apply(change)
+            await asyncio.sleep(0)
+        self.epoch, self.version = update.epoch, update.version
+        happened = [change.at for change in update.changes if change.at is not None]
+        return max(0.0, self._clock() - min(happened)) if happened else None
+
+    def _apply(self, change: Change) -> None:
+        if change.reset or change.gone:
+            if self._shard.of == 1:
+                self._index.drop_replica(change.replica)
+            else:
+                self._index.remove(change.replica, filter(self._shard.owns, self._index.keys_of(change.replica)))
+        self._index.remove(change.replica, change.evicted)
+        if change.stored:
+            self._index.add(change.replica, change.stored, change.tier)
 
 
-def start_directory(application: str, config: DirectoryConfig) -> Any:
-    """The application's directory actor, started if there is none: named, detached, restarted when it dies."""
+class DirectoryActor(PrefixDirectory):
+    """The directory as Ray runs it, with metrics."""
+
+    def __init__(self, config: DirectoryConfig, application: str, shard: Shard) -> None:
+        super().__init__(config)
+        self._shard = str(shard.number)
+        self._recorder = telemetry.Recorder(*telemetry.DIRECTORY, application=application)
+
+    async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
+        followed = await super().publish(replica, batches, status)
+        self._recorder.set(telemetry.DIRECTORY_BYTES, self.nbytes, shard=self._shard)
+        self._recorder.set(telemetry.DIRECTORY_BLOCKS, len(self._index), shard=self._shard)
+        self._recorder.set(telemetry.DIRECTORY_LEFT_OUT, self.left_out, shard=self._shard)
+        return followed
+
+
+def directory_name(application: str, shard: int = 0) -> str:
+    return f"{application}-prefix-directory" + (f"-{shard}" if shard else "")
+
+
+def start_directory(application: str, config: DirectoryConfig) -> list[Any]:
+    """The application's directory actors, one for each shard: named, detached, restarted when they die.
+
+    Those that run already go on; those of an earlier, larger number of shards end.
+    """
     import ray
 
-    actor = (
-        ray.remote(PrefixDirectory)
+    actors = [
+        ray.remote(DirectoryActor)
         .options(
-            name=directory_name(application),
+            name=directory_name(application, number),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -176,7 +259,24 @@ def start_directory(application: str, config: DirectoryConfig) -> Any:
             num_cpus=0,
             max_concurrency=1000,
         )
-        .remote(config)
-    )
-    actor.configure.remote(config)
-    return actor
+        .remote(config, application, Shard(number, config.shards))
+        for number in range(config.shards)
+    ]
+    for actor in actors:
+        actor.configure.remote(config)
+    with contextlib.suppress(ValueError):  # there is none of that name
+        for number in itertools.count(config.shards):
+            ray.kill(ray.get_actor(directory_name(application, number), namespace=NAMESPACE))
+    return actors
+
+
+def merged(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The status of all shards together, as that of one directory."""
+    names = dict.fromkeys(name for shard in shards for name in shard["replicas"])
+    replicas = {}
+    for name in names:
+        known = [shard["replicas"][name] for shard in shards if name in shard["replicas"]]
+        replicas[name] = {**known[0], "blocks": sum(each["blocks"] for each in known)}
+    return {"replicas": replicas} | {
+        key: sum(shard[key] for shard in shards) for key in ("blocks", "bytes", "left_out")
+    }

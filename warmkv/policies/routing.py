@@ -1,30 +1,103 @@
-"""Where to send a request: the score of a replica. Pure; the live router and the simulator both call `rank`."""
+"""Where to send a request. Pure: the live router and the simulator both call `rank`, with the same settings.
+
+A policy is a function from what is known (`View`) to an order of the replicas, best first. Replicas that are equal to a
+policy take turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
+from warmkv.prefixes.index import Depths
 
 
-def rank(
-    replicas: Sequence[str],
-    blocks: int,
-    warm: Mapping[str, int],
-    load: Mapping[str, int],
-    config: RoutingConfig,
-) -> list[str]:
-    """Replicas from best to worst for a request of `blocks` blocks.
+class View(NamedTuple):
+    """What a decision is made from. An absent replica holds nothing and has nothing to do."""
 
-    `warm` has the leading blocks a replica holds, `load` its requests in flight; an absent replica has none. The
-    cost is the blocks left to prefill plus `load_weight` blocks per request in flight. A replica with `overload`
-    requests more than the least loaded one goes behind all that are not, however warm it is.
+    replicas: Sequence[str]
+    hashes: Sequence[bytes]  # of the prompt's full blocks
+    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier (`PrefixIndex.longest_match`)
+    load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
+    slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
+    turn: int  # decisions made before this one
+
+
+def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """All replicas from best to worst, by the configured policy. Only `power_of_two` draws from `random`."""
+    return _POLICIES[config.policy](view, config, random)
+
+
+def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
+    """Blocks of prefill that a warm prefix saves: what lies in a slower tier counts for less.
+
+    The idea of a credit by tier is that of NVIDIA Dynamo's router, and so are the default credits.
     """
-    least = min((load.get(replica, 0) for replica in replicas), default=0)
+    device, host, anywhere = depths
+    if device == anywhere:
+        return device
+    return device + config.host_credit * (host - device) + config.disk_credit * (anywhere - host)
 
-    def cost(replica: str) -> tuple[bool, float, int, str]:
-        busy = load.get(replica, 0)
-        left = blocks - warm.get(replica, 0)
-        return (busy - least >= config.overload, left + config.load_weight * busy, busy, replica)
 
-    return sorted(replicas, key=cost)
+def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """By cost in blocks of prefill: those left to compute, and those that the requests in flight count as.
+
+    A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
+    """
+    warm, load, slots = view.warm, view.load, view.slots
+    load_weight, queue_weight = config.load_weight, config.queue_weight
+    replicas = _round_robin(view, config, random)
+    loads = [load.get(replica, 0) for replica in replicas]
+    limit = min(loads, default=0) + config.overload
+    costs = {}
+    for replica, busy in zip(replicas, loads, strict=True):
+        cost = load_weight * busy
+        if busy > slots:
+            cost += queue_weight * (busy - slots)
+        if replica in warm:
+            cost -= blocks_saved(warm[replica], config)
+        costs[replica] = (busy >= limit, cost, busy)
+    return sorted(replicas, key=costs.__getitem__)
+
+
+def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """By requests in flight."""
+    return sorted(_round_robin(view, config, random), key=lambda replica: view.load.get(replica, 0))
+
+
+def _round_robin(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """In turn."""
+    first = view.turn % len(view.replicas) if view.replicas else 0
+    return [*view.replicas[first:], *view.replicas[:first]]
+
+
+def _power_of_two(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """The less loaded of two at random (Mitzenmacher, 2001), then the other one, then the rest."""
+    shuffled = random.sample(view.replicas, len(view.replicas))
+    return [*sorted(shuffled[:2], key=lambda replica: view.load.get(replica, 0)), *shuffled[2:]]
+
+
+def _sticky_session(view: View, config: RoutingConfig, random: Random) -> list[str]:
+    """By rendezvous hashing (Thaler and Ravishankar, 1998) of the prompt's first blocks, whatever the load.
+
+    The first `session_blocks` blocks stand for the session: they stay the same from turn to turn. A prompt without a
+    full block goes to the least loaded replica.
+    """
+    if not view.hashes:
+        return _least_loaded(view, config, random)
+    session = view.hashes[min(config.session_blocks, len(view.hashes)) - 1]
+    return sorted(
+        view.replicas, key=lambda replica: hashlib.blake2b(session + replica.encode(), digest_size=8).digest()
+    )
+
+
+_POLICIES: Mapping[str, Callable[[View, RoutingConfig, Random], list[str]]] = {
+    "prefix_cost": _prefix_cost,
+    "power_of_two": _power_of_two,
+    "round_robin": _round_robin,
+    "least_loaded": _least_loaded,
+    "sticky_session": _sticky_session,
+}

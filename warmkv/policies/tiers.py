@@ -107,6 +107,13 @@ class Tiers:
     def __contains__(self, key: bytes) -> bool:
         return any(key in ledger for ledger in self.ledgers)
 
+    def fastest(self, key: bytes) -> str | None:
+        """The name of the fastest tier that has a key; None if none has it."""
+        for tier, ledger in zip(self.tiers, self.ledgers, strict=True):
+            if key in ledger:
+                return tier.name
+        return None
+
     def match(self, chain: Sequence[bytes], now: float) -> int:
         """Leading keys of a chain that are held and alive in some tier."""
         return max(ledger.match(chain, now) for ledger in self.ledgers)

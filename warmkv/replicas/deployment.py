@@ -6,14 +6,16 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from warmkv import telemetry
 from warmkv.config import Config, parse
+from warmkv.prefixes.index import Shard
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, Event, GenerateRequest
@@ -24,16 +26,18 @@ from warmkv.replicas.streaming import stream
 class Replica:
     """Loads the model, runs the engine in a thread of its own and reports its blocks to the prefix directory.
 
-    `directory` is the actor handle of the directory; its `publish` takes the reports.
+    `directory` has the actor handles of the directory, one for each shard; their `publish` takes the reports.
     """
 
-    def __init__(self, settings: dict[str, Any], directory: Any) -> None:
+    def __init__(self, settings: dict[str, Any], directory: Sequence[Any]) -> None:
         from ray import serve
 
         config = parse(settings)
         context = serve.get_replica_context()
-        self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
+        self._config, self._name = config, context.replica_id.unique_id
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
+        say = partial(self._say, directory[0])
+        say("loading the model")
         self._tokenizer = load_tokenizer(config.model)
         self._engine = Engine(
             load_model(config.model, packed=config.engine.compile != "on"),
@@ -42,13 +46,28 @@ class Replica:
             clock=time.monotonic,
             name=self._name,
             classes=token_classes(self._tokenizer),
-            publish=lambda stored, evicted: self._publisher.delta(stored, evicted),
+            publish=self._tell,
         )
-        self._publisher = Publisher(config.directory, self._send, self._snapshot, self._status)
+        self._publishers = [
+            Publisher(
+                config.directory,
+                partial(self._send, actor),
+                partial(self._snapshot, number),
+                self._status,
+                clock=time.time,
+                shard=Shard(number, len(directory)),
+            )
+            for number, actor in enumerate(directory)
+        ]
         self._recorder = telemetry.Recorder(*telemetry.REPLICA)
-        self._engine.warm_up()
+        self._engine.warm_up(say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
-        self._publishing = asyncio.get_running_loop().create_task(self._publisher.run())
+        loop = asyncio.get_running_loop()
+        self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
+
+    def _say(self, directory: Any, phase: str) -> None:
+        """Let whoever waits for this replica to start know what it does."""
+        directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """Stream an answer: Started, then text, then Finished (or Failed).
@@ -79,12 +98,17 @@ class Replica:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    async def _send(self, batches: list[BlockEvents], status: dict[str, Any]) -> bool:
-        followed: bool = await self._directory.publish.remote(self._name, batches, status)
+    def _tell(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
+        for publisher in self._publishers:
+            publisher.delta(stored, evicted, tier)
+
+    async def _send(self, actor: Any, batches: list[BlockEvents], status: dict[str, Any]) -> bool:
+        followed: bool = await actor.publish.remote(self._name, batches, status)
         return followed
 
-    def _snapshot(self) -> None:
-        self._engine.call(lambda: self._publisher.snapshot(self._engine.store.full_blocks()))
+    def _snapshot(self, shard: int) -> None:
+        publisher, store = self._publishers[shard], self._engine.store
+        self._engine.call(lambda: publisher.snapshot(store.full_blocks()))
 
     def _status(self) -> dict[str, Any]:
         stats = self._engine.stats()

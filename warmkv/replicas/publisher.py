@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from warmkv.config import DirectoryConfig
+from warmkv.prefixes.index import Shard
 from warmkv.replicas.protocol import BlockEvents
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class Publisher:
 
     `send(batches, status)` delivers and answers whether the directory could follow; `request_snapshot` must make the
     engine's thread call `snapshot` with all full blocks. Events and snapshots keep the order in which the store made
-    them, since both are noted by the engine's thread.
+    them, since both are noted by the engine's thread. It tells of the blocks of `shard` alone; `clock` is wall time.
     """
 
     def __init__(
@@ -32,23 +33,31 @@ class Publisher:
         send: Send,
         request_snapshot: Callable[[], None],
         status: Callable[[], dict[str, Any]],
+        *,
+        clock: Callable[[], float],
+        shard: Shard = Shard(),
     ) -> None:
         self._config, self._send, self._request_snapshot, self._status = config, send, request_snapshot, status
+        self._clock, self._shard = clock, shard
         self._pending: list[BlockEvents] = []
         self._sequence = 0
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
 
-    def delta(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        """Blocks came or went."""
-        with self._lock:
-            self._append(BlockEvents(self._sequence, tuple(stored), tuple(evicted)))
+    def delta(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
+        """Blocks came to a tier, the fastest that has them, or left all tiers."""
+        came, gone = self._mine(stored), self._mine(evicted)
+        if came or gone:
+            with self._lock:
+                self._append(came, gone, tier)
 
-    def snapshot(self, blocks: Sequence[bytes]) -> None:
-        """All blocks that are resident now; what was pending before is part of it."""
+    def snapshot(self, blocks: Mapping[str, Sequence[bytes]]) -> None:
+        """All blocks that are resident now, by the fastest tier; what was pending before is part of it."""
         with self._lock:
             self._pending.clear()
-            self._append(BlockEvents(self._sequence, tuple(blocks), snapshot=True))
+            for number, (tier, keys) in enumerate(blocks.items()):
+                if (mine := self._mine(keys)) or number == 0:
+                    self._append(mine, (), tier, snapshot=number == 0)
 
     async def run(self) -> None:
         """Send until cancelled, at most every `publish_seconds` and at least every `heartbeat_seconds`."""
@@ -80,9 +89,12 @@ class Publisher:
             self._request_snapshot()
             await asyncio.sleep(self._config.heartbeat_seconds)  # it may be away: do not press it, nor the engine
 
-    def _append(self, events: BlockEvents) -> None:
+    def _mine(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        return tuple(keys) if self._shard.of == 1 else tuple(filter(self._shard.owns, keys))
+
+    def _append(self, stored: tuple[bytes, ...], evicted: tuple[bytes, ...], tier: str, snapshot: bool = False) -> None:
         if len(self._pending) >= PENDING_LIMIT:  # the directory is away: the gap will make it ask for a snapshot
             self._pending.clear()
-        self._pending.append(events)
+        self._pending.append(BlockEvents(self._sequence, stored, evicted, snapshot, tier, self._clock()))
         self._sequence += 1
         self._wake()

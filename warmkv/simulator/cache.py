@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions
 from warmkv.policies.tiers import Left, Step, Stored, Tier
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.index import TIERS, PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.measures import Level
 
@@ -76,24 +76,27 @@ class ReplicaCache:
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep a computed prompt; the position of its highest mark that is stored now.
 
-        `match` is what was found of it: it moves up to the first tier.
+        `match` is what was found of it: it moves up to the first tier. Marks live from when the request began.
         """
-        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match)
+        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match, begun)
         self._note(steps, now)
         return self._cache.highest_mark(marks, now)
 
     def _note(self, steps: Iterable[tuple[Step, Span | None]], now: float) -> None:
         for step, span in steps:
+            tiers, key = self._cache.tiers, step.key
             if isinstance(step, Stored) and span is not None and not span.sums:
-                self._index.add(self._replica, (step.key,))
+                self._index.add(self._replica, (key,), tiers.fastest(key) or TIERS[0])
             elif isinstance(step, Left):
                 self._removals.expired += step.expired
                 self._removals.evicted += not step.expired
-                if step.key not in self._cache.tiers:
-                    self._index.remove(self._replica, (step.key,))
+                if (below := tiers.fastest(key)) is None:
+                    self._index.remove(self._replica, (key,))
+                elif self._index.holds(self._replica, key):
+                    self._index.add(self._replica, (key,), below)
         total = 0
         for tier, ledger in enumerate(self._cache.tiers.ledgers):
             if (difference := ledger.bytes - self._known[tier]) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.eviction import lru
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.policies.routing import rank
+from warmkv.policies.routing import View, rank
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.index import Depths, PrefixIndex
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import Job, Replica
@@ -58,8 +59,8 @@ def simulate(
 
     A job that waits for another arrives its think time after that one ended, or was refused.
 
-    A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the random
-    choice of the power_of_two routing and nothing else. `fast_forward=False` steps token by token, and `by_runs=False`
+    A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
+    of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
     follows every block by itself where runs of blocks would do; both are slower, with equal results.
     """
     env = simpy.Environment()
@@ -102,14 +103,14 @@ def simulate(
             size = jobs[0].record.block_size
             weights = [tier.weigh(size * token_bytes, size) for tier in tiers]
             rooms = [(tier.capacity // weight, weight) for tier, weight in zip(tiers, weights, strict=True)]
-            cache = RunCache(found, rooms, lifetimes.default, stored, levels, removals)
+            cache = RunCache(found, list(by_tier), rooms, lifetimes.default, stored, levels, removals)
             run_caches[name] = cache
         replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward, ended)
 
-    def warm(hashes: tuple[bytes, ...]) -> Mapping[str, int]:
+    def warm(hashes: tuple[bytes, ...]) -> Mapping[str, Depths]:
         if found is None:
             return index.longest_match(hashes)
-        return {name: blocks.leading(hashes) for name, blocks in run_caches.items()}
+        return {name: blocks.depths(hashes) for name, blocks in run_caches.items()}
 
     choose = _chooser(replicas, warm, config, random.Random(seed))
     env.process(_arrivals(env, [job for job in jobs if not job.waits], arrive))
@@ -143,7 +144,7 @@ def _arrivals(
 
 def _chooser(
     replicas: dict[str, Replica],
-    warm: Callable[[tuple[bytes, ...]], Mapping[str, int]],
+    warm: Callable[[tuple[bytes, ...]], Mapping[str, Depths]],
     config: Config,
     choice: random.Random,
 ) -> Callable[[Job], Sequence[str]]:
@@ -151,19 +152,12 @@ def _chooser(
     names = list(replicas)
     if len(names) == 1:
         return lambda job: names
+    turns = itertools.count()
 
-    if config.routing.policy == "prefix_cost":
+    def choose(job: Job) -> Sequence[str]:
+        hashes = job.record.hashes
+        load = {name: replica.in_flight for name, replica in replicas.items()}
+        view = View(names, hashes, warm(hashes), load, config.engine.max_slots, next(turns))
+        return rank(view, config.routing, choice)
 
-        def by_prefix(job: Job) -> Sequence[str]:
-            hashes = job.record.hashes
-            load = {name: replica.in_flight for name, replica in replicas.items()}
-            return rank(names, len(hashes), warm(hashes), load, config.routing)
-
-        return by_prefix
-
-    def by_two_choices(job: Job) -> Sequence[str]:
-        shuffled = choice.sample(names, len(names))
-        two = sorted(shuffled[:2], key=lambda name: replicas[name].in_flight)
-        return [*two, *shuffled[2:]]
-
-    return by_two_choices
+    return choose

@@ -239,7 +239,7 @@ class Replica:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
         now: float = self._env.now
         self.cache.expire(now)
-        job.written = self.cache.store(job.record, job.marks, now, job.match)
+        job.written = self.cache.store(job.record, job.marks, now, job.match, job.arrival)
         if job.sum_bytes:
             self.cache.store_sums(job.record, job.marks, job.reused, job.sum_bytes, now)
         self.cache.release(job.match)

@@ -55,10 +55,10 @@ def _money(results: Sequence[Result]) -> Table:
 def _latency(results: Sequence[Result]) -> Table:
     table = _table("Memory and latency")
     table.caption = (
-        "slots, stored: bytes of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
+        "slots, stored: MiB or GiB of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
         "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full"
     )
-    _columns(table, "slots MiB", "stored MiB", "TTFT ms", "TPOT ms", "E2E s", "refused")
+    _columns(table, "slots", "stored", "TTFT ms", "TPOT ms", "E2E s", "refused")
     for r in results:
         table.add_row(
             *_name(r),
@@ -75,7 +75,7 @@ def _latency(results: Sequence[Result]) -> Table:
 def _service(results: Sequence[Result]) -> Table:
     table = _table("Service and money")
     table.caption = (
-        "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many a second;\n"
+        "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many/s;\n"
         "GPU cost: of all replicas at simulator.gpu_hour, and by prompt and output tokens together"
     )
     _columns(table, "TTFT p95 ms", "E2E p95 s", "in SLO", "goodput /s", "GPU hours", "GPU cost", "$ / M tokens")
@@ -122,7 +122,9 @@ def _count(number: int) -> str:
 
 
 def _level(level: Bytes) -> str:
-    return f"{_short(level.mean / 2**20)} {_short(level.peak / 2**20)}"
+    """Mean and peak in MiB, or in GiB where there are many."""
+    size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
+    return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"
 
 
 def _triple(values: Percentiles, factor: float) -> str:

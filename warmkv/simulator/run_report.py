@@ -140,7 +140,7 @@ def _time_chart(series: Mapping[str, Any]) -> str:
 def _lines(ax: Axes, times: Any, columns: Mapping[str, Any]) -> None:
     for at, (name, values) in enumerate(columns.items()):
         ax.plot(times, values, color=COLOURS[at % len(COLOURS)], label=name.replace("_", " "), drawstyle="steps-post")
-    ax.legend(loc="upper left", ncols=len(columns))
+    ax.legend(loc="best", ncols=len(columns))
 
 
 def _hit_rate(ax: Axes, series: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from warmkv.policies.prefix_cache import Match
+from warmkv.prefixes.index import TIERS, Depths
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache import Removals
 from warmkv.simulator.measures import Level
@@ -84,6 +85,7 @@ class RunCache:
     def __init__(
         self,
         layout: Layout,
+        tiers: Sequence[str],
         rooms: Sequence[tuple[int, int]],
         ttl: float,
         stored: Level,
@@ -94,6 +96,11 @@ class RunCache:
         self._places = [
             Place(room, block_bytes, level, [0] * len(layout.lengths))
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
+        ]
+        # What a router can tell apart: the places of the device, of device and host, and all.
+        self._reach = [
+            [place for place, name in zip(self._places, tiers, strict=True) if TIERS.index(name) <= slowest]
+            for slowest in range(len(TIERS))
         ]
         self._deadlines: OrderedDict[int, float] = OrderedDict()  # of runs, the first to expire first
         self._due = math.inf  # nothing expires before
@@ -125,6 +132,21 @@ class RunCache:
             most = max(most, count)
         return most
 
+    def depths(self, hashes: Hashes) -> Depths:
+        """Leading blocks of a prompt by tier, as the routers' index has them."""
+        device, host, anywhere = (self._leading_in(places, hashes) for places in self._reach)
+        return device, host, anywhere
+
+    def _leading_in(self, places: Sequence[Place], hashes: Hashes) -> int:
+        """Leading blocks each of which some of these places holds."""
+        lengths, count = self._layout.lengths, 0
+        for run in self._layout.runs[hashes]:
+            held = max((place.held[run] for place in places), default=0)
+            count += held
+            if held < lengths[run]:
+                break
+        return count
+
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
         blocks = self.leading(record.hashes)
@@ -137,7 +159,7 @@ class RunCache:
                         place.pinned[run] = place.held[run]
         return Match(blocks=blocks, tokens=blocks * record.block_size)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep the full blocks of a computed prompt, as many from its beginning as fit; there are no marks.
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.

@@ -1,15 +1,22 @@
-"""The prefix directory without Ray: order, gaps, limits, silence, and followers that fall behind."""
+"""The prefix directory without Ray: order, gaps, limits, silence, shards, and followers that fall behind."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from warmkv.config import DirectoryConfig
-from warmkv.platform.prefix_directory import Change, PrefixDirectory, apply_change
-from warmkv.platform.router import Bookings
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.platform import prefix_directory
+from warmkv.platform.prefix_directory import Change, Follower, PrefixDirectory, merged
+from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.protocol import BlockEvents
+
+ALL = (1, 1, 1)  # one block, on the device
 
 
 def run(scenario: Any) -> Any:
@@ -18,6 +25,15 @@ def run(scenario: Any) -> Any:
 
 def snapshot(number: int, *blocks: bytes) -> BlockEvents:
     return BlockEvents(number, blocks, snapshot=True)
+
+
+def copy(now: float = 0.0) -> tuple[PrefixIndex, Follower]:
+    index = PrefixIndex()
+    return index, Follower(index, Shard(), lambda: now)
+
+
+async def catch_up(follower: Follower, directory: PrefixDirectory) -> float | None:
+    return await follower.apply(await directory.follow(follower.epoch, follower.version, 0))
 
 
 def test_a_replica_that_is_not_known_is_asked_for_a_snapshot():
@@ -34,12 +50,33 @@ def test_a_replica_that_is_not_known_is_asked_for_a_snapshot():
 def test_a_gap_asks_for_a_snapshot_and_keeps_what_came_before_it():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig())
+        index, follower = copy()
         await directory.publish("a", [snapshot(0, b"1")])
         assert not await directory.publish("a", [BlockEvents(1, (b"2",)), BlockEvents(3, (b"4",))])
-        assert (await directory.status())["replicas"]["a"]["blocks"] == 2
+        await catch_up(follower, directory)
+        assert set(index.keys_of("a")) == {b"1", b"2"}
         assert await directory.publish("a", [snapshot(4, b"9")])
-        update = await directory.follow("", 0, 0)
-        assert update.changes == (Change("a", (b"9",), reset=True),)
+        await catch_up(follower, directory)
+        assert index.keys_of("a") == [b"9"]
+
+    run(scenario())
+
+
+def test_a_block_is_in_the_tier_that_was_told_last():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        index, follower = copy()
+        await directory.publish("a", [snapshot(0, b"1", b"2"), BlockEvents(1, (b"3",), tier="disk")])
+        await directory.publish("a", [BlockEvents(2, (b"2",), tier="host")])
+        await catch_up(follower, directory)
+        assert index.longest_match([b"1", b"2", b"3"]) == {"a": (1, 2, 3)}
+        late, follower = copy()
+        await catch_up(follower, directory)
+        assert late.contents() == index.contents()
+        await directory.publish("a", [BlockEvents(3, (b"2",))])
+        await catch_up(follower, directory)
+        assert late.longest_match([b"1", b"2", b"3"]) == {"a": (2, 2, 3)}
+        assert (await directory.status())["replicas"]["a"]["blocks"] == 3
 
     run(scenario())
 
@@ -52,10 +89,26 @@ def test_memory_is_bounded_and_what_is_left_out_is_counted():
         status = await directory.status()
         assert [status["replicas"][name]["blocks"] for name in "ab"] == [2, 1]
         assert status["left_out"] == 1
-        await directory.publish("a", [BlockEvents(1, (b"7",), (b"1", b"2"))])
+        await directory.publish("a", [BlockEvents(1, (b"1", b"2"), tier="host")])  # known already: needs no room
+        assert (await directory.status())["left_out"] == 1
+        await directory.publish("a", [BlockEvents(2, (b"7",), (b"1", b"2"))])
         await directory.publish("b", [BlockEvents(1, (b"8",))])
         status = await directory.status()
         assert [status["replicas"][name]["blocks"] for name in "ab"] == [1, 2]
+
+    run(scenario())
+
+
+def test_the_log_is_bounded_by_blocks():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig(log_blocks=20))
+        await directory.publish("a", [snapshot(0)])
+        for number in range(1, 50):
+            keys = tuple(bytes([number, each]) for each in range(number % 9))
+            await directory.publish("a", [BlockEvents(number, keys)])
+            assert directory._logged == sum(change.size for change in directory._log) <= 20
+        assert directory.nbytes >= directory._index.nbytes
+        assert (await directory.status())["bytes"] == directory.nbytes
 
     run(scenario())
 
@@ -67,22 +120,21 @@ def test_a_silent_replica_is_forgotten():
         await directory.publish("a", [snapshot(0, b"1")])
         now[0] = 9.0
         await directory.publish("b", [snapshot(0, b"1")])
-        copy = PrefixIndex()
-        update = await directory.follow("", 0, 0)
-        for change in update.changes:
-            apply_change(copy, change)
+        index, follower = copy()
+        await catch_up(follower, directory)
+        assert index.longest_match([b"1"]) == {"a": ALL, "b": ALL}
         now[0] = 11.0
         assert list((await directory.status())["replicas"]) == ["b"]
-        for change in (await directory.follow(update.epoch, update.version, 0)).changes:
-            apply_change(copy, change)
-        assert copy.longest_match([b"1"]) == {"b": 1}
+        await catch_up(follower, directory)
+        assert index.longest_match([b"1"]) == {"b": ALL}
+        assert index.replicas == ("b",)
 
     run(scenario())
 
 
 def test_a_follower_gets_changes_as_they_come_and_everything_if_it_fell_behind():
     async def scenario() -> None:
-        directory = PrefixDirectory(DirectoryConfig(log_events=2))
+        directory = PrefixDirectory(DirectoryConfig(log_blocks=4))
         await directory.publish("a", [snapshot(0, b"0")])
         first = await directory.follow("", 0, 0)
         waiting = asyncio.create_task(directory.follow(first.epoch, first.version, 30))
@@ -92,21 +144,120 @@ def test_a_follower_gets_changes_as_they_come_and_everything_if_it_fell_behind()
         for number in range(2, 5):
             await directory.publish("a", [BlockEvents(number, (bytes([number]),))])
         late = await directory.follow(first.epoch, first.version, 0)
-        assert late.changes[0].reset
+        assert late.whole
         assert set(late.changes[0].stored) == {b"0", b"1", b"\x02", b"\x03", b"\x04"}
 
     run(scenario())
 
 
-def test_a_booking_counts_once_however_often_it_is_made_or_released():
-    bookings = Bookings()
-    bookings.book("x", "a")
-    bookings.book("x", "b")  # Serve took another replica than the first choice
-    bookings.book("y", "b")
-    assert bookings.load == {"b": 2}
-    bookings.release("x")
-    bookings.release("x")
-    bookings.release("unknown")
-    assert bookings.load == {"b": 1}
-    bookings.release("y")
-    assert bookings.load == {}
+def test_everything_travels_in_pieces(monkeypatch):
+    monkeypatch.setattr(prefix_directory, "PIECE", 3)
+
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        await directory.publish("a", [snapshot(0, *(bytes([number]) for number in range(8)))])
+        update = await directory.follow("", 0, 0)
+        assert [len(change.stored) for change in update.changes] == [3, 3, 2]
+        index, follower = copy()
+        index.add("gone", [b"1"])
+        await follower.apply(update)
+        assert index.replicas == ("a",)
+        assert index.blocks_of("a") == 8
+
+    run(scenario())
+
+
+def test_staleness_is_told_from_the_oldest_change():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        _, follower = copy(now=10.0)
+        assert await catch_up(follower, directory) is None
+        await directory.publish("a", [BlockEvents(0, snapshot=True, at=7.0), BlockEvents(1, (b"1",), at=9.0)])
+        assert await catch_up(follower, directory) == 3.0
+        assert await catch_up(follower, directory) is None
+        await directory.publish("a", [BlockEvents(2, (b"2",), at=11.0)])  # a clock that goes ahead of ours
+        assert await catch_up(follower, directory) == 0.0
+
+    run(scenario())
+
+
+KEYS = st.binary(min_size=2, max_size=2)
+EVENTS = st.tuples(st.sampled_from("ab"), st.sampled_from(TIERS), st.sets(KEYS, max_size=6), st.booleans())
+
+
+@given(st.lists(EVENTS, max_size=15), st.integers(2, 4), st.integers(1, 30))
+def test_shards_together_know_what_one_directory_knows(events, shards, log_blocks):
+    async def scenario() -> None:
+        config = DirectoryConfig(log_blocks=log_blocks)
+        whole, parts = PrefixDirectory(config), [PrefixDirectory(config) for _ in range(shards)]
+        (expected, alone), found = copy(), PrefixIndex()
+        followers = [Follower(found, Shard(number, shards), lambda: 0.0) for number in range(shards)]
+        sequences = dict.fromkeys("ab", 0)
+        for replica in "ab":
+            for directory in (whole, *parts):
+                await directory.publish(replica, [snapshot(0)])
+        for step, (replica, tier, keys, evict) in enumerate(events):
+            sequences[replica] += 1
+
+            def event(mine: set[bytes], replica: str = replica, tier: str = tier, evict: bool = evict) -> BlockEvents:
+                stored, evicted = ((), tuple(mine)) if evict else (tuple(mine), ())
+                return BlockEvents(sequences[replica], stored, evicted, tier=tier)
+
+            await whole.publish(replica, [event(keys)])
+            for follower, directory in zip(followers, parts, strict=True):
+                await directory.publish(replica, [event({key for key in keys if follower._shard.owns(key)})])
+                if step % 3 == 0:
+                    await catch_up(follower, directory)
+        for follower, directory in zip([alone, *followers], [whole, *parts], strict=True):
+            await catch_up(follower, directory)
+        for replica in "ab":
+            assert set(found.keys_of(replica)) == set(expected.keys_of(replica))
+            assert found.blocks_of(replica) == expected.blocks_of(replica)
+        for key in set(expected.keys_of("a")) | set(expected.keys_of("b")):
+            assert found.longest_match([key]) == expected.longest_match([key])
+        both = merged([await part.status() for part in parts])
+        one = await whole.status()
+        assert both["replicas"] == one["replicas"]
+        assert both["blocks"] == one["blocks"]
+
+    run(scenario())
+
+
+def test_a_shard_that_starts_anew_leaves_the_others_alone():
+    async def scenario() -> None:
+        keys = [bytes([number]) * 8 for number in range(20)]
+        index = PrefixIndex()
+        followers = [Follower(index, Shard(number, 2), lambda: 0.0) for number in range(2)]
+        directories = [PrefixDirectory(DirectoryConfig(shards=2)) for _ in range(2)]
+        for number, directory in enumerate(directories):
+            mine = [key for key in keys if Shard(number, 2).owns(key)]
+            await directory.publish("a", [snapshot(0, *mine)])
+            await catch_up(followers[number], directory)
+        assert set(index.keys_of("a")) == set(keys)
+        await catch_up(followers[0], PrefixDirectory(DirectoryConfig(shards=2)))
+        assert set(index.keys_of("a")) == {key for key in keys if key[0] % 2}
+        assert index.blocks_of("a") == 10
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_limits_hold_for_all_shards_together(shards):
+    async def scenario() -> None:
+        directories = [PrefixDirectory(DirectoryConfig(max_blocks=30, shards=shards)) for _ in range(shards)]
+        for number, directory in enumerate(directories):
+            await directory.publish("a", [snapshot(0, *(bytes([number, each]) for each in range(40)))])
+        assert merged([await directory.status() for directory in directories])["blocks"] == 30
+
+    run(scenario())
+
+
+def test_an_update_survives_the_wire():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        await directory.publish("a", [snapshot(0, b"12345678" * 2)])
+        update = await directory.follow("", 0, 0)
+        assert pickle.loads(pickle.dumps(update)) == update
+        assert update.changes[0].stored == (b"12345678",)  # shortened once, for log, wire and routers
+
+    run(scenario())

@@ -1,52 +1,125 @@
+import random
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.routing import rank
+from warmkv.policies.routing import View, blocks_saved, rank
 
 REPLICAS = ["a", "b", "c"]
-COUNTS = st.dictionaries(st.sampled_from(REPLICAS), st.integers(0, 30))
+POLICIES = get_args(RoutingConfig.model_fields["policy"].annotation)
+HASHES = [bytes([number]) * 16 for number in range(100)]
+LOADS = st.dictionaries(st.sampled_from(REPLICAS), st.integers(0, 30))
+DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
+
+
+def device(**blocks):
+    return {replica: (depth, depth, depth) for replica, depth in blocks.items()}
+
+
+def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
+    view = View(replicas, HASHES[:blocks], warm or {}, load or {}, slots, turn)
+    return rank(view, RoutingConfig(**settings), random.Random(seed))
 
 
 def test_the_warm_replica_wins():
-    assert rank(REPLICAS, 10, {"b": 9}, {}, RoutingConfig())[0] == "b"
+    assert order(device(b=9))[0] == "b"
 
 
 def test_warmth_is_weighed_against_load():
-    config = RoutingConfig(load_weight=4.0, overload=8)
-    assert rank(REPLICAS, 10, {"b": 9}, {"b": 2}, config)[0] == "b"  # 1 + 8 against 10
-    assert rank(REPLICAS, 10, {"b": 9}, {"b": 3}, config)[0] == "a"  # 1 + 12 against 10
+    assert order(device(b=9), {"b": 2}, load_weight=4.0)[0] == "b"  # 1 + 8 against 10
+    assert order(device(b=9), {"b": 3}, load_weight=4.0)[0] == "a"  # 1 + 12 against 10
+
+
+def test_a_block_in_a_slower_tier_saves_less():
+    config = RoutingConfig(host_credit=0.5, disk_credit=0.25)
+    assert blocks_saved((2, 6, 10), config) == 2 + 0.5 * 4 + 0.25 * 4
+    warm = {"a": (0, 0, 10), "b": (0, 6, 6), "c": (4, 4, 4)}
+    assert order(warm, host_credit=1.0, disk_credit=0.5) == ["b", "a", "c"]  # 6, 5 and 4 blocks
+    assert order(warm, host_credit=0.5, disk_credit=0.0) == ["c", "b", "a"]  # 4, 3 and 0
+
+
+def test_waiting_for_a_slot_costs_more_than_decoding():
+    settings = {"load_weight": 1.0, "queue_weight": 9.0, "slots": 2}
+    assert order(device(b=9), {"b": 2}, **settings)[0] == "b"  # 1 + 2 against 10
+    assert order(device(b=9), {"b": 3}, **settings)[0] == "a"  # 1 + 3 + 9 against 10
 
 
 def test_an_overloaded_replica_goes_last_however_warm():
-    config = RoutingConfig(load_weight=0.0, overload=5)
     load = {"a": 3, "b": 7, "c": 2}
-    assert rank(REPLICAS, 100, {"b": 100}, load, config) == ["c", "a", "b"]
-    assert rank(REPLICAS, 100, {"b": 100}, {**load, "b": 6}, config)[0] == "b"
+    settings = {"load_weight": 0.0, "overload": 5, "blocks": 100}
+    assert order(device(b=100), load, **settings)[-1] == "b"
+    assert order(device(b=100), {**load, "b": 6}, **settings)[0] == "b"
 
 
-def test_equal_cold_replicas_are_chosen_by_load_then_by_name():
-    config = RoutingConfig(load_weight=0.0)
-    assert rank(["c", "a", "b"], 5, {}, {"a": 1}, config) == ["b", "c", "a"]
+@pytest.mark.parametrize("policy", ["prefix_cost", "least_loaded", "round_robin"])
+def test_replicas_that_are_equal_take_turns(policy):
+    firsts = [order(turn=turn, policy=policy)[0] for turn in range(6)]
+    assert firsts == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_booked_load_spreads_a_herd():
-    """Twelve requests for one warm prefix at once: booking each choice keeps them from all landing on one replica."""
-    config, load = RoutingConfig(load_weight=4.0), dict.fromkeys(REPLICAS, 0)
-    for _ in range(12):
-        load[rank(REPLICAS, 10, {"a": 10}, load, config)[0]] += 1
-    assert load["a"] > load["b"] >= load["c"] > 0
+def test_least_loaded_is_by_load_alone():
+    assert order(device(b=10), {"a": 1, "b": 2}, policy="least_loaded") == ["c", "a", "b"]
 
 
-@given(st.integers(0, 50), COUNTS, COUNTS)
-def test_every_replica_is_ranked_once_whatever_the_order_given(blocks, warm, load):
-    config = RoutingConfig()
-    ranking = rank(REPLICAS, blocks, warm, load, config)
+def test_round_robin_looks_at_nothing():
+    assert order(device(b=10), {"c": 50}, turn=2, policy="round_robin") == ["c", "a", "b"]
+
+
+def test_power_of_two_takes_the_less_loaded_of_a_random_pair():
+    load = {"a": 0, "b": 1, "c": 2}
+    orders = [order(None, load, policy="power_of_two", seed=seed) for seed in range(300)]
+    firsts = [ranking[0] for ranking in orders]
+    assert all(load[ranking[0]] < load[ranking[1]] for ranking in orders)
+    assert firsts.count("a") / len(orders) == pytest.approx(2 / 3, abs=0.1)  # two of the three pairs have it
+    assert "c" not in firsts
+    assert order(replicas=["a"], policy="power_of_two") == ["a"]
+
+
+def test_a_session_stays_where_it_is_and_few_move_when_a_replica_leaves():
+    def home(session, replicas, blocks):
+        hashes = [bytes([session]) * 16, bytes([session, 1]) * 8, *HASHES[:blocks]]
+        view = View(replicas, hashes, {}, {"a": session}, 100, session)
+        return rank(view, RoutingConfig(policy="sticky_session", session_blocks=2), random.Random(0))
+
+    rankings = [home(session, REPLICAS, 0) for session in range(200)]
+    assert rankings == [home(session, REPLICAS, 50) for session in range(200)]  # later turns
+    for session, ranking in enumerate(rankings):
+        assert home(session, ["a", "b"], 0) == [replica for replica in ranking if replica != "c"]
+    counts = [sum(ranking[0] == replica for ranking in rankings) for replica in REPLICAS]
+    assert min(counts) > 40
+
+
+def test_a_prompt_without_a_block_has_no_session():
+    assert order(None, {"a": 1, "b": 2}, blocks=0, policy="sticky_session") == ["c", "a", "b"]
+
+
+@given(st.sampled_from(POLICIES), st.dictionaries(st.sampled_from(REPLICAS), DEPTHS), LOADS, st.integers(0, 9))
+def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, turn):
+    ranking = order(warm, load, blocks=50, turn=turn, policy=policy)
     assert sorted(ranking) == REPLICAS
-    assert ranking == rank(REPLICAS[::-1], blocks, warm, load, config)
-    least = min(load.get(replica, 0) for replica in REPLICAS)
-    assert load.get(ranking[0], 0) - least < config.overload
+    assert ranking == order(warm, load, blocks=50, turn=turn, policy=policy)
+    if policy in ("prefix_cost", "least_loaded"):
+        least = min(load.get(replica, 0) for replica in REPLICAS)
+        assert load.get(ranking[0], 0) - least < RoutingConfig().overload
 
 
-def test_no_replica_is_no_choice():
-    assert rank([], 1, {}, {}, RoutingConfig()) == []
+@given(st.dictionaries(st.sampled_from(REPLICAS), DEPTHS), LOADS, st.integers(0, 9), st.integers(1, 12))
+def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, turn, slots):
+    config = RoutingConfig(load_weight=0.5, queue_weight=2.0, overload=6)
+    ranking = order(warm, load, blocks=50, turn=turn, slots=slots, load_weight=0.5, queue_weight=2.0, overload=6)
+
+    def cost(replica):
+        busy = load.get(replica, 0)
+        left = 50 - blocks_saved(warm.get(replica, (0, 0, 0)), config)
+        overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
+        return overloaded, left + 0.5 * busy + 2.0 * max(0, busy - slots), busy
+
+    assert [cost(replica) for replica in ranking] == sorted(cost(replica) for replica in REPLICAS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_replica_is_no_choice(policy):
+    assert order(replicas=[], policy=policy) == []

@@ -105,7 +105,7 @@ class Driver:
             EngineConfig(**settings),
             PrefixCacheConfig(**cache),
             clock=clock,
-            publish=lambda stored, evicted: self.events.append((list(stored), list(evicted))),
+            publish=lambda stored, evicted, tier: self.events.append((list(stored), list(evicted))),
         )
         self.told: dict[str, list[Any]] = {}
 

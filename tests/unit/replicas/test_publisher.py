@@ -9,76 +9,88 @@ from typing import Any
 import pytest
 
 from warmkv.config import DirectoryConfig
-from warmkv.platform.prefix_directory import PrefixDirectory, apply_change
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.platform.prefix_directory import Follower, PrefixDirectory
+from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.publisher import Publisher
 
 CONFIG = DirectoryConfig(publish_seconds=0.001, heartbeat_seconds=0.05, silence_seconds=5)
 
 
 class Store:
-    """Blocks that come and go at random, as the engine's thread would tell."""
+    """Blocks that come, move between tiers and go at random, as the engine's thread would tell."""
 
     def __init__(self, seed: int) -> None:
-        self.blocks: set[bytes] = set()
+        self.blocks: dict[bytes, str] = {}
         self.random = random.Random(seed)
-        self.publisher: Publisher
+        self.publishers: list[Publisher] = []
 
     def churn(self) -> None:
-        new = {bytes([self.random.randrange(50)]) for _ in range(3)} - self.blocks
         gone = set(self.random.sample(sorted(self.blocks), min(2, len(self.blocks))))
-        self.blocks = (self.blocks | new) - gone
-        self.publisher.delta(sorted(new - gone), sorted(gone))
+        tier = self.random.choice(TIERS)
+        came = {bytes([self.random.randrange(50)]) for _ in range(3)} - gone
+        for key in gone:
+            del self.blocks[key]
+        self.blocks.update(dict.fromkeys(came, tier))
+        for publisher in self.publishers:
+            publisher.delta(sorted(came), sorted(gone), tier)
 
-    def snapshot(self) -> None:
-        self.publisher.snapshot(sorted(self.blocks))
+    def snapshot(self, shard: int) -> None:
+        by_tier = {name: [key for key, tier in self.blocks.items() if tier == name] for name in TIERS}
+        self.publishers[shard].snapshot(by_tier)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed):
+@pytest.mark.parametrize(("seed", "shards"), [(0, 1), (1, 1), (2, 3)])
+def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shards):
     async def scenario() -> None:
         chance = random.Random(seed)
-        directory = PrefixDirectory(CONFIG)
+        directories = [PrefixDirectory(CONFIG) for _ in range(shards)]
         stores = {name: Store(seed + number) for number, name in enumerate("ab")}
         tasks = []
         for name, store in stores.items():
+            for shard in range(shards):
 
-            async def send(batches: Any, status: Any, name: str = name) -> bool:
-                if chance.random() < 0.2:
-                    raise ConnectionError("the actor is away")
-                if chance.random() < 0.1 and batches:
-                    batches = batches[1:]  # a report is lost
-                return await directory.publish(name, batches, status)
+                async def send(batches: Any, status: Any, name: str = name, shard: int = shard) -> bool:
+                    if chance.random() < 0.2:
+                        raise ConnectionError("the actor is away")
+                    if chance.random() < 0.1 and batches:
+                        batches = batches[1:]  # a report is lost
+                    return await directories[shard].publish(name, batches, status)
 
-            store.publisher = Publisher(CONFIG, send, store.snapshot, lambda: {"waiting": 0})
-            tasks.append(asyncio.create_task(store.publisher.run()))
+                def ask(store: Store = store, shard: int = shard) -> None:
+                    store.snapshot(shard)
 
-        copy, epoch, version = PrefixIndex(), "", 0
+                publisher = Publisher(
+                    CONFIG, send, ask, lambda: {"waiting": 0}, clock=lambda: 0.0, shard=Shard(shard, shards)
+                )
+                store.publishers.append(publisher)
+                tasks.append(asyncio.create_task(publisher.run()))
+
+        copy = PrefixIndex()
+        followers = [Follower(copy, Shard(shard, shards), lambda: 0.0) for shard in range(shards)]
+
+        async def follow() -> None:
+            for follower, directory in zip(followers, directories, strict=True):
+                await follower.apply(await directory.follow(follower.epoch, follower.version, 0))
+
         for step in range(200):
             stores[chance.choice("ab")].churn()
             if step == 100:
-                directory = PrefixDirectory(CONFIG)  # it died and came back empty
+                directories[-1] = PrefixDirectory(CONFIG)  # it died and came back empty
             await asyncio.sleep(0.001)
-            update = await directory.follow(epoch, version, 0)
-            if update.whole:
-                copy = PrefixIndex()
-            for change in update.changes:
-                apply_change(copy, change)
-            epoch, version = update.epoch, update.version
+            await follow()
 
         def equal() -> bool:
-            return all(set(copy.keys_of(name)) == store.blocks for name, store in stores.items())
+            found = {
+                name: {key: tier for tier, keys in tiers.items() for key in keys}
+                for name, tiers in copy.contents().items()
+            }
+            return all(found.get(name, {}) == store.blocks for name, store in stores.items())
 
         for _ in range(500):
             if equal():
                 break
             await asyncio.sleep(0.01)
-            update = await directory.follow(epoch, version, 0)
-            if update.whole:
-                copy = PrefixIndex()
-            for change in update.changes:
-                apply_change(copy, change)
-            epoch, version = update.epoch, update.version
+            await follow()
         assert equal()
         for task in tasks:
             task.cancel()

@@ -19,7 +19,7 @@ def cache(capacity=1000, automatic=True, default=300.0):
 def use(store, request, now):
     store.expire(now)
     match = store.match(request, now)
-    store.store(request, request.marks, now)
+    store.store(request, request.marks, now, None, now)
     store.release(match)
     return match
 
@@ -83,7 +83,7 @@ def test_evictions_are_counted_and_unlisted():
     use(store, record(0, PROMPT[:8]), 0)
     use(store, record(1, [7] * BLOCK), 1)
     assert (removals.evicted, removals.expired, stored.value) == (1, 0, 16)
-    assert index.longest_match(record(0, PROMPT[:8]).hashes) == {"a": 1}
+    assert index.longest_match(record(0, PROMPT[:8]).hashes) == {"a": (1, 1, 1)}
 
 
 def test_nothing_is_kept_where_nothing_fits():
@@ -100,7 +100,7 @@ def test_what_leaves_the_device_is_found_in_host_memory_and_stays_listed():
     first, second = record(0, PROMPT[:8]), record(1, [7] * 8)
     use(store, first, 0)
     use(store, second, 1)
-    assert index.longest_match(first.hashes) == {"a": 2}
+    assert index.longest_match(first.hashes) == {"a": (0, 2, 2)}
     assert (stored.value, removals.evicted) == (32, 2)
     match = use(store, first, 2)
     assert match.tokens == 8

@@ -20,6 +20,9 @@ LIMITS = st.sampled_from(
         ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "prefix_cache.eviction=cost"),
         ("cluster.replicas=3", "engine.max_slots=2"),
         ("cluster.replicas=2", "engine.max_queue=1", "routing.policy=power_of_two"),
+        ("cluster.replicas=3", "engine.max_slots=1", "routing.policy=round_robin"),
+        ("cluster.replicas=2", "routing.policy=least_loaded"),
+        ("cluster.replicas=2", "routing.policy=sticky_session"),
     ]
 )
 
@@ -225,6 +228,19 @@ def test_a_conversation_returns_to_the_warm_replica():
     for topic in range(4):
         assert len({job.replica for job in jobs[topic::4]}) == 1
     assert all(job.reused == 39 for job in jobs[4:])
+
+
+@pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])
+def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
+    records = [record(float(n), [n % 7] * 40, output=2, name=str(n)) for n in range(70)]
+
+    def reused(name):
+        jobs, _ = run(records, config("cluster.replicas=4", f"routing.policy={name}"))
+        return sum(job.reused for job in jobs)
+
+    assert reused(policy) == 63 * 39
+    for other in ("power_of_two", "round_robin", "least_loaded"):
+        assert reused(other) < reused(policy)
 
 
 def test_an_empty_cluster_ends_at_once():

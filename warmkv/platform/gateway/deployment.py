@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from warmkv import telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
+from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.service import Service
+from warmkv.platform.prefix_directory import merged
 from warmkv.replicas.loading import load_max_context, load_tokenizer
 from warmkv.replicas.protocol import Event, GenerateRequest
 
@@ -18,12 +21,16 @@ from warmkv.replicas.protocol import Event, GenerateRequest
 class Gateway:
     """Parses, authenticates, tokenizes and hashes once; sends on and streams back.
 
-    `secret` salts the tenants' prefixes; `directory` is the actor that knows the replicas.
+    `secret` salts the tenants' prefixes; `directory` has the actors, one for each shard, that know the replicas.
     """
 
-    def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Any) -> None:
+    def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Sequence[Any]) -> None:
+        from ray import serve
+
         config = parse(settings)
         self._secret, self._directory = secret, directory
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._control = RemoteControl(config.cluster.application)
         self._handle = replicas.options(stream=True, method_name="generate")
         self._drop_timeout = config.gateway.request_timeout_seconds
         self._tokenizer = load_tokenizer(config.model)
@@ -47,6 +54,8 @@ class Gateway:
             self._replicas,
             self._drop_prefixes,
             time.time(),
+            self._control,
+            self._name,
         )
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
@@ -58,8 +67,7 @@ class Gateway:
             response.cancel()
 
     async def _replicas(self) -> dict[str, Any]:
-        status: dict[str, Any] = await self._directory.status.remote()
-        return status
+        return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))
 
     async def _drop_prefixes(self, tenant: str) -> list[int]:
         """Bytes freed by each running replica. Raises what the first one that fails raises."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, spans
 from warmkv.policies.tiers import Copied, Left, Step, Stored, tiers_of
+from warmkv.prefixes.index import TIERS
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
 from warmkv.replicas.block_store.disk import Folder, Header
@@ -47,8 +48,8 @@ class WarmPrefix:
 class BlockStore:
     """Blocks of one replica. Not thread-safe: the engine's thread owns it.
 
-    `publish(stored, evicted)` is told of every full block that comes to the replica or leaves it, whatever the tier,
-    what left before what came. `wake` is called from another thread when a read or a move is done: `settle` then.
+    `publish(stored, evicted, tier)` is told of every full block that leaves the replica, then of those that come to a
+    tier, the fastest that has them now. `wake` is called from another thread when a read or a move is done: `settle`.
     Raises FolderError, PackError or OSError where the disk's folder or a pack cannot be used.
     """
 
@@ -58,7 +59,7 @@ class BlockStore:
         identity: Identity,
         device: torch.device,
         clock: Callable[[], float],
-        publish: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, evicted: None,
+        publish: Callable[[Sequence[bytes], Sequence[bytes], str], None] = lambda stored, evicted, tier: None,
         *,
         wake: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
@@ -73,7 +74,7 @@ class BlockStore:
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
         self._moving_limit, self._patience = int(config.moving_bytes), config.disk.wait_seconds
         self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
-        self._published: set[bytes] = set()  # full blocks in any tier
+        self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
@@ -86,8 +87,10 @@ class BlockStore:
                 self.lost_blocks += disk.restore(place.folder, self._cache.tiers.ledgers[-1], clock(), wall_clock())
         for path in config.packs if config.enabled else ():
             self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.ledgers)
-        held = (key for ledger in self._cache.tiers.ledgers for key in ledger.keys_of())
-        self._published.update(key for key in held if self._is_full_block(key))
+        for ledger in self._cache.tiers.ledgers:
+            for key in ledger.keys_of():
+                if (tier := self._cache.tiers.fastest(key)) and self._is_full_block(key):
+                    self._published[key] = tier
 
     def _device_of(self, tier: str) -> torch.device:
         return self._device if tier == "device" else torch.device("cpu")
@@ -113,9 +116,12 @@ class BlockStore:
         """Blocks on their way to a lower tier."""
         return sum(len(place.arriving) for place in self.places)
 
-    def full_blocks(self) -> list[bytes]:
-        """Keys of the full blocks in any tier, for a snapshot."""
-        return list(self._published)
+    def full_blocks(self) -> dict[str, list[bytes]]:
+        """Keys of the full blocks by the fastest tier that has them, for a snapshot."""
+        found: dict[str, list[bytes]] = {tier: [] for tier in TIERS}
+        for key, tier in self._published.items():
+            found[tier].append(key)
+        return found
 
     # --- a request's way
 
@@ -188,11 +194,15 @@ class BlockStore:
         *,
         tenant: str = "",
         warm: WarmPrefix | None = None,
+        begun: float | None = None,
+        lifetimes: Lifetimes | None = None,
     ) -> int:
         """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
 
+        The lives of marks are counted from when the request began, `begun`; from now if that is left out.
+
         `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is. What was read of the
-        prompt, `warm`, moves up to the first tier.
+        prompt, `warm`, moves up to the first tier. `lifetimes` are the request's own, if it has any.
 
         Returns the position of the highest mark that is stored now, 0 if none is: memory may not suffice for all.
         """
@@ -206,13 +216,12 @@ class BlockStore:
             at = slice(span.start, span.end)
             return torch.stack([keys[:, :, at], values[:, :, at]])
 
-        match = warm.match if warm is not None else None
-        self._apply(self._cache.store(hashes, marks, self.block_size, self._clock(), tenant, match), computed)
+        match, now, size = warm.match if warm is not None else None, self._clock(), self.block_size
+        self._apply(self._cache.store(hashes, marks, size, now, tenant, match, begun, lifetimes), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
-            now = self._clock()
-            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, now, tenant)
+            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, size, now, tenant, lifetimes)
             self._apply(steps, computed)
         return self._cache.highest_mark(marks, self._clock())
 
@@ -291,14 +300,23 @@ class BlockStore:
             raise failure
 
     def _tell(self, changed: Sequence[bytes]) -> None:
-        """Publish which of these keys are full blocks that came to the replica, or left it."""
-        tiers, known = self._cache.tiers, self._published
-        gone = [key for key in dict.fromkeys(changed) if key in known and key not in tiers]
-        came = [key for key in dict.fromkeys(changed) if key not in known and self._is_full_block(key)]
-        known.difference_update(gone)
-        known.update(came)
-        if came or gone:
-            self._publish(came, gone)
+        """Publish which of these keys are full blocks that came to another tier, or left the replica."""
+        known, gone = self._published, []
+        came: dict[str, list[bytes]] = {}
+        for key in dict.fromkeys(changed):
+            tier = self._cache.tiers.fastest(key)
+            if tier == known.get(key):
+                continue
+            if tier is None:
+                del known[key]
+                gone.append(key)
+            elif key in known or self._is_full_block(key):
+                known[key] = tier
+                came.setdefault(tier, []).append(key)
+        if gone:
+            self._publish((), gone, TIERS[0])
+        for tier, keys in came.items():
+            self._publish(keys, (), tier)
 
     def _is_full_block(self, key: bytes) -> bool:
         return any(

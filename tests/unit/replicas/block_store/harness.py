@@ -99,19 +99,22 @@ class Harness:
 
     def open(self) -> None:
         self.lanes = ByHand()
-        self.directory: set[bytes] = set()
+        self.directory: dict[bytes, str] = {}
         # After a restart the monotonic clock shows something else.
         self.store = BlockStore(
             self.config, IDENTITY, CPU, lambda: self.now + 1e6 * self.restarts, self._published,
             wall_clock=lambda: self.now + 1e9, lanes=self.lanes,
         )  # fmt: skip
-        self.directory = set(self.store.full_blocks())
+        self.directory = self.full_blocks()
 
-    def _published(self, stored: Any, evicted: Any) -> None:
-        assert self.directory >= set(evicted)
-        self.directory -= set(evicted)
-        assert not self.directory & set(stored)
-        self.directory |= set(stored)
+    def full_blocks(self) -> dict[bytes, str]:
+        return {key: tier for tier, keys in self.store.full_blocks().items() for key in keys}
+
+    def _published(self, stored: Any, evicted: Any, tier: str) -> None:
+        for key in evicted:
+            del self.directory[key]
+        assert all(self.directory.get(key) != tier for key in stored), "told twice"
+        self.directory.update(dict.fromkeys(stored, tier))
 
     # --- what happens
 
@@ -226,7 +229,8 @@ class Harness:
                 assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
             check_ledger(ledger)
         assert store.moving_bytes <= self.config.moving_bytes
-        assert self.directory == set(store.full_blocks())
+        assert self.directory == self.full_blocks()
+        assert all(store._cache.tiers.fastest(key) == tier for key, tier in self.directory.items())
 
     def check_at_rest(self) -> None:
         """Nothing is on its way, nobody reads: memory, files and ledgers agree, and nothing is left over."""

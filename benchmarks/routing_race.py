@@ -1,0 +1,102 @@
+"""The router's decision against the prefix tree of Ray Serve's own prefix router: time, and memory per block.
+
+See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # started as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+if TYPE_CHECKING:
+    from benchmarks.report import Figure
+
+RACES = ("decision", "tree", "directory")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    blocks: int = 1_000_000  # distinct blocks in the index
+    replicas: int = 16
+    repeats: int = 5
+    seed: int = 0
+    races: tuple[str, ...] = RACES
+    quick: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the races; 1 if a figure misses its target (not with --quick), 2 for wrong arguments."""
+    run, path = _parse(arguments)
+    import torch
+
+    from benchmarks import report
+    from benchmarks.engine.results import Results
+    from benchmarks.routing import decision
+    from warmkv.measuring import machine
+
+    identity = machine.identity(torch.device("cpu"))
+    results, start = Results(), time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+    if "decision" in run.races:
+        decision.race_decisions(run.blocks, run.replicas, run.repeats, run.seed, results, say)
+    if "tree" in run.races:
+        decision.race_tree(run.replicas, run.repeats, run.seed, results, say)
+    if "directory" in run.races:
+        asyncio.run(decision.race_directory(run.blocks, run.replicas, results, say))
+    figures = _figures(run, results.measured)
+    if path is not None:
+        commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
+        settings = {name: getattr(run, name) for name in run.__slots__}
+        report.write(path, report.document(identity, machine.versions(), commit, settings, figures, results.notes))
+    title = f"routing race: {run.blocks:,} blocks on {run.replicas} replicas"
+    report.show(title + (" (quick: too small for figures)" if run.quick else ""), figures, results.notes)
+    return 1 if not run.quick and any(each.met is False for each in figures) else 0
+
+
+def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
+    """What has a target, then everything else that was measured."""
+    from benchmarks.report import figure, ratios
+
+    targets = {"decision_microseconds_p50": 30.0, "index_bytes_per_block": 120.0, "directory_bytes_per_block": 200.0}
+    found = []
+    if {"decision", "tree"} <= set(run.races):
+        times = ratios(measured.get("tree_match_microseconds_p50", []), measured["decision_microseconds_p50"])
+        found.append(figure("decision_times_faster_than_tree", times, 20.0, "higher"))
+    return found + [figure(name, values, targets.get(name), "lower") for name, values in measured.items()]
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
+    parser = argparse.ArgumentParser(prog="routing_race", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--quick", action="store_true", help="a small index: whether it runs, not how fast")
+    parser.add_argument("--only", choices=RACES, action="append", help="one race, repeatable; all by default")
+    parser.add_argument("--blocks", type=int, metavar="N", help="distinct blocks of the index (1000000)")
+    parser.add_argument("--replicas", type=int, metavar="N", help="16 by default")
+    parser.add_argument("--repeats", type=int, metavar="N", help="5 by default")
+    parser.add_argument("--seed", type=int, help="of prompts and order (0)")
+    options = parser.parse_args(arguments)
+    run = Run(blocks=20_000, repeats=2, quick=True) if options.quick else Run()
+    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "seed")}
+    if options.only:
+        run = replace(run, races=tuple(race for race in RACES if race in options.only))
+    run = replace(run, **{name: value for name, value in given.items() if value is not None})
+    if run.blocks < 2_000 or run.replicas < 1 or run.repeats < 1:
+        parser.error("at least 2000 blocks, one replica and one repeat are needed")
+    return run, options.json
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The race of the router runs from end to end with an index that takes no time to build."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks import routing_race
+from benchmarks.routing import decision
+from warmkv.prefixes.index import PrefixIndex
+
+
+def test_a_quick_run_measures_decisions_the_tree_and_the_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(decision, "TREE_PROMPTS", 20)
+    path = tmp_path / "race.json"
+    arguments = ["--quick", "--repeats", "1", "--blocks", "4000", "--replicas", "3", "--json", str(path)]
+    assert routing_race.main(arguments) == 0
+    content = json.loads(path.read_text())
+    figures = {each["name"]: each for each in content["figures"]}
+    assert {"machine", "versions", "commit", "figures", "settings"} <= content.keys()
+    assert figures["decision_microseconds_p50"]["value"] > 0
+    assert (
+        figures["worst_decision_microseconds_p99"]["value"] >= figures["worst_decision_microseconds_p50"]["value"] > 0
+    )
+    assert figures["decision_times_faster_than_tree"]["target"] == 20
+    assert figures["tree_match_microseconds_p50"]["value"] > 0
+    for where in ("index", "directory"):
+        assert figures[f"{where}_bytes_per_block"]["value"] > 60
+
+
+def test_the_index_holds_as_many_blocks_as_asked_for_and_the_questions_are_known_in_part():
+    index = PrefixIndex()
+    questions = decision.fill(index, 10_000, decision.replicas(4), random.Random(1))
+    assert len(index) == pytest.approx(10_000, rel=0.1)
+    depths = [max((held[-1] for held in index.longest_match(asked).values()), default=0) for asked in questions]
+    assert all(len(asked) == decision.CHAIN for asked in questions)
+    assert min(depths) < decision.SHARED < max(depths) <= decision.CHAIN
+
+
+def test_every_replica_holds_another_share_of_the_hardest_prompt():
+    index, names = PrefixIndex(), decision.replicas(16)
+    hashes = decision.worst(index, names, random.Random(1))
+    depths = index.longest_match(hashes)
+    assert [depths[name][-1] for name in names] == [16 * number for number in range(1, 17)]
+
+
+@pytest.mark.parametrize("arguments", [["--blocks", "1"], ["--only", "nothing"], ["--repeats", "0"]])
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(SystemExit) as ended:
+        routing_race.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_missed_target_is_told():
+    measured = {
+        "decision_microseconds_p50": [20.0, 40.0, 50.0],
+        "tree_match_microseconds_p50": [800.0, 800.0, 1000.0],
+        "index_bytes_per_block": [90.0],
+    }
+    met = {each.name: each.met for each in routing_race._figures(routing_race.Run(), measured)}
+    assert met["decision_microseconds_p50"] is False
+    assert met["decision_times_faster_than_tree"] is True
+    assert met["index_bytes_per_block"] is True
+    missing = routing_race._figures(routing_race.Run(), {"decision_microseconds_p50": [1.0]})
+    assert missing[0].met is False

@@ -1,0 +1,143 @@
+"""Choosing and booking, without Ray: herds spread, bookings balance, settings change while requests are in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from warmkv.config import RoutingConfig
+from warmkv.platform.dispatcher import Bookings, Dispatcher
+
+REPLICAS = ["a", "b", "c", "d"]
+HASHES = [bytes([number]) * 16 for number in range(100)]
+
+
+def dispatcher(slots: int = 16, **settings: object) -> Dispatcher:
+    made = Dispatcher(RoutingConfig.model_validate(settings), slots, Random(0))
+    for replica in REPLICAS:
+        made.index.add(replica, [])
+    return made
+
+
+def test_a_herd_spreads_once_the_warm_replica_is_overloaded_and_returns_when_it_is_free():
+    """64 requests for one prefix at once. Each sees the bookings of those before it, so they cannot all pick "a"."""
+    routing = dispatcher(overload=8)
+    routing.index.add("a", HASHES)
+    choices = [routing.choose(str(number), HASHES, REPLICAS) for number in range(64)]
+    taken = Counter(choice.order[0] for choice in choices)
+    assert taken == routing.bookings.load
+    assert [choice.order[0] for choice in choices[:8]] == ["a"] * 8
+    assert max(taken.values()) - min(taken[replica] for replica in REPLICAS) <= 8
+    assert min(taken[replica] for replica in REPLICAS) > 0
+    assert [choices[0].reason, choices[8].reason] == ["warm", "load"]
+    for number in range(64):
+        routing.bookings.release(str(number))
+    assert routing.bookings.load == {}
+    assert routing.choose("later", HASHES, REPLICAS).order[0] == "a"
+
+
+def test_without_booking_the_herd_would_not_spread():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    for number in range(64):
+        assert routing.choose(str(number), HASHES, REPLICAS).order[0] == "a"
+        routing.bookings.release(str(number))
+
+
+def test_what_other_routers_sent_counts_as_load_too():
+    routing = dispatcher(overload=3)
+    routing.index.add("a", HASHES)
+    assert routing.choose("1", HASHES, REPLICAS, queues={"a": 2}).order[0] == "a"
+    assert routing.choose("2", HASHES, REPLICAS, queues={"a": 3}).order[0] != "a"
+
+
+def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    choice = routing.choose("1", HASHES, REPLICAS, wanted="c")
+    assert (choice.order[0], choice.reason, choice.matched) == ("c", "asked", 0)
+    assert sorted(choice.order) == REPLICAS
+    assert routing.choose("2", HASHES, REPLICAS, wanted="gone").order[0] == "a"
+    routing.configure(RoutingConfig(allow_request_replica=False))
+    assert routing.choose("3", HASHES, REPLICAS, wanted="c").order[0] == "a"
+
+
+def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    first = routing.choose("1", HASHES, REPLICAS)
+    assert (first.order[0], first.reason, first.matched) == ("a", "warm", 100)
+    routing.configure(RoutingConfig(policy="least_loaded"))
+    second = routing.choose("2", HASHES, REPLICAS)
+    assert second.order[-1] == "a"
+    assert second.reason == "least_loaded"
+    assert sum(routing.bookings.load.values()) == 2
+
+
+def test_a_match_that_is_too_long_is_found_out_by_the_decisions_that_rely_on_it():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    routing.index.remove("a", [HASHES[10]])
+    assert routing.choose("1", HASHES, REPLICAS).matched == 100
+    for _ in range(200):
+        routing.mend(routing.choose("1", HASHES, REPLICAS), HASHES)
+    assert routing.choose("1", HASHES, REPLICAS).matched == 10
+
+
+def test_a_cold_prompt_is_told_as_such():
+    assert dispatcher().choose("1", HASHES, REPLICAS).reason == "cold"
+
+
+def test_a_booking_counts_once_however_often_it_is_made_or_released():
+    bookings = Bookings()
+    bookings.book("x", "a")
+    bookings.book("x", "b")  # Serve took another replica than the first choice
+    bookings.book("y", "b")
+    assert bookings.load == {"b": 2}
+    bookings.release("x")
+    bookings.release("x")
+    bookings.release("unknown")
+    assert bookings.load == {"b": 1}
+    bookings.release("y")
+    assert bookings.load == {}
+
+
+class BookingMachine(RuleBasedStateMachine):
+    """Requests that are routed, routed again, end early, late or twice, on replicas that die: nothing leaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing = dispatcher(overload=2)
+        self.routing.index.add("a", HASHES)
+        self.booked: dict[str, str] = {}
+
+    @rule(request=st.integers(0, 9).map(str))
+    def choose(self, request: str) -> None:
+        self.booked[request] = self.routing.choose(request, HASHES, REPLICAS).order[0]
+
+    @rule(request=st.integers(0, 9).map(str), replica=st.sampled_from(REPLICAS))
+    def routed_elsewhere(self, request: str, replica: str) -> None:
+        self.routing.bookings.book(request, replica)
+        self.booked[request] = replica
+
+    @rule(request=st.integers(0, 9).map(str), replica=st.sampled_from([*REPLICAS, None]))
+    def ends(self, request: str, replica: str | None) -> None:
+        self.routing.bookings.release(request, replica)
+        if replica in (None, self.booked.get(request)):
+            self.booked.pop(request, None)
+
+    @precondition(lambda self: self.booked)
+    @rule(replica=st.sampled_from(REPLICAS))
+    def dies(self, replica: str) -> None:
+        self.routing.bookings.drop(replica)
+        self.booked = {request: at for request, at in self.booked.items() if at != replica}
+
+    @invariant()
+    def balances(self) -> None:
+        assert self.routing.bookings.load == Counter(self.booked.values())
+
+
+TestBookings = BookingMachine.TestCase

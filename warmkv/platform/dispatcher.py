@@ -1,0 +1,106 @@
+"""Choosing a replica and booking it in one step, so that concurrent requests do not herd. Without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+from warmkv.config import RoutingConfig
+from warmkv.policies.routing import View, rank
+from warmkv.prefixes.index import MEND_EVERY, PrefixIndex
+
+
+class Bookings:
+    """Requests in flight per replica, each booked once and released once, whatever order the calls come in."""
+
+    def __init__(self) -> None:
+        self._booked: dict[str, str] = {}  # request -> replica
+        self.load: dict[str, int] = {}
+
+    def book(self, request: str, replica: str) -> None:
+        self.release(request)
+        self._booked[request] = replica
+        self.load[replica] = self.load.get(replica, 0) + 1
+
+    def release(self, request: str, replica: str | None = None) -> None:
+        """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
+        if replica is not None and self._booked.get(request) != replica:
+            return
+        replica = self._booked.pop(request, None)
+        if replica is not None:
+            self.load[replica] -= 1
+            if not self.load[replica]:
+                del self.load[replica]
+
+    def drop(self, replica: str) -> None:
+        """Forget what is booked on a replica that is gone."""
+        for request in [request for request, booked in self._booked.items() if booked == replica]:
+            self.release(request)
+
+
+class Choice(NamedTuple):
+    """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there."""
+
+    order: list[str]
+    reason: str
+    matched: int
+
+
+class Dispatcher:
+    """The decisions of one router: its copy of the index, its bookings, and the settings in force.
+
+    A choice awaits nothing and calls nobody, so in an event loop choosing and booking are one step. `slots` is how
+    many sequences a replica decodes together.
+    """
+
+    def __init__(self, config: RoutingConfig, slots: int, random: Random) -> None:
+        self._config, self._slots, self._random = config, slots, random
+        self._turn = 0
+        self.index = PrefixIndex()
+        self.bookings = Bookings()
+
+    def configure(self, config: RoutingConfig) -> None:
+        """Decide by other settings from now on; what is booked stays booked."""
+        self._config = config
+
+    def choose(
+        self,
+        request: str,
+        hashes: Sequence[bytes],
+        replicas: Sequence[str],
+        *,
+        wanted: str | None = None,
+        queues: Mapping[str, int] | None = None,
+    ) -> Choice:
+        """Rank the replicas, at least one, for a request and book the best.
+
+        `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
+        the larger of it and our own bookings counts.
+        """
+        config, load = self._config, self.bookings.load
+        if queues:
+            load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
+        warm = self.index.longest_match(hashes)
+        order = rank(View(replicas, hashes, warm, load, self._slots, self._turn), config, self._random)
+        self._turn += 1
+        asked = wanted is not None and config.allow_request_replica and wanted in order
+        if wanted is not None and asked:
+            order = [wanted, *(name for name in order if name != wanted)]
+        best = order[0]
+        matched = warm[best][-1] if best in warm else 0
+        if asked:
+            reason = "asked"
+        elif config.policy != "prefix_cost":
+            reason = config.policy
+        elif not warm:
+            reason = "cold"
+        else:
+            reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
+        self.bookings.book(request, best)
+        return Choice(order, reason, matched)
+
+    def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
+        """Check a part of the match that a choice relied on; for after the decision."""
+        if choice.matched:
+            self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))
