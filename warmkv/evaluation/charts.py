@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
 from warmkv.evaluation.plan import FULL
 from warmkv.evaluation.results import RECOMPUTED
 from warmkv.evaluation.summary import Cell, Entry, Row, mean, pareto
+from warmkv.report_page import svg
 
 
 def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -59,7 +59,7 @@ def quality_against_bytes(entries: Sequence[Entry], tasks: Sequence[str], look: 
         figure.supxlabel("bytes in use, share of the full cache's (log scale)", fontsize=9)
         figure.supylabel("score", fontsize=9)
         _legend(figure, dict.fromkeys(entry.all.policy for entry in entries), look)
-        return _svg(figure, "quality")
+        return svg(figure, "quality")
 
 
 def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> str:
@@ -87,7 +87,7 @@ def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> s
         ax.set_ylabel("score, mean over tasks")
         ax.set_ylim(-0.04, 1.08)
         _legend(figure, dict.fromkeys(cell.policy for cell in cells), look)
-        return _svg(figure, "pareto")
+        return svg(figure, "pareto")
 
 
 def _points(ax: Axes, cells: Sequence[Cell], line: dict[str, Any], size: int) -> None:
@@ -135,7 +135,7 @@ def _heat_row(
             ax.set_visible(False)
         axes[0].set_ylabel("depth")
         axes[0].set_xlabel("tokens")
-        return _svg(figure, f"heat-{re.sub(r'[^a-z0-9]+', '-', policy)}")
+        return svg(figure, f"heat-{re.sub(r'[^a-z0-9]+', '-', policy)}")
 
 
 def _mean_score(rows: Sequence[Row], share: float | None, depth: float, length: int) -> float:
@@ -171,7 +171,7 @@ def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict
         both[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         both[0].yaxis.set_minor_locator(NullLocator())
         _legend(figure, policies, look)
-        return _svg(figure, "stream")
+        return svg(figure, "stream")
 
 
 def _bytes_axis(ax: Axes, shares: Sequence[float]) -> None:
@@ -190,16 +190,3 @@ def _legend(figure: Figure, policies: Iterable[str], look: dict[str, dict[str, A
 
 def _tokens(count: int) -> str:
     return f"{count / 1024:g}K" if count >= 1024 and count % 512 == 0 else str(count)
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an element to put into a page; its ids begin with `name`, since a page has them only once."""
-    out = io.StringIO()
-    figure.savefig(
-        out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-    )
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
-    return re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)

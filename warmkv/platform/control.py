@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from warmkv.config import Config, ConfigError, ControlConfig
+from warmkv.config import Config, ControlConfig
 from warmkv.platform.policy_store import NAMESPACE, ClusterStore, FolderStore, Store
 from warmkv.platform.policy_versions import History, Version, change, roll_back
 
@@ -189,8 +189,8 @@ class Follower:
         try:
             self._take(version)
             self._report = Report(version.number, version.number)
-        except ConfigError as error:
-            log.error("version %d of the policy does not fit the configuration: %s", version.number, error)
+        except Exception as error:  # ConfigError or not: whoever stopped following would keep what it has for ever
+            log.error("version %d of the policy cannot be brought into force: %s", version.number, error)
             self._report = Report(version.number, max(self._report.in_force, 0), str(error))
 
 

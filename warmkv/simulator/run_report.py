@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -15,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from warmkv.chart_style import COLOURS, STYLE
+from warmkv.report_page import svg
 from warmkv.simulator.replay import Result, Run
 
 TENANTS = 20  # shown, those with the highest bills
@@ -117,7 +116,7 @@ def _latency_chart(run: Run) -> str:
             ax.set_xlabel(label)
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-        return _svg(figure, "latency")
+        return svg(figure, "latency")
 
 
 def _time_chart(series: Mapping[str, Any]) -> str:
@@ -135,7 +134,7 @@ def _time_chart(series: Mapping[str, Any]) -> str:
             ax.set_ylabel(label)
             ax.set_ylim(bottom=0)
         axes[-1].set_xlabel("seconds")
-        return _svg(figure, "time")
+        return svg(figure, "time")
 
 
 def _lines(ax: Axes, times: Any, columns: Mapping[str, Any]) -> None:
@@ -175,14 +174,3 @@ def _bytes(count: float) -> str:
             return f"{count:,.3g} {unit}"
         count /= 1024
     return f"{count:,.4g} TiB"
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an element to put into a page; its ids begin with `name`, since a page has them only once."""
-    out = io.StringIO()
-    metadata: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    figure.savefig(out, format="svg", transparent=True, metadata=metadata)
-    text = out.getvalue()
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text[text.index("<svg") :])
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
-    return re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)

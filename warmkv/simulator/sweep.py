@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import multiprocessing
 import signal
@@ -14,24 +14,24 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from warmkv import __version__
-from warmkv.config import Config
+from warmkv.config import Config, parse
 from warmkv.policies.costs import StepCost, StepTimes
-from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator import access_log, sweep_quality, timing
-from warmkv.simulator.access_log import Log
-from warmkv.simulator.figures import Figures, figures, sense
+from warmkv.simulator import sweep_quality, timing
+from warmkv.simulator.figures import Figures, sense
 from warmkv.simulator.grid import Point, digest
 from warmkv.simulator.pareto import front
 from warmkv.simulator.replay import recorded_policy, replay
+from warmkv.simulator.requests import Requests
+from warmkv.simulator.summary import figures
 from warmkv.simulator.sweep_folder import SweepError, SweepFolder
 from warmkv.simulator.sweep_quality import Quality
+from warmkv.simulator.sweep_source import Source, Trace, file_digest, read
 from warmkv.simulator.variants import Variant
 
-Source = Literal["auto", "config", "log"]
+Times = Literal["auto", "config", "log"]
 STEP_SETTINGS = ("profile", "step_a", "step_b", "step_c")
 
 
@@ -71,32 +71,12 @@ class Row:
 # --- what is to be done -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Requests, and the file that they were read from."""
-
-    log: Log
-    path: Path
-    sha256: str
-    strict: bool
-
-
-def read(path: Path, strict: bool = False) -> Trace:
-    """Raises TraceError."""
-    log = access_log.read(path, strict=strict)
-    return Trace(log, path, file_digest(path), strict)
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def meta_of(trace: Trace, base: Config, source: Source, as_recorded: bool) -> dict[str, Any]:
+def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dict[str, Any]:
     """What must be the same for points to belong together."""
     profile = base.simulator.profile
     return {
-        "trace": {"file": trace.path.name, "sha256": trace.sha256, "requests": len(trace.log.requests)},
+        "trace": {"file": trace.source.path.name, "sha256": trace.sha256, "requests": len(trace.requests.records)},
+        "reading": trace.source.to_json(),
         "config": base.model_dump(mode="json"),
         "step_times": {"source": source, "profile": file_digest(profile) if profile else None},
         "as_recorded": as_recorded,
@@ -104,7 +84,7 @@ def meta_of(trace: Trace, base: Config, source: Source, as_recorded: bool) -> di
     }
 
 
-def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Source, as_recorded: bool) -> list[Task]:
+def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times, as_recorded: bool) -> list[Task]:
     """A task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
@@ -119,8 +99,8 @@ def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Source
         config = point.config if own else base
         chosen = _step_settings(config)
         if chosen not in known:
-            where: Source = "config" if own else source
-            known[chosen], _ = timing.choose_cost(trace.log.requests, config, recorded_policy(), where)
+            where: Times = "config" if own else source
+            known[chosen], _ = timing.choose_cost(trace.requests.records, config, recorded_policy(), where)
         key = digest(point.settings, *([_own_times(point.config)] if own else []))
         variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
         tasks.append(Task(key, point.label, point.config, variant, known[chosen]))
@@ -140,27 +120,27 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
 # --- doing it ---------------------------------------------------------------------------------------------------
 
 
-def run_task(requests: Sequence[RequestRecord], task: Task) -> Figures:
+def run_task(requests: Requests, task: Task) -> Figures:
     """Raises SweepError with the point that cannot be replayed."""
     try:
-        (result,) = replay(requests, task.config, [task.variant], task.times)
+        (result,) = replay(requests.records, task.config, [task.variant], task.times, turns=requests.turns)
     except ValueError as error:
         raise SweepError(f"{task.label}: {error}") from None
     return figures(result)
 
 
-def serial(requests: Sequence[RequestRecord]) -> Runner:
+def serial(requests: Requests) -> Runner:
     """In this process, one after the other."""
     return lambda tasks: ((task, run_task(requests, task)) for task in tasks)
 
 
 @contextmanager
-def processes(trace: Trace, workers: int) -> Iterator[Runner]:
+def processes(trace: Trace, base: Config, workers: int) -> Iterator[Runner]:
     """In `workers` processes of this machine. Each reads the trace once."""
     # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
     context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
-    source = (trace.path.resolve(), trace.strict, trace.sha256)
+    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, base.model_dump_json())
 
     def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, Figures]]:
         try:
@@ -176,17 +156,17 @@ def processes(trace: Trace, workers: int) -> Iterator[Runner]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_in_worker(path: Path, strict: bool, sha256: str, task: Task) -> Figures:
-    return run_task(_requests(path, strict, sha256), task)
+def _run_in_worker(source: Source, sha256: str, base: str, task: Task) -> Figures:
+    return run_task(_requests(source, sha256, base), task)
 
 
 @lru_cache(maxsize=1)
-def _requests(path: Path, strict: bool, sha256: str) -> tuple[RequestRecord, ...]:
+def _requests(source: Source, sha256: str, base: str) -> Requests:
     """The trace of a worker process, read for its first point."""
-    trace = read(path, strict)
+    trace = read(source, parse(json.loads(base)))
     if trace.sha256 != sha256:
-        raise SweepError(f"{path} has changed since the sweep began")
-    return trace.log.requests
+        raise SweepError(f"{source.path} has changed since the sweep began")
+    return trace.requests
 
 
 def sweep(
@@ -218,9 +198,9 @@ def sweep(
 # --- what came of it --------------------------------------------------------------------------------------------
 
 
-def prompt_lengths(requests: Iterable[RequestRecord]) -> Counter[int]:
+def prompt_lengths(requests: Requests) -> Counter[int]:
     """How many prompts there are of each length in tokens."""
-    return Counter(request.input_tokens for request in requests)
+    return Counter(request.input_tokens for request in requests.records)
 
 
 def rows_of(

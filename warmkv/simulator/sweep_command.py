@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from warmkv.config import load
+from warmkv.config import Config, load
 from warmkv.simulator import grid as grids
 from warmkv.simulator.command_line import (
     ConfigOption,
@@ -26,16 +26,30 @@ from warmkv.simulator.command_line import (
     told,
     write,
 )
-from warmkv.simulator.commands import StepTimes
+from warmkv.simulator.commands import Scope, StepTimes
 
 if TYPE_CHECKING:
-    from warmkv.simulator.sweep import Runner, Trace
+    from warmkv.simulator.sweep import Runner
+    from warmkv.simulator.sweep_source import Source, Trace
 
 FRONT = "dollars,hit_rate_tokens,ttft_p99"
 
+TraceArgument = Annotated[
+    Path, typer.Argument(help="An access log, or a trace of any format that is read.", show_default=False)
+]
+OpenOption = Annotated[
+    bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
+]
+ScopeOption = Annotated[
+    Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
+]
+FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
+BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")]
+CharactersOption = Annotated[float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")]
+
 
 def sweep(
-    trace: Annotated[Path, typer.Argument(help="Access log, one JSON line per request.", show_default=False)],
+    trace: TraceArgument,
     grid: Annotated[
         Path, typer.Option(help="YAML: a mapping of settings to values, or a list of points.", show_default=False)
     ],
@@ -60,6 +74,11 @@ def sweep(
     ] = StepTimes.AUTO,
     max_points: Annotated[int, typer.Option(min=1, help="Refuse a grid of more points.")] = grids.MAX_POINTS,
     json_file: JsonOption = None,
+    open_loop: OpenOption = False,
+    scope: ScopeOption = Scope.GLOBAL,
+    format: FormatOption = None,
+    block_size: BlockSizeOption = None,
+    characters_per_token: CharactersOption = None,
     strict: StrictOption = False,
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006 (Typer copies it)
@@ -86,18 +105,20 @@ def sweep(
     from warmkv.simulator import sweep as sweeping
     from warmkv.simulator import sweep_quality, sweep_report
     from warmkv.simulator.sweep_folder import SweepFolder
+    from warmkv.simulator.sweep_source import Source
 
-    requests = read_requests("sweep", trace, strict)
+    source = Source(trace, format, block_size, characters_per_token, scope.value, open_loop, strict)
+    requests = read_requests("sweep", source, base)
     axes = [name.strip() for name in front.split(",") if name.strip()]
     try:
         sweeping.check_axes(axes, sweeping.known_figures(point.config for point in points))
         measured = sweep_quality.read(quality) if quality is not None else {}
         tasks = sweeping.tasks_of(points, requests, base, step_times.value, as_recorded)
         folder = SweepFolder(out, sweeping.meta_of(requests, base, step_times.value, as_recorded))
-        running = runner_of("sweep", requests, on_ray, workers, len(points))
+        running = runner_of("sweep", requests, base, on_ray, workers, len(points))
         with bar("sweeping", len(points)) as progress, running as runner:
             results = sweeping.sweep(points, tasks, folder, runner, progress)
-        prompts = sweeping.prompt_lengths(requests.log.requests)
+        prompts = sweeping.prompt_lengths(requests.requests)
         rows = sweeping.with_front(sweeping.rows_of(points, tasks, results, measured, prompts), axes)
         idle = sweeping.without_effect(rows)
         document = json.dumps(
@@ -124,23 +145,25 @@ def sweep(
         write(document, json_file, "sweep")
 
 
-def read_requests(what: str, file: Path, strict: bool) -> Trace:
+def read_requests(what: str, source: Source, base: Config) -> Trace:
     """A trace; says what was left out, and ends the program if nothing is left."""
-    from warmkv.simulator import sweep as sweeping
+    from warmkv.simulator import sweep_source
     from warmkv.simulator.traces import TraceError
 
     try:
-        trace = sweeping.read(file, strict)
+        trace = sweep_source.read(source, base)
     except TraceError as error:
         fail(what, str(error))
-    told(trace.log.broken, trace.log.skipped, trace.log.faults)
-    if not trace.log.requests:
-        fail(what, f"{file} has no request to replay; the gateway writes one to gateway.access_log")
+    told(trace.broken, trace.skipped, trace.faults)
+    for note in trace.notes:
+        errors.print(f"{source.path.name}: {note}", highlight=False)
+    if not trace.requests.records:
+        fail(what, f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
     return trace
 
 
 def runner_of(
-    what: str, trace: Trace, on_ray: bool, workers: int | None, points: int
+    what: str, trace: Trace, base: Config, on_ray: bool, workers: int | None, points: int
 ) -> AbstractContextManager[Runner]:
     """What replays points: on Ray, in processes, or in this one where that is enough."""
     from warmkv.simulator import sweep as sweeping
@@ -150,8 +173,8 @@ def runner_of(
             fail(what, "--ray needs Ray; install with: pip install 'warmkv[serve]'")
         from warmkv.simulator import sweep_ray
 
-        return sweep_ray.on_ray(trace.log.requests, min(workers or points, points))
+        return sweep_ray.on_ray(trace.requests, min(workers or points, points))
     count = min(workers or os.cpu_count() or 1, points)
     if count == 1:
-        return nullcontext(sweeping.serial(trace.log.requests))
-    return sweeping.processes(trace, count)
+        return nullcontext(sweeping.serial(trace.requests))
+    return sweeping.processes(trace, base, count)

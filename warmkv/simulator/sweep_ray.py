@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import ray
 from ray.util import ActorPool
 
-from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.figures import Figures
+from warmkv.simulator.requests import Requests
 from warmkv.simulator.sweep import Runner, Task, run_task
 from warmkv.simulator.sweep_folder import SweepError
 
@@ -21,7 +21,7 @@ PATIENCE = 10.0  # seconds that a CPU may take to become free: that of an actor 
 class Worker:
     """Holds the requests, so that they are sent to it once."""
 
-    def __init__(self, requests: Sequence[RequestRecord]) -> None:
+    def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def run(self, number: int, task: Task) -> tuple[int, Figures]:
@@ -29,7 +29,7 @@ class Worker:
 
 
 @contextmanager
-def on_ray(requests: Sequence[RequestRecord], workers: int) -> Iterator[Runner]:
+def on_ray(requests: Requests, workers: int) -> Iterator[Runner]:
     """In actors of one CPU each: `workers`, or fewer if the cluster has fewer free CPUs.
 
     The cluster is the one that `RAY_ADDRESS` names or that runs on this machine. Raises SweepError if there is none.
@@ -40,7 +40,7 @@ def on_ray(requests: Sequence[RequestRecord], workers: int) -> Iterator[Runner]:
         except ConnectionError as error:
             raise SweepError(f"--ray: no Ray cluster to connect to: {str(error).splitlines()[0]}") from None
     free = _free_cpus()
-    shared = ray.put(tuple(requests))
+    shared = ray.put(requests)
     actor = ray.remote(num_cpus=1)(Worker)
     actors = [actor.remote(shared) for _ in range(min(workers, free))]
 

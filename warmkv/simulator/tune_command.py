@@ -25,8 +25,17 @@ from warmkv.simulator.command_line import (
     read_config,
     write,
 )
-from warmkv.simulator.commands import StepTimes
-from warmkv.simulator.sweep_command import read_requests, runner_of
+from warmkv.simulator.commands import Scope, StepTimes
+from warmkv.simulator.sweep_command import (
+    BlockSizeOption,
+    CharactersOption,
+    FormatOption,
+    OpenOption,
+    ScopeOption,
+    TraceArgument,
+    read_requests,
+    runner_of,
+)
 
 if TYPE_CHECKING:
     from warmkv.simulator.tune import Constraint, Trial
@@ -38,7 +47,7 @@ ROOTS_NOT_TUNED = {
 
 
 def tune(
-    trace: Annotated[Path, typer.Argument(help="Access log, one JSON line per request.", show_default=False)],
+    trace: TraceArgument,
     minimize: Annotated[str, typer.Option(help="A figure of `warmkv sweep`, as in dollars.", show_default=False)],
     grid: Annotated[
         Path, typer.Option(help="YAML: a mapping of settings to the values to choose from.", show_default=False)
@@ -64,6 +73,11 @@ def tune(
         StepTimes, typer.Option(help="Where step times come from, as in `warmkv replay`.")
     ] = StepTimes.AUTO,
     json_file: JsonOption = None,
+    open_loop: OpenOption = False,
+    scope: ScopeOption = Scope.GLOBAL,
+    format: FormatOption = None,
+    block_size: BlockSizeOption = None,
+    characters_per_token: CharactersOption = None,
     strict: StrictOption = False,
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006 (Typer copies it)
@@ -93,21 +107,23 @@ def tune(
     from warmkv.simulator import sweep_quality
     from warmkv.simulator import tune as tuning
     from warmkv.simulator.sweep_folder import SweepFolder
+    from warmkv.simulator.sweep_source import Source
 
     if tuning.size_of(axes) > trials and find_spec("optuna") is None:
         fail("tune", "optuna missing; install with: pip install 'warmkv[tune]', or raise --trials to try everything")
     if quality is not None and find_spec("pyarrow") is None:
         fail("tune", "--quality needs pyarrow: pip install 'warmkv[eval]'")
-    requests = read_requests("tune", trace, strict)
+    source = Source(trace, format, block_size, characters_per_token, scope.value, open_loop, strict)
+    requests = read_requests("tune", source, base)
     try:
         known = sweeping.known_figures(point.config for point in alone)
         tuning.check_figure("--minimize", minimize, known)
         limits = tuning.constraints_of(subject_to, known)
         measured = sweep_quality.read(quality) if quality is not None else {}
-        prompts = sweeping.prompt_lengths(requests.log.requests)
+        prompts = sweeping.prompt_lengths(requests.requests)
         folder = SweepFolder(out, sweeping.meta_of(requests, base, step_times.value, False))
         most = min(trials, tuning.size_of(axes))
-        with runner_of("tune", requests, on_ray, workers, most) as runner, bar("tuning", most + 1) as progress:
+        with runner_of("tune", requests, base, on_ray, workers, most) as runner, bar("tuning", most + 1) as progress:
 
             def evaluate(choices: Sequence[dict[str, Any]]) -> list[dict[str, float | None]]:
                 points = [configured(settings) for settings in choices]

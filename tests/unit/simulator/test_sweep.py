@@ -13,10 +13,14 @@ from tests.unit.simulator.conversations import record
 from warmkv.config import load
 from warmkv.policies.costs import StepCost
 from warmkv.simulator import grid, sweep, workloads
-from warmkv.simulator.figures import figures, sense
+from warmkv.simulator.figures import sense
 from warmkv.simulator.replay import replay
 from warmkv.simulator.sessions import Workload
+from warmkv.simulator.summary import figures
 from warmkv.simulator.sweep_folder import SweepError, SweepFolder, changes, flat
+from warmkv.simulator.sweep_source import Source, read
+from warmkv.simulator.traces import mooncake
+from warmkv.simulator.traces.warmkv import trace_of
 from warmkv.simulator.variants import Variant
 
 GRID = {"ttl": ["1m", "1h"], "prefix_cache.memory_bytes": ["1MiB", "1GiB"], "cluster.replicas": [1, 2]}
@@ -36,7 +40,7 @@ def trace(tmp_path_factory):
     settings = Workload(sessions=15, hours=0.1, length_scale=0.3, think_scale=0.2)
     file = tmp_path_factory.mktemp("trace") / "log.jsonl"
     workloads.write(workloads.generate(settings, np.random.SeedSequence(4), BASE), file)
-    return sweep.read(file)
+    return read(Source(file), BASE)
 
 
 def run(trace, folder, axes=GRID, runner=None, base=BASE, as_recorded=False, source="auto"):
@@ -47,11 +51,11 @@ def run(trace, folder, axes=GRID, runner=None, base=BASE, as_recorded=False, sou
 
     def told(tasks):
         asked.extend(task.key for task in tasks)
-        return (runner or sweep.serial(trace.log.requests))(tasks)
+        return (runner or sweep.serial(trace.requests))(tasks)
 
     meta = sweep.meta_of(trace, base, source, as_recorded)
     results = sweep.sweep(points, tasks, SweepFolder(folder, meta), told)
-    prompts = sweep.prompt_lengths(trace.log.requests)
+    prompts = sweep.prompt_lengths(trace.requests)
     return sweep.rows_of(points, tasks, results, {}, prompts), asked
 
 
@@ -60,7 +64,7 @@ def test_a_point_is_a_replay_with_its_settings(trace, tmp_path):
     assert len(rows) == 8
     settings = load(flags=["prefix_cache.memory_bytes=1GiB", "cluster.replicas=2"], environ={})
     cost = StepCost(settings.simulator.step_a, settings.simulator.step_b, settings.simulator.step_c)
-    (alone,) = replay(trace.log.requests, settings, [Variant(60.0, settings.compression.policy)], cost)
+    (alone,) = replay(trace.requests.records, settings, [Variant(60.0, settings.compression.policy)], cost)
     (row,) = [r for r in rows if r.values == {"ttl": 60, "prefix_cache.memory_bytes": 1 << 30, "cluster.replicas": 2}]
     assert row.figures == {**figures(alone), "quality": None}
     assert row.policy == "full"
@@ -68,7 +72,7 @@ def test_a_point_is_a_replay_with_its_settings(trace, tmp_path):
 
 def test_any_number_of_workers_gives_the_same(trace, tmp_path):
     one, _ = run(trace, tmp_path / "one")
-    with sweep.processes(trace, 2) as runner:
+    with sweep.processes(trace, BASE, 2) as runner:
         two, _ = run(trace, tmp_path / "two", runner=runner)
     assert one == two
     names = sorted(file.name for file in (tmp_path / "one").rglob("*.json"))
@@ -77,9 +81,35 @@ def test_any_number_of_workers_gives_the_same(trace, tmp_path):
         assert file.read_text() == (tmp_path / "two" / file.relative_to(tmp_path / "one")).read_text()
 
 
+def test_a_public_trace_is_read_alike_by_every_worker(tmp_path):
+    settings = Workload(sessions=6, hours=0.1, length_scale=0.3, think_scale=0.2)
+    records = workloads.generate(settings, np.random.SeedSequence(4), BASE)
+    mooncake.write(trace_of(records), tmp_path / "trace")
+    public = read(Source(tmp_path / "trace", block_size=BASE.prefix_cache.block_size), BASE)
+    axes = {"ttl": ["1s", "1h"]}
+    here, _ = run(public, tmp_path / "here", axes)
+    with sweep.processes(public, BASE, 1) as runner:
+        there, _ = run(public, tmp_path / "there", axes, runner=runner)
+    assert here == there
+    assert here[0].figures["hit_rate_tokens"] < here[1].figures["hit_rate_tokens"]
+    with pytest.raises(SweepError, match=r"reading\.scope: global there, session here"):
+        run(replace(public, source=replace(public.source, scope="session")), tmp_path / "here", axes)
+
+
+def test_turns_wait_for_the_answer_before_them_unless_times_are_as_recorded(tmp_path):
+    turns = [{"t": t, "in": 8, "out": 3, "hash_ids": [1, 2], "think_time": 100.0} for t in (0.0, 1.0)]
+    (tmp_path / "trace").write_text(json.dumps({"id": "s", "block_size": 4, "requests": turns}))
+    seconds = []
+    for open_loop in (False, True):
+        public = read(Source(tmp_path / "trace", open_loop=open_loop), BASE)
+        (row,), _ = run(public, tmp_path / str(open_loop), {"ttl": ["1h"]})
+        seconds.append(row.figures["seconds"])
+    assert seconds[0] > 100 > 5 > seconds[1]
+
+
 def test_what_is_done_is_not_done_again(trace, tmp_path):
     def dies_after(count, tasks):
-        for number, done in enumerate(sweep.serial(trace.log.requests)(tasks)):
+        for number, done in enumerate(sweep.serial(trace.requests)(tasks)):
             if number == count:
                 raise KeyboardInterrupt
             yield done
@@ -109,10 +139,10 @@ def test_a_damaged_point_is_done_again(trace, tmp_path):
 
 def test_another_trace_or_configuration_is_refused(trace, tmp_path):
     run(trace, tmp_path, {"ttl": ["1m"]})
-    changed = trace.path.with_name("changed.jsonl")
-    changed.write_text(trace.path.read_text() + record(9e9, [1] * 70).to_json() + "\n")
+    changed = trace.source.path.with_name("changed.jsonl")
+    changed.write_text(trace.source.path.read_text() + record(9e9, [1] * 70).to_json() + "\n")
     with pytest.raises(SweepError, match=r"trace.file: log.jsonl there, changed.jsonl here; trace.sha256"):
-        run(sweep.read(changed), tmp_path, {"ttl": ["1m"]})
+        run(read(Source(changed), BASE), tmp_path, {"ttl": ["1m"]})
     with pytest.raises(SweepError, match=r"config.engine.max_slots: 16 there, 3 here"):
         run(trace, tmp_path, {"ttl": ["1m"]}, base=load(flags=["engine.max_slots=3"], environ={}))
     with pytest.raises(SweepError, match="as_recorded: False there, True here"):
@@ -130,10 +160,13 @@ def test_a_folder_of_something_else_is_left_alone(trace, tmp_path):
 
 def test_a_trace_that_changes_during_the_sweep_is_noticed(trace, tmp_path):
     copy = tmp_path / "log.jsonl"
-    copy.write_bytes(trace.path.read_bytes())
-    moving = sweep.read(copy)
+    copy.write_bytes(trace.source.path.read_bytes())
+    moving = read(Source(copy), BASE)
     copy.write_text(record(0, [1] * 9).to_json() + "\n")
-    with sweep.processes(moving, 1) as runner, pytest.raises(SweepError, match="has changed since the sweep began"):
+    with (
+        sweep.processes(moving, BASE, 1) as runner,
+        pytest.raises(SweepError, match="has changed since the sweep began"),
+    ):
         run(moving, tmp_path / "out", {"ttl": ["1m"]}, runner=runner)
 
 
@@ -142,7 +175,7 @@ def test_a_point_that_cannot_be_replayed_is_named_and_the_others_kept(tmp_path):
     file.write_text(record(0.0, [1] * 10, 1, ends=[10], ttls=["1h"], name="x").to_json() + "\n")
     axes = {"ttl": ["1m", None], "prefix_cache.ttls": [{"5m": 300}]}
     with pytest.raises(SweepError, match=r"ttl null, ttls \{5m: 300\}: request x: TTL '1h' is not one of"):
-        run(sweep.read(file), tmp_path / "out", axes)
+        run(read(Source(file), BASE), tmp_path / "out", axes)
     assert len(list((tmp_path / "out" / "points").iterdir())) == 1
 
 

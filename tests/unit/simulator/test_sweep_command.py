@@ -207,6 +207,16 @@ def test_two_points_of_a_sweep_are_compared(done, files):
     assert json.loads(same.stdout)["settings"] == {}
 
 
+def test_a_run_and_a_point_of_the_same_settings_have_the_same_figures(done, files):
+    flags = ["--set", "prefix_cache.memory_bytes=1MiB", "--ttl", 60, "--policy", "full"]
+    assert call("replay", files / "log.jsonl", *flags, "--out", files / "alone").exit_code == 0
+    document = json.loads(call("compare", f"{files / 'run'}:1", files / "alone", "--json").stdout)
+    assert document["effects"]
+    assert all(effect["change"] == 0 for effect in document["effects"])
+    assert (document["only_a"], document["only_b"]) == (["quality"], [])
+    assert not [path for path in document["settings"] if path.startswith("prefix_cache")]
+
+
 def test_lifetimes_of_a_sweep_are_compared(done, files):
     shown = call("compare", f"{files / 'run'}:1", f"{files / 'run'}:5")
     assert "ttl: 1m → 1h" in shown.stdout
