@@ -21,13 +21,13 @@ Depths = tuple[int, int, int]
 _CODES: Mapping[str, int] = {"device": 0b111, "host": 0b011, "disk": 0b001}
 _FIELD, _WIDTH = 0b111, 3
 _SHARED_MASKS = 1 << 16  # masks kept, more or less, so that blocks held alike share one object
-_DECODED_MASKS = 1 << 10
+_DECODED_MASKS = 1 << 10  # masks whose replicas are remembered
 _NOTHING: Depths = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `of` equal parts of all blocks, told apart by the first byte of their hashes."""
+    """One of `of` parts of all blocks, told apart by the first byte of their hashes."""
 
     number: int = 0
     of: int = 1
