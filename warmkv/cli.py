@@ -17,11 +17,15 @@ from warmkv.evaluation import commands as evaluation_commands
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
+from warmkv.platform.policy_commands import app as policy_app
 from warmkv.policies import commands as policy_commands
 from warmkv.simulator import commands as simulator_commands
 from warmkv.simulator.cachesim_command import cachesim
 from warmkv.simulator.calibrate_command import calibrate
 from warmkv.simulator.command_line import JsonCommand
+from warmkv.simulator.compare_command import compare
+from warmkv.simulator.sweep_command import sweep
+from warmkv.simulator.tune_command import tune
 from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -30,6 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(dashboards_app, name="dashboards")
 app.add_typer(manifest_app, name="k8s")
 app.add_typer(packs_app, name="packs")
+app.add_typer(policy_app, name="policy")
 
 console = Console()
 errors = Console(stderr=True)
@@ -135,6 +140,9 @@ app.command(cls=JsonCommand)(simulator_commands.replay)
 app.command()(workload)
 app.command(cls=JsonCommand)(cachesim)
 app.command(cls=JsonCommand)(calibrate)
+app.command(cls=JsonCommand)(sweep)
+app.command(cls=JsonCommand)(compare)
+app.command(cls=JsonCommand)(tune)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)

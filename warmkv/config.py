@@ -7,13 +7,15 @@ The tree is read from a YAML document, then from environment variables (`WARMKV_
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from warmkv.policy_spec import PolicySpec
 
@@ -78,6 +80,12 @@ class EngineConfig(Section):
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads `on` and `off` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
 
 class TierConfig(Section):
     """Where blocks go that the tier above it gives up."""
@@ -140,8 +148,8 @@ class PrefixCacheConfig(Section):
     def _check(self) -> PrefixCacheConfig:
         if self.default_ttl not in self.ttls:
             raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
-        if any(seconds <= 0 for seconds in self.ttls.values()):
-            raise ValueError("every TTL must be positive")
+        if not all(0 < seconds < math.inf for seconds in self.ttls.values()):
+            raise ValueError("every TTL must be positive and finite")
         for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
             if storage != "model" and not self.allow_lossy:
                 raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
@@ -209,12 +217,37 @@ class DirectoryConfig(Section):
     shards: int = Field(1, ge=1, le=256, description="actors that share the blocks among them, by hash")
 
 
+class ControlConfig(Section):
+    path: Path | None = Field(
+        None,
+        description="folder for the versions of the policy, on a disk that every node sees; without one they live "
+        "in Ray, as long as the head, or as its Redis",
+    )
+    history: int = Field(100, ge=2, description="versions that are kept")
+    follow_seconds: float = Field(10.0, gt=0, description="how long a gateway waits for a change before it asks again")
+    silence_seconds: float = Field(15.0, gt=0, description="a gateway that has not asked for so long is forgotten")
+    apply_seconds: float = Field(
+        5.0, ge=0, description="how long the answer to a change waits until all gateways have heard of it"
+    )
+    start_seconds: float = Field(
+        60.0, gt=0, description="how long a gateway that starts waits for the policy in force; then it fails"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ControlConfig:
+        if self.silence_seconds <= self.follow_seconds:
+            raise ValueError("silence_seconds must be more than follow_seconds")
+        return self
+
+
 class TenantConfig(Section):
     name: str
     key_sha256: str = Field(
         pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv hash-key` prints it"
     )
-    operator: bool = Field(False, description="may see the replicas' state, in which all tenants' activity shows")
+    operator: bool = Field(
+        False, description="may change the policy, and see the replicas' state, in which all tenants' activity shows"
+    )
 
 
 class GatewayConfig(Section):
@@ -240,6 +273,20 @@ class ClusterConfig(Section):
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
 
 
+class SloConfig(Section):
+    """When an answer came in time; both must hold."""
+
+    ttft: float = Field(2.0, gt=0, description="seconds to the first token, at most")
+    tpot: float = Field(0.1, gt=0, description="seconds for each token after it, at most, on average")
+
+
+class GpuPrice(Section):
+    """What a replica costs beside what it earns."""
+
+    dollars: Price = Field(3.0, description="for an hour of one GPU; an H100 SXM was offered from 1.99 to 5.00")
+    as_of: date = Field(date(2026, 11, 1), description="when that was the price")
+
+
 class SimulatorConfig(Section):
     """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step."""
 
@@ -253,6 +300,8 @@ class SimulatorConfig(Section):
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=1)
     dtype_bytes: int = Field(4, ge=1)
+    slo: SloConfig = SloConfig()
+    gpu_hour: GpuPrice = GpuPrice()
 
 
 class DashboardsConfig(Section):
@@ -272,6 +321,7 @@ class Config(Section):
     pricing: PricingConfig = PricingConfig()
     routing: RoutingConfig = RoutingConfig()
     directory: DirectoryConfig = DirectoryConfig()
+    control: ControlConfig = ControlConfig()
     gateway: GatewayConfig = GatewayConfig()
     cluster: ClusterConfig = ClusterConfig()
     simulator: SimulatorConfig = SimulatorConfig()
@@ -316,12 +366,12 @@ def load(
             raise ConfigError(f"{path}: expected a mapping of sections, got {type(document).__name__}")
         tree = document or {}
     for dotted, text in _environment(os.environ if environ is None else environ):
-        _put(tree, dotted, text)
+        put(tree, dotted, read_value(dotted, text))
     for flag in flags:
         dotted, equals, text = flag.partition("=")
         if not equals:
             raise ConfigError(f"--set {flag}: write it as section.key=value, as in engine.max_slots=8")
-        _put(tree, dotted, text)
+        put(tree, dotted, read_value(dotted, text))
     return parse(tree)
 
 
@@ -367,7 +417,16 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     return found
 
 
-def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
+def read_value(dotted: str, text: str) -> Any:
+    """A value as it is written behind `section.key=`. Raises ConfigError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None
+
+
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a value at its place in a tree of plain values. Raises ConfigError where something else is in the way."""
     *parents, leaf = dotted.strip().split(".")
     node = tree
     for depth, parent in enumerate(parents, start=1):
@@ -377,7 +436,4 @@ def _put(tree: dict[str, Any], dotted: str, text: str) -> None:
         if not isinstance(node, dict):
             place = ".".join(parents[:depth])
             raise ConfigError(f"{dotted}: {place} is already {node!r}; set it as a whole or write it as a mapping")
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None
+    node[leaf] = value

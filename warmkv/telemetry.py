@@ -15,7 +15,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, routers
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, routers, version
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -40,6 +40,8 @@ TPOT = Metric(
     ("policy",),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
+# Recorded by the gateway, at every change.
+POLICY_VERSION = Metric("warmkv_policy_version", "gauge", "Version of the policy in force in a gateway", "version")
 # Recorded by every replica, about once a second.
 DECODING = Metric("warmkv_decoding_requests", "gauge", "Requests that are decoding", "requests")
 WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a replica", "requests")
@@ -71,7 +73,7 @@ DIRECTORY_LEFT_OUT = Metric(
     "warmkv_directory_left_out", "gauge", "Blocks so far that the full directory had no room for", "blocks", ("shard",)
 )
 
-GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT)
+GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT, POLICY_VERSION)
 REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)

@@ -24,7 +24,9 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
     "command",
     [
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
+        *(["sweep"], ["compare"], ["tune"]),
         *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
+        *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"]),
     ],
     ids=" ".join,
 )

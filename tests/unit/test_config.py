@@ -49,6 +49,13 @@ def test_values_are_yaml():
     assert config.model.name == "b"
 
 
+@pytest.mark.parametrize("choice", ["auto", "on", "off"])
+def test_on_and_off_are_what_they_say_though_yaml_reads_truth_values(file, choice):
+    assert load(flags=[f"engine.compile={choice}"], environ={}).engine.compile == choice
+    file.write_text(f"engine: {{compile: {choice}}}\n")
+    assert load(file, environ={}).engine.compile == choice
+
+
 def test_an_empty_file_and_empty_sections_are_defaults(file):
     file.write_text("")
     assert load(file, environ={}) == Config()
@@ -122,6 +129,13 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("pricing.models={big: {read: -1}}", r"pricing\.models\.big\.read: .*greater than or equal to 0"),
         ("pricing.models={big: {raed: 1}}", r"pricing\.models\.big\.raed: unknown key"),
         ("gateway.tenants=[{name: a, key_sha256: b}]", r"gateway\.tenants\.0\.key_sha256: "),
+        ("prefix_cache.ttls={5m: .nan}", "every TTL must be positive and finite"),
+        ("prefix_cache.ttls={5m: .inf}", "every TTL must be positive and finite"),
+        ("control.history=1", r"control\.history: .*greater than or equal to 2"),
+        ("control.follow_seconds=0", r"control\.follow_seconds: .*greater than 0"),
+        ("control.silence_seconds=10", "silence_seconds must be more than follow_seconds"),
+        ("control.apply_seconds=-1", r"control\.apply_seconds: .*greater than or equal to 0"),
+        ("control.start_seconds=0", r"control\.start_seconds: .*greater than 0"),
     ],
 )
 def test_what_cannot_be_used_is_refused(flag, message):

@@ -307,6 +307,16 @@ def build() -> Any:
     ):
         board.with_panel(panel)
 
+    board.with_row(panels.row("Policy"))
+    board.with_panel(
+        graph(
+            "Policy version by gateway",
+            "Version of the live policy in force in each gateway; 0 is the configuration at start.",
+            "short",
+            [(level(t.POLICY_VERSION, ("replica",)), "{{replica}}")],
+        )
+    )
+
     board.with_row(panels.row("Money"))
     for panel in (
         graph(

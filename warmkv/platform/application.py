@@ -10,6 +10,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from warmkv.config import parse
+from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter
@@ -25,6 +26,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
+    start_control(cluster.application, config.control)
     replicas = serve.deployment(
         Replica,
         name="replica",
@@ -33,9 +35,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=5,
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter,
-            request_router_kwargs={"settings": args},
+        request_router_config=RequestRouterConfig(  # whatever the policy: it may be changed while this runs
+            request_router_class=PrefixRouter, request_router_kwargs={"settings": args}
         ),
     ).bind(args, directory)
     gateway = serve.deployment(

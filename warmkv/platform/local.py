@@ -7,7 +7,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -109,8 +111,35 @@ def start_document(document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def running(config: Config) -> Iterator[Running]:
-    """The service on a local Ray of its own, stopped at the end.
+def _watched(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """Tell `say` meanwhile what the replicas do until they serve. Ray must have been started."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        import ray
+
+        from warmkv.platform.prefix_directory import directory_name
+
+        while not ended.wait(0.5):
+            with suppress(Exception):  # the directory has not begun yet
+                directory = ray.get_actor(directory_name(config.cluster.application))
+                replicas = ray.get(directory.status.remote(), timeout=1)["replicas"]
+                phases = Counter(replica["phase"] for replica in replicas.values() if "phase" in replica)
+                if phases:
+                    say(", ".join(f"{count} replica(s) {phase}" for phase, count in phases.items()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def running(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Running]:
+    """The service on a local Ray of its own, stopped at the end. `say` is told how the start goes on.
 
     Raises OSError where the port is taken, the model folder missing or the log not writable, RuntimeError where a
     replica cannot start.
@@ -126,7 +155,8 @@ def running(config: Config) -> Iterator[Running]:
     from ray import serve
 
     try:
-        start_document(document)
+        with _watched(config, say):
+            start_document(document)
         host = "127.0.0.1" if config.gateway.host == "0.0.0.0" else config.gateway.host
         prefix = config.gateway.route_prefix.rstrip("/")
         yield Running(f"http://{host}:{config.gateway.port}{prefix}", document)

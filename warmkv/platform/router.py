@@ -36,7 +36,7 @@ class PrefixRouter(RequestRouter):
         self._recorder = telemetry.Recorder(*telemetry.ROUTER)
 
     def configure(self, routing: RoutingConfig) -> None:
-        """Route by other settings from the next decision on."""
+        """Route by other settings from now on; a request brings those that were in force when it came."""
         self._dispatcher.configure(routing)
 
     async def choose_replicas(
@@ -68,6 +68,8 @@ class PrefixRouter(RequestRouter):
         request = pending.args[0] if pending is not None and pending.args else None
         if not isinstance(request, GenerateRequest) or not candidates:
             return [list(candidates)]
+        if request.terms is not None:
+            self.configure(request.terms.routing)
         assert pending is not None
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         key = pending.metadata.internal_request_id

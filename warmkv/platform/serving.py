@@ -20,8 +20,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with ExitStack() as stack:
-        with console.status(f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}"):
-            service = stack.enter_context(running(config))
+        starting = f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}"
+        with console.status(starting) as shown:
+            service = stack.enter_context(running(config, shown.update))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)

@@ -2,6 +2,9 @@
 
 An order gives a block a priority, a tuple of numbers; the least goes first. It only ever chooses among the ends of
 chains that nobody reads (`retention.BlockLedger`), so that what remains can always be reached from its beginning.
+
+Orders by worth age: a block's worth is added to the priority of what was given up last when the block was used, so what
+was worth much long ago goes before what is worth something now (Greedy-Dual-Size-Frequency, Cherkasova, 1998).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class Block(Protocol):
     end: int  # tokens from the start of the prompt to the end of the block
     reads: int  # since it was stored
     used: int  # counts up with every use of any block
+    floor: float  # the priority of what had been given up last when the block was used
 
 
 @dataclass(slots=True)
@@ -62,28 +66,28 @@ def lru(block: Block, reuse: Reuse) -> tuple[float, ...]:
 
 
 def lfu(block: Block, reuse: Reuse) -> tuple[float, ...]:
-    """Least often read first, the least recently used among equals."""
-    return (block.reads, block.used)
+    """Least often read first, the least recently used among equals; reads count less the longer they are ago."""
+    return (block.floor + 1 + block.reads, block.used)
 
 
 def length(block: Block, reuse: Reuse) -> tuple[float, ...]:
-    """The end of the longest prefix first, the least recently used among equals: beginnings are what many share."""
-    return (-block.end, block.used)
+    """Ends of long prefixes first, the least recently used among equals: beginnings are what many share."""
+    return (block.floor + 1 / block.end, block.used)
 
 
 @dataclass(frozen=True, slots=True)
 class CostAware:
     """What is cheapest to lose goes first: recompute cost x probability of reuse within its TTL, per byte.
 
-    The value of an object by Greedy-Dual-Size-Frequency (Cherkasova, 1998), with an observed probability in place of
-    the count. It is computed when the block is used, so losing a block takes no look at the others.
+    The worth of an object by Greedy-Dual-Size-Frequency, with an observed probability in place of the count. It is
+    computed when the block is used, so losing a block takes no look at the others.
     """
 
     cost: Cost
 
     def __call__(self, block: Block, reuse: Reuse) -> tuple[float, ...]:
         lost = self.cost(block.tokens, block.end) * reuse.probability(block.reads)
-        return (lost / max(1, block.size), block.used)
+        return (block.floor + lost / max(1, block.size), block.used)
 
 
 @dataclass(frozen=True, slots=True)

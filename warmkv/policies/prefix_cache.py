@@ -112,12 +112,16 @@ class PrefixCache:
         now: float,
         tenant: str = "",
         match: Match | None = None,
+        begun: float | None = None,
+        lifetimes: Lifetimes | None = None,
     ) -> Iterator[tuple[Step, Span | None]]:
         """Keep a computed prompt: its full blocks (unless automatic, up to the last mark) and the tails at marks.
 
-        What was found of it (`match`) moves up to the first tier. Yields steps, and what to store in those that store.
+        The lives of marks are counted from when the request began. What was found of the prompt (`match`) moves up to
+        the first tier. Yields steps, and what to store in those that store. `lifetimes` are the request's own, if it
+        has any.
         """
-        lifetimes = self._lifetimes
+        lifetimes = lifetimes or self._lifetimes
         if match is not None and match.chain:
             steps = self.tiers.promote(match.chain, now)
             yield from _with_spans(steps, spans(match.chain, match.tokens, size))
@@ -128,7 +132,7 @@ class PrefixCache:
             chain = (*hashes[:blocks], mark.key) if rest else hashes[:blocks]
             ttl = lifetimes.ttls[mark.ttl]
             yield from self._keep(chain, mark.position, size, ttl, now, tenant)
-            self.tiers.mark(mark.key, ttl, now)
+            self.tiers.mark(mark.key, ttl, now if begun is None else begun)
 
     def match_sums(self, match: Match, size: int, most: int, now: float) -> tuple[int, bytes]:
         """The longest part of a match within `most` tokens whose column sums are resident, and their key; or (0, b"").
@@ -152,19 +156,21 @@ class PrefixCache:
         size: int,
         now: float,
         tenant: str = "",
+        lifetimes: Lifetimes | None = None,
     ) -> Iterator[tuple[Step, Span | None]]:
         """Keep the column sums of a stored prompt up to some positions, `token_bytes` for each token of them.
 
         Yields as `store` does. Sums lie beside the block whose end they belong to, and leave before it.
         """
+        lifetimes = lifetimes or self._lifetimes
         tails = {mark.position: mark.key for mark in marks}
-        ttls = {mark.position: self._lifetimes.ttls[mark.ttl] for mark in marks}
+        ttls = {mark.position: lifetimes.ttls[mark.ttl] for mark in marks}
         for position in positions:
             blocks, rest = divmod(position, size)
             chain = (*hashes[:blocks], tails[position]) if rest else tuple(hashes[:blocks])
             if not chain or self.tiers.match(chain, now) < len(chain):
                 continue
-            key, ttl = sums_key(chain[-1]), ttls.get(position, self._lifetimes.default)
+            key, ttl = sums_key(chain[-1]), ttls.get(position, lifetimes.default)
             sizes, tokens = self._sizes(chain, position, size)
             sizes, tokens = [*sizes, position * token_bytes], [*tokens, 0]
             steps = self.tiers.store((*chain, key), sizes, tokens, ttl, now, tenant)

@@ -35,6 +35,7 @@ class Entry:
     mark_expires_at: float = -math.inf
     reads: int = 0
     used: int = 0
+    floor: float = 0.0  # the priority of what had been given up last when it was used
     pins: int = 0  # requests that are reading it; never evicted or expired while above 0
     children: int = 0
 
@@ -83,6 +84,7 @@ class BlockLedger:
         self._order, self._weigh, self._apart = order, weigh, share > 0
         self._reuse = Reuse()
         self._entries: dict[bytes, Entry] = {}
+        self._floor = 0.0
         self._pinned = 0  # bytes that cannot be evicted
         self._ticks = 0
         self._deadlines: LazyHeap[bytes] = LazyHeap()  # of ends of chains that nobody reads; no other can expire first
@@ -139,13 +141,15 @@ class BlockLedger:
         for entry in entries:
             self._reuse.read(entry)
             entry.reads += 1
+            if entry.mark_expires_at > now:
+                entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
         self._refresh(entries, now)
 
     def mark(self, key: bytes, ttl: float, now: float) -> None:
         """Note that a breakpoint was written at this prefix; it is readable for `ttl` seconds after each use."""
         entry = self._entries[key]
         entry.mark_ttl = max(ttl, entry.mark_ttl if entry.mark_expires_at > now else 0.0)
-        entry.mark_expires_at = now + entry.mark_ttl
+        entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
 
     def pin(self, chain: Sequence[bytes]) -> list[Entry]:
         """Keep a chain from its first block on until `unpin` of what is returned."""
@@ -351,15 +355,13 @@ class BlockLedger:
     def _refresh(self, entries: list[Entry], now: float) -> None:
         for entry in entries:
             entry.expires_at = max(entry.expires_at, now + entry.ttl)
-            if entry.mark_expires_at > now:
-                entry.mark_expires_at = now + entry.mark_ttl
         self._use(entries)
 
     def _use(self, entries: list[Entry]) -> None:
         """From the end of the chain to its start, so that a parent is always more recent than its children."""
         for entry in reversed(entries):
             self._ticks += 1
-            entry.used = self._ticks
+            entry.used, entry.floor = self._ticks, self._floor
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
@@ -383,6 +385,7 @@ class BlockLedger:
             victim = self._victim(tenant, size) if self._apart else self._first("")
             if victim is None:
                 return False
+            self._floor = max(self._floor, self._order(victim, self._reuse)[0])
             self._remove(victim)
             evicted.append(victim)
         return True

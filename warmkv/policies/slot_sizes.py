@@ -7,6 +7,7 @@ have the same capacity, storage and decode rule.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from warmkv.policies import budgets
@@ -128,11 +129,11 @@ def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens:
     """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content."""
     spec = budgets.concrete(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
-        kinds = [
-            row_kind(spec, prompt_tokens, budgets.slot_limit(spec, kept, prompt_tokens, new_tokens))
-            for kept in budgets.layer_budgets(spec, prompt_tokens, shape.layers)
-        ]
-        return shape.kv_heads * sum(row_bytes(kind, shape) for kind in kinds)
+        total = 0
+        for kept, layers in Counter(budgets.layer_budgets(spec, prompt_tokens, shape.layers)).items():
+            kind = row_kind(spec, prompt_tokens, budgets.slot_limit(spec, kept, prompt_tokens, new_tokens))
+            total += layers * row_bytes(kind, shape)
+        return shape.kv_heads * total
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
     kind = row_kind(spec, prompt_tokens, limit)
     # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.

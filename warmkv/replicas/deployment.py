@@ -36,6 +36,8 @@ class Replica:
         context = serve.get_replica_context()
         self._config, self._name = config, context.replica_id.unique_id
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
+        say = partial(self._say, directory[0])
+        say("loading the model")
         self._tokenizer = load_tokenizer(config.model)
         self._engine = Engine(
             load_model(config.model, packed=config.engine.compile != "on"),
@@ -58,10 +60,14 @@ class Replica:
             for number, actor in enumerate(directory)
         ]
         self._recorder = telemetry.Recorder(*telemetry.REPLICA)
-        self._engine.warm_up()
+        self._engine.warm_up(say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
         loop = asyncio.get_running_loop()
         self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
+
+    def _say(self, directory: Any, phase: str) -> None:
+        """Let whoever waits for this replica to start know what it does."""
+        directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """Stream an answer: Started, then text, then Finished (or Failed).

@@ -27,6 +27,7 @@ from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.decode_state import DecodeState
 from warmkv.replicas.forward import CompiledForward, Forward
 from warmkv.replicas.loading import LoadedModel
 from warmkv.replicas.protocol import (
@@ -40,7 +41,7 @@ from warmkv.replicas.protocol import (
 )
 from warmkv.replicas.sampling import sample
 from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
-from warmkv.replicas.slots import DecodeState, SlotPool
+from warmkv.replicas.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
@@ -172,19 +173,21 @@ class Engine:
 
     # --- in the engine's thread
 
-    def warm_up(self) -> None:
+    def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
         """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
 
         What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
+        `say` is told what is done next.
         """
         if isinstance(self._step_forward, CompiledForward):
             try:
-                self._compile(self._step_forward)
+                self._compile(self._step_forward, say)
             except Exception:
                 if self.config.compile == "on":
                     raise
                 log.exception("decoding cannot be compiled here: it stays eager")
                 self._step_forward = self._forward
+        say("computing a first prompt")
         tokens = tuple(range(min(16, self.max_context // 2)))
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         self.submit(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()), lambda event: None)
@@ -192,11 +195,11 @@ class Engine:
             pass
 
     @torch.inference_mode()
-    def _compile(self, forward: CompiledForward) -> None:
+    def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
         began = time.perf_counter()
-        for what in forward.build():
-            log.info("warm-up: compiling decode steps of %s, after %.0f s", what, time.perf_counter() - began)
-        log.info("warm-up: compiled in %.0f s", time.perf_counter() - began)
+        for part, what in enumerate(forward.build(), start=1):
+            say(f"compiling decode steps, {part} of 2: {what}")
+        log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
 
     def run(self) -> None:
         """Step until `stop`. A step that fails ends the requests that decode, not the engine.
@@ -300,7 +303,15 @@ class Engine:
             return
         hashes = request.hashes[: prefill.computed // self.store.block_size]
         try:
-            self.store.store(hashes, (), prefill.keys, prefill.values, tenant=request.tenant)
+            self.store.store(
+                hashes,
+                (),
+                prefill.keys,
+                prefill.values,
+                tenant=request.tenant,
+                begun=sequence.arrived,
+                lifetimes=request.lifetimes,
+            )
         except Exception:  # memory, say: the others must not suffer from it
             log.exception("the blocks of %s could not be kept", request.id)
 
@@ -342,6 +353,8 @@ class Engine:
             column_sums=sequence.column_sums,
             tenant=request.tenant,
             warm=match,
+            begun=sequence.arrived,
+            lifetimes=request.lifetimes,
         )
         sequence.column_sums = {}
         self._release_match(sequence)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from warmkv.config import RoutingConfig
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Candidate, Mark
 
@@ -26,6 +28,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What was in force for a request when it came, besides its compression policy, and stays so until it ends."""
+
+    version: int  # of the policy
+    lifetimes: Lifetimes
+    routing: RoutingConfig
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A tokenized prompt with everything that was computed about it once, at the gateway."""
 
@@ -38,6 +49,11 @@ class GenerateRequest:
     reads: tuple[Candidate, ...] = ()  # highest position first
     replica: str | None = None  # id of the replica that the client prefers
     tenant: str = ""  # whose request it is, for fairness among those that wait
+    terms: Terms | None = None  # those of the configuration if absent
+
+    @property
+    def lifetimes(self) -> Lifetimes | None:
+        return self.terms.lifetimes if self.terms is not None else None
 
 
 @dataclass(frozen=True, slots=True)

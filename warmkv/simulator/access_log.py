@@ -7,6 +7,7 @@ from pathlib import Path
 
 from warmkv.prefixes.record import RecordError, RequestRecord
 from warmkv.simulator.traces import KEPT_FAULTS, TraceError
+from warmkv.simulator.traces.reader import text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,33 +21,30 @@ class Log:
 
 
 def read(path: Path, *, strict: bool = False) -> Log:
-    """Read a file of JSON lines as the gateway writes it. Blank lines are ignored.
+    """Read a file of JSON lines as the gateway writes it, also as .gz. Blank lines are ignored.
 
     Raises TraceError if the file cannot be read, or at the first broken line if `strict`.
     """
     requests: list[RequestRecord] = []
     faults: list[str] = []
     broken = skipped = 0
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = RequestRecord.from_json(line)
-                except RecordError as error:
-                    fault = f"{path}:{number}: {error}"
-                    if strict:
-                        raise TraceError(fault) from None
-                    broken += 1
-                    if len(faults) < KEPT_FAULTS:
-                        faults.append(fault)
-                    continue
-                if record.status == "ok":
-                    requests.append(record)
-                else:
-                    skipped += 1
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    with text_of(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = RequestRecord.from_json(line)
+            except RecordError as error:
+                fault = f"{path}:{number}: {error}"
+                if strict:
+                    raise TraceError(fault) from None
+                broken += 1
+                if len(faults) < KEPT_FAULTS:
+                    faults.append(fault)
+                continue
+            if record.status == "ok":
+                requests.append(record)
+            else:
+                skipped += 1
     requests.sort(key=lambda record: record.arrival)
     return Log(tuple(requests), broken, skipped, tuple(faults))

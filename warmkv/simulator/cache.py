@@ -23,6 +23,8 @@ class Removals:
 class ReplicaCache:
     """Blocks of one replica in its tiers, known to the router through `index`. Times are virtual seconds.
 
+    `stored` and, tier by tier, `by_tier` are told of all bytes that come and go.
+
     What moves between tiers is there at once: a fetch from a lower tier takes no time.
     """
 
@@ -36,10 +38,12 @@ class ReplicaCache:
         stored: Level,
         removals: Removals,
         share: float = 0.0,
+        by_tier: Sequence[Level] = (),
     ) -> None:
         self._replica, self._index, self._stored, self._removals = replica, index, stored, removals
         self._cache = PrefixCache(tiers, token_bytes, lifetimes, share)
-        self._known = 0
+        self._levels = by_tier or [Level() for _ in tiers]
+        self._known = [0] * len(tiers)
 
     @property
     def bytes(self) -> int:
@@ -72,12 +76,12 @@ class ReplicaCache:
     def release(self, match: Match) -> None:
         self._cache.release(match)
 
-    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None = None) -> int:
+    def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep a computed prompt; the position of its highest mark that is stored now.
 
-        `match` is what was found of it: it moves up to the first tier.
+        `match` is what was found of it: it moves up to the first tier. Marks live from when the request began.
         """
-        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match)
+        steps = self._cache.store(record.hashes, marks, record.block_size, now, record.tenant, match, begun)
         self._note(steps, now)
         return self._cache.highest_mark(marks, now)
 
@@ -93,6 +97,11 @@ class ReplicaCache:
                     self._index.remove(self._replica, (key,))
                 elif self._index.holds(self._replica, key):
                     self._index.add(self._replica, (key,), below)
-        if (difference := self.bytes - self._known) != 0:
-            self._known += difference
-            self._stored.change(difference, now)
+        total = 0
+        for tier, ledger in enumerate(self._cache.tiers.ledgers):
+            if (difference := ledger.bytes - self._known[tier]) != 0:
+                self._known[tier] += difference
+                self._levels[tier].change(difference, now)
+                total += difference
+        if total:
+            self._stored.change(total, now)

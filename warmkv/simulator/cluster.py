@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import simpy
 
 from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
+from warmkv.policies.eviction import lru
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.routing import View, rank
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.index import Depths, PrefixIndex
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import Job, Replica
+from warmkv.simulator.runs import Layout, RunCache, layout
 
 Progress = Callable[[int], None]  # told how many requests have arrived
 PROGRESS_EVERY = 500
@@ -29,7 +31,8 @@ class Outcome:
     """What the cluster held over time; what became of each request stands in the jobs."""
 
     slots: Level  # bytes of decode slots, all replicas together
-    stored: Level  # bytes of stored blocks and tails, all replicas together
+    stored: Level  # bytes of stored blocks and tails, all replicas and tiers together
+    tiers: Mapping[str, Level]  # the same, tier by tier
     removals: Removals
     end: float  # virtual seconds from the first arrival to the last end
 
@@ -48,57 +51,102 @@ def simulate(
     times: StepTimes,
     *,
     fast_forward: bool = True,
+    by_runs: bool = True,
     seed: int = 0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
     """Run jobs, ordered by arrival, to their end; their outcome is written into them.
 
+    A job that waits for another arrives its think time after that one ended, or was refused.
+
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
-    of which only power_of_two draws at random. `fast_forward=False` steps token by token, with equal results.
+    of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
+    follows every block by itself where runs of blocks would do; both are slower, with equal results.
     """
     env = simpy.Environment()
     index, slots, stored, removals = PrefixIndex(), Level(), Level(), Removals()
     tiers = tiers_of(config.prefix_cache, kv_shape(config)) if config.prefix_cache.enabled else [Tier("device", 0)]
-    share = config.prefix_cache.tenant_share
+    by_tier = {tier.name: Level() for tier in tiers}
+    found = runs_of(jobs, config, tiers, lifetimes) if by_runs else None
     replicas: dict[str, Replica] = {}
-    for number in range(config.cluster.replicas):
-        name = f"replica-{number}"
-        cache = ReplicaCache(name, tiers, token_bytes, lifetimes, index, stored, removals, share)
-        replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward)
+    arrived = 0
 
-    choose = _chooser(replicas, index, config, random.Random(seed))
-    env.process(_arrivals(env, jobs, replicas, choose, progress))
-    env.run()
-    end = max((job.finished for job in jobs), default=0.0)
-    for replica in replicas.values():
-        replica.cache.expire(end)
-    progress(len(jobs))
-    return Outcome(slots, stored, removals, max(0.0, end))
-
-
-def _arrivals(
-    env: simpy.Environment,
-    jobs: Sequence[Job],
-    replicas: dict[str, Replica],
-    choose: Callable[[Job], Sequence[str]],
-    progress: Progress,
-) -> Generator[simpy.Event, None, None]:
-    for arrived, job in enumerate(jobs):
-        if job.arrival > env.now:
-            yield env.timeout(job.arrival - env.now)
+    def arrive(job: Job) -> None:
+        nonlocal arrived
+        if arrived % PROGRESS_EVERY == 0:
+            progress(arrived)
+        arrived += 1
         for replica in replicas.values():
             replica.cache.expire(env.now)
         for name in choose(job):
             replica = replicas[name]
             if not replica.full and replica.ever_fits(job):
                 replica.submit(job)
-                break
-        if arrived % PROGRESS_EVERY == 0:
-            progress(arrived)
+                return
+        ended(job)
+
+    def ended(job: Job) -> None:
+        following = job.following
+        if following is not None:
+            following.arrival = env.now + following.think
+            env.timeout(following.think).callbacks.append(lambda _: arrive(following))
+
+    run_caches: dict[str, RunCache] = {}
+    levels = tuple(by_tier.values())
+    for number in range(config.cluster.replicas):
+        name = f"replica-{number}"
+        cache: ReplicaCache | RunCache
+        if found is None:
+            share = config.prefix_cache.tenant_share
+            cache = ReplicaCache(name, tiers, token_bytes, lifetimes, index, stored, removals, share, levels)
+        else:
+            size = jobs[0].record.block_size
+            weights = [tier.weigh(size * token_bytes, size) for tier in tiers]
+            rooms = [(tier.capacity // weight, weight) for tier, weight in zip(tiers, weights, strict=True)]
+            cache = RunCache(found, list(by_tier), rooms, lifetimes.default, stored, levels, removals)
+            run_caches[name] = cache
+        replicas[name] = Replica(env, name, config.engine, times, cache, slots, fast_forward, ended)
+
+    def warm(hashes: tuple[bytes, ...]) -> Mapping[str, Depths]:
+        if found is None:
+            return index.longest_match(hashes)
+        return {name: blocks.depths(hashes) for name, blocks in run_caches.items()}
+
+    choose = _chooser(replicas, warm, config, random.Random(seed))
+    env.process(_arrivals(env, [job for job in jobs if not job.waits], arrive))
+    env.run()
+    end = max((job.finished for job in jobs), default=0.0)
+    for replica in replicas.values():
+        replica.cache.expire(end)
+    progress(len(jobs))
+    return Outcome(slots, stored, by_tier, removals, max(0.0, end))
+
+
+def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
+    """The blocks of all prompts as runs, if a `RunCache` does with them what the ledgers do."""
+    settings = config.prefix_cache
+    plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
+    if not plain or len({job.record.block_size for job in jobs}) != 1:
+        return None
+    if any(job.marks or job.record.reads or job.sum_bytes for job in jobs):
+        return None
+    return layout(job.record.hashes for job in jobs)
+
+
+def _arrivals(
+    env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]
+) -> Generator[simpy.Event, None, None]:
+    for job in jobs:
+        if job.arrival > env.now:
+            yield env.timeout(job.arrival - env.now)
+        arrive(job)
 
 
 def _chooser(
-    replicas: dict[str, Replica], index: PrefixIndex, config: Config, choice: random.Random
+    replicas: dict[str, Replica],
+    warm: Callable[[tuple[bytes, ...]], Mapping[str, Depths]],
+    config: Config,
+    choice: random.Random,
 ) -> Callable[[Job], Sequence[str]]:
     """Replicas from best to worst for a job, as the live router ranks them."""
     names = list(replicas)
@@ -109,7 +157,7 @@ def _chooser(
     def choose(job: Job) -> Sequence[str]:
         hashes = job.record.hashes
         load = {name: replica.in_flight for name, replica in replicas.items()}
-        view = View(names, hashes, index.longest_match(hashes), load, config.engine.max_slots, next(turns))
+        view = View(names, hashes, warm(hashes), load, config.engine.max_slots, next(turns))
         return rank(view, config.routing, choice)
 
     return choose

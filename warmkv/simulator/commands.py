@@ -1,15 +1,19 @@
-"""The command-line functions of the simulator. What they need is imported when they run, so that help is instant."""
+"""`warmkv replay`. What it needs is imported when it runs, so that help is instant."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from warmkv import __version__
 from warmkv.config import Config
 from warmkv.simulator import variants
 from warmkv.simulator.command_line import (
@@ -21,17 +25,19 @@ from warmkv.simulator.command_line import (
     errors,
     fail,
     read_config,
+    read_trace,
     told,
     write,
 )
 
 if TYPE_CHECKING:
     from warmkv.policies.costs import StepTimes as Times
-    from warmkv.simulator.access_log import Log
     from warmkv.simulator.replay import Result
+    from warmkv.simulator.requests import Requests
 
 TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
+OWN_FORMAT = "warmkv"
 
 
 class StepTimes(StrEnum):
@@ -40,8 +46,15 @@ class StepTimes(StrEnum):
     LOG = "log"
 
 
+class Scope(StrEnum):
+    GLOBAL = "global"
+    SESSION = "session"
+    TENANT = "tenant"
+
+
 def replay(
-    log: Annotated[Path, typer.Argument(help="Access log, one JSON line per request.", show_default=False)],
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="An access log or a trace of any format.", show_default=False)],
     ttl: Annotated[
         list[float], typer.Option(help="Seconds that every prefix lives after each use. May be repeated.")
     ] = TTLS,
@@ -63,36 +76,68 @@ def replay(
         Path | None,
         typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
     ] = None,
+    open_loop: Annotated[
+        bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
+    ] = False,
+    scope: Annotated[
+        Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
+    ] = Scope.GLOBAL,
+    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")
+    ] = None,
+    characters_per_token: Annotated[
+        float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write figures, requests, time series and a report to this new folder; needs the extra `eval`. "
+            "Replays the log as it was recorded, unless TTLs, policies or budgets are given; then with a folder each."
+        ),
+    ] = None,
     json_file: JsonOption = None,
     strict: StrictOption = False,
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006 (Typer copies it)
 ) -> None:
-    """Replay an access log in a simulated cluster: hit rate, memory, cost and latency for other TTLs and budgets.
+    """Replay an access log, or any trace, in a simulated cluster: hit rate, memory, cost and latency.
 
     Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
-    `warmkv replay access.jsonl --profile profile.json`
+    `warmkv replay access.jsonl --profile profile.json`, `warmkv replay mooncake.jsonl --out run`
     """
     if profile is not None:
         if step_times is StepTimes.LOG:
             fail("replay", "--profile and --step-times log exclude each other")
         set_ = [*set_, f"simulator.profile={json.dumps(str(profile))}"]
     settings = read_config(config, set_)
-    trace = _read_trace(log, strict)
     try:
         grid = variants.grid(settings.compression.policy, ttl, [_budget(text) for text in budget], policy)
     except variants.VariantError as error:
         fail("replay", str(error))
-    if as_recorded:
+    if out is not None and not any(_given(context, name) for name in ("ttl", "budget", "policy")):
+        grid = [variants.Variant()]
+    elif as_recorded:
         grid = [variants.Variant(), *grid]
+    folders = _folders(out, grid)
+
+    reading = {"block_size": block_size, "characters_per_token": characters_per_token}
+    requests, about = _read(trace, format, settings, reading, scope, open_loop, strict)
 
     from warmkv.simulator import replay as replaying
     from warmkv.simulator import report, timing
 
     try:
-        cost, source = timing.choose_cost(trace.requests, settings, replaying.recorded_policy(), step_times.value)
+        cost, source = timing.choose_cost(requests.records, settings, replaying.recorded_policy(), step_times.value)
         stand_ins = timing.stand_ins(cost, [variant.policy for variant in grid if variant.policy])
-        results = _replay_with_bar(trace, settings, grid, cost)
+        meta = {
+            "format": 1,
+            "warmkv": __version__,
+            "trace": about,
+            "step_times": {"source": source, **cost.figures()},
+            "config": settings.model_dump(mode="json"),
+        }
+        results = _replay_with_bar(requests, settings, grid, cost, folders, meta)
     except ValueError as error:
         fail("replay", str(error))
 
@@ -105,37 +150,141 @@ def replay(
     first = results[0]
     print(
         f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens, {settings.cluster.replicas} replicas\nstep times: {source}\n"
+        f"{first.usage.output:,} output tokens, {settings.cluster.replicas} replicas; {about['arrivals']}\n"
+        f"step times: {source}\n"
     )
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     report.show(results, console)
+    if out is not None:
+        print(f"written to {out}")
     if json_file is not None:
         write(document, json_file, "replay")
 
 
-def _replay_with_bar(trace: Log, settings: Config, grid: list[variants.Variant], times: Times) -> list[Result]:
-    from warmkv.simulator.replay import replay as run
+def _replay_with_bar(
+    requests: Requests,
+    settings: Config,
+    grid: Sequence[variants.Variant],
+    times: Times,
+    folders: Sequence[Path | None],
+    meta: Mapping[str, Any],
+) -> list[Result]:
+    from warmkv.simulator.replay import run
 
-    count = len(trace.requests)
+    count = len(requests.records)
+    results: list[Result] = []
     with bar("replaying", count * len(grid)) as progress:
-        return run(
-            trace.requests, settings, grid, times, progress=lambda number, arrived: progress(number * count + arrived)
-        )
+        for number, (variant, folder) in enumerate(zip(grid, folders, strict=True)):
+
+            def shown(arrived: int, before: int = number * count) -> None:
+                progress(before + arrived)
+
+            done = run(
+                requests.records,
+                settings,
+                variant,
+                times,
+                turns=requests.turns,
+                progress=shown,
+            )
+            results.append(done.result)
+            if folder is not None:
+                from warmkv.simulator import run_folder
+
+                try:
+                    own = {"variant": {"policy": variant.label, "ttl": variant.ttl}}
+                    run_folder.write(folder, done, {**meta, **own}, settings.prices)
+                except OSError as error:
+                    fail("replay", f"cannot write {folder}: {error.strerror}")
+    return results
 
 
-def _read_trace(log: Path, strict: bool) -> Log:
-    from warmkv.simulator import access_log
-    from warmkv.simulator.traces import TraceError
+def _folders(out: Path | None, grid: Sequence[variants.Variant]) -> list[Path | None]:
+    """Where each variant is written: to `out` itself if it is the only one, else to a folder of its own in it."""
+    if out is None:
+        return [None] * len(grid)
+    if missing := [name for name in ("pyarrow", "matplotlib") if find_spec(name) is None]:
+        fail("replay", f"--out needs {' and '.join(missing)}; install with: pip install 'warmkv[eval]'")
+    from warmkv.simulator.run_folder import FolderError, check
 
     try:
-        trace = access_log.read(log, strict=strict)
-    except TraceError as error:
+        check(out)
+    except FolderError as error:
         fail("replay", str(error))
-    told(trace.broken, trace.skipped, trace.faults)
-    if not trace.requests:
-        fail("replay", f"{log} has no request to replay; the gateway writes one to gateway.access_log")
-    return trace
+    if len(grid) == 1:
+        return [out]
+    return [out / _name(variant) for variant in grid]
+
+
+def _name(variant: variants.Variant) -> str:
+    ttl = "" if variant.ttl is None else f"_ttl{variant.ttl:g}"
+    return re.sub(r"[^\w.@=+-]+", "-", variant.label) + ttl
+
+
+def _read(
+    file: Path,
+    format: str | None,
+    settings: Config,
+    reading: dict[str, Any],
+    scope: Scope,
+    open_loop: bool,
+    strict: bool,
+) -> tuple[Requests, dict[str, Any]]:
+    """The requests to replay, and what a run's folder says about where they came from."""
+    from warmkv.simulator import access_log, traces
+    from warmkv.simulator.requests import Requests, of_trace
+
+    try:
+        if _format(file, format) == OWN_FORMAT:
+            log = access_log.read(file, strict=strict)
+            told(log.broken, log.skipped, log.faults)
+            requests, name, broken, skipped = Requests(log.requests), OWN_FORMAT, log.broken, log.skipped
+        else:
+            trace = read_trace("replay", file, format, strict=strict, **reading)
+            requests = of_trace(trace, settings, scope=scope.value, open_loop=open_loop)
+            name, broken, skipped = trace.format, trace.broken, trace.skipped
+            if not trace.block_size:
+                errors.print(f"{name}: the trace has no blocks, so no prefix will be found", highlight=False)
+    except traces.TraceError as error:
+        fail("replay", str(error))
+    if not requests.records:
+        fail("replay", f"{file} has no request to replay; the gateway writes one to gateway.access_log")
+    about = {
+        "file": file.name,
+        "sha256": _digest(file),
+        "format": name,
+        "requests": len(requests.records),
+        "broken": broken,
+        "skipped": skipped,
+        "arrivals": "turns follow the answers before them" if requests.turns else "arrivals as recorded",
+    }
+    return requests, about
+
+
+def _format(file: Path, format: str | None) -> str:
+    """The format that was named, or that the content tells; an access log if neither does: its reader says why not."""
+    from warmkv.simulator import traces
+
+    if format is not None:
+        return format
+    try:
+        return next(traces.stream(file, size=1)).format
+    except traces.TraceError:
+        return OWN_FORMAT
+
+
+def _digest(file: Path) -> str:
+    import hashlib
+
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line, rather than having its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _budget(text: str) -> int | float:

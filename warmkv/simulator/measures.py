@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Level:
-    """A quantity that changes in steps: its value, its peak and its mean over time.
+    """A quantity that changes in steps: its value, its peak, its mean over time, and what it was at any time.
 
     Changes may be reported out of order; the mean is exact all the same, the peak is that of the order reported.
     """
@@ -15,30 +21,45 @@ class Level:
     def __init__(self) -> None:
         self.value = 0
         self.peak = 0
-        self._moment = 0.0  # sum of change * time of change
+        self._times, self._changes = array("d"), array("q")
 
     def change(self, amount: int, at: float) -> None:
         self.value += amount
-        self._moment += amount * at
+        self._times.append(at)
+        self._changes.append(amount)
         if self.value > self.peak:
             self.peak = self.value
 
     def mean(self, end: float) -> float:
         """Mean from time 0 to `end`, the level having started at 0."""
-        return max(0.0, self.value - self._moment / end) if end > 0 else float(self.value)
+        import numpy as np
+
+        moment = float(np.dot(self._times, self._changes)) if self._times else 0.0  # sum of change * time of change
+        return max(0.0, self.value - moment / end) if end > 0 else float(self.value)
+
+    def at(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The level at each of these times, with what changed at that very moment."""
+        import numpy as np
+
+        moments = np.array(self._times)
+        order = np.argsort(moments, kind="stable")
+        levels = np.concatenate([[0], np.cumsum(np.array(self._changes, dtype=np.int64)[order])])
+        found: NDArray[np.int64] = levels[np.searchsorted(moments[order], times, side="right")]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     p50: float = 0.0
     p90: float = 0.0
+    p95: float = 0.0
     p99: float = 0.0
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """p50, p90 and p99 with linear interpolation; zeros if there are no values."""
+    """p50, p90, p95 and p99 with linear interpolation; zeros if there are no values."""
     import numpy as np
 
     if not len(values):
         return Percentiles()
-    return Percentiles(*(float(value) for value in np.percentile(np.asarray(values), (50, 90, 99))))
+    return Percentiles(*(float(value) for value in np.percentile(np.asarray(values), (50, 90, 95, 99))))

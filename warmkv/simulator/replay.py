@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,6 +16,7 @@ from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.costs import StepKind, StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
+from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.breakpoints import Breakpoint, bill
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -20,9 +24,11 @@ from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, kv_shape, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
+from warmkv.simulator.requests import Turn
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
 Progress = Callable[[int, int], None]  # told the variant's number and how many of its requests have arrived
+NO_TURNS: Mapping[int, Turn] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,46 @@ class Result:
     token_hit_rate: float  # reused_tokens / prompt_tokens
     block_hit_rate: float  # leading full blocks found / full blocks looked up
     usage: Usage  # as billed, all requests together
-    dollars: float
+    dollars: float  # that the tenants are billed
     dollars_uncached: float  # the same requests at the plain input price
+    bills: Mapping[str, float]  # dollars by tenant
     slots: Bytes
-    stored: Bytes
+    stored: Bytes  # in all tiers
+    tiers: Mapping[str, Bytes]  # device, host, disk
     evictions: int  # blocks and tails
     expirations: int
     ttft: Percentiles
     tpot: Percentiles  # of requests with at least two tokens
     e2e: Percentiles
+    in_slo: int  # served within simulator.slo
+    gpu_hours: float  # of all replicas, from the first arrival to the last end
+    gpu_dollars: float
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that were served within the SLO."""
+        return self.in_slo / self.seconds if self.seconds else 0.0
+
+    @property
+    def gpu_dollars_per_million_tokens(self) -> float:
+        """Of prompts and answers together."""
+        tokens = self.prompt_tokens + self.usage.output
+        return self.gpu_dollars / tokens * 1e6 if tokens else 0.0
+
+    @property
+    def saving(self) -> float:
+        """Share of the tenants' bills that caching took off."""
+        return 1 - self.dollars / self.dollars_uncached if self.dollars_uncached else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished simulation of a variant: what became of the requests, and what it adds up to."""
+
+    jobs: Sequence[Job]  # all, in the order of the records
+    usages: Sequence[Usage]  # of those that were served, in that order
+    outcome: Outcome
+    result: Result
 
 
 def replay(
@@ -66,15 +103,18 @@ def replay(
     variants: Sequence[Variant],
     times: StepTimes,
     *,
+    turns: Mapping[int, Turn] = NO_TURNS,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
     """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
+
+    Records in `turns`, by number, arrive when the turn before them is over, whatever arrival they were recorded with.
 
     `times` are the step times, as `timing.choose_cost` finds them. Raises VariantError if the log names a TTL or a
     policy that the configuration does not know.
     """
     return [
-        _replay_one(records, config, variant, times, partial(progress, number))
+        run(records, config, variant, times, turns=turns, progress=partial(progress, number)).result
         for number, variant in enumerate(variants)
     ]
 
@@ -96,7 +136,9 @@ def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
     return spec_of
 
 
-def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) -> tuple[list[Job], Lifetimes]:
+def prepare(
+    records: Sequence[RequestRecord], config: Config, variant: Variant, turns: Mapping[int, Turn] = NO_TURNS
+) -> tuple[list[Job], Lifetimes]:
     """The jobs of a variant, arrivals counted from the first, and how long their prefixes live. Raises VariantError."""
     cache = config.prefix_cache
     tier = ""
@@ -106,6 +148,7 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
     shape, recorded = kv_shape(config), recorded_policy()
+    sizes: dict[tuple[int, int, int, int], dict[str, Any]] = {}
     start = records[0].arrival if records else 0.0
     jobs = []
     for record in records:
@@ -119,27 +162,31 @@ def prepare(records: Sequence[RequestRecord], config: Config, variant: Variant) 
                 raise VariantError(
                     f"request {record.id}: TTL {mark.ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
                 )
-        prompt, new = record.input_tokens, record.output_tokens
-        allowed = max(new, record.max_tokens)  # the live slot is sized for what the request allowed
-        spec = budgets.in_force(spec, prompt, allowed)
-        capacity = budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0
-        slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed) if allowed > 1 else 0
-        jobs.append(
-            Job(
-                record=record,
-                arrival=record.arrival - start,
-                marks=marks,
-                kind=StepKind.of(spec),
-                kept=budgets.kept_tokens(spec, prompt),
-                capacity=capacity,
-                recomputed=budgets.recomputed_tokens(spec, prompt),
-                slot_bytes=slot,
-                workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt, len(marks)),
-                sum_bytes=slot_sizes.column_sum_bytes(spec, shape, prompt),
-                endless=budgets.is_endless(spec, prompt, allowed, config.engine.max_context or 0),
-            )
-        )
+        # The live slot is sized for what the request allowed. Many requests are alike, and sizes take long to find.
+        allowed = max(record.output_tokens, record.max_tokens)
+        alike = (id(spec), record.input_tokens, allowed, len(marks))
+        if alike not in sizes:
+            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0)
+        jobs.append(Job(record=record, arrival=record.arrival - start, marks=marks, **sizes[alike]))
+    for number, turn in turns.items():
+        jobs[turn.previous].following = jobs[number]
+        jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
+
+
+def _sizes(spec: PolicySpec, prompt: int, allowed: int, marks: int, shape: KVShape, max_context: int) -> dict[str, Any]:
+    """What a job takes that may draw `allowed` tokens: fields of `Job`."""
+    spec = budgets.in_force(spec, prompt, allowed)
+    return {
+        "kind": StepKind.of(spec),
+        "kept": budgets.kept_tokens(spec, prompt),
+        "capacity": budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
+        "recomputed": budgets.recomputed_tokens(spec, prompt),
+        "slot_bytes": slot_sizes.slot_bytes(spec, shape, prompt, allowed) if allowed > 1 else 0,
+        "workspace_bytes": slot_sizes.workspace_bytes(spec, shape, prompt, marks),
+        "sum_bytes": slot_sizes.column_sum_bytes(spec, shape, prompt),
+        "endless": budgets.is_endless(spec, prompt, allowed, max_context),
+    }
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
@@ -153,27 +200,38 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
 
 
-def _replay_one(
+def run(
     records: Sequence[RequestRecord],
     config: Config,
     variant: Variant,
     times: StepTimes,
-    progress: Callable[[int], None],
-) -> Result:
-    jobs, lifetimes = prepare(records, config, variant)
+    *,
+    turns: Mapping[int, Turn] = NO_TURNS,
+    progress: Callable[[int], None] = lambda arrived: None,
+) -> Run:
+    """Replay records once, as `replay` does, and keep what became of every request."""
+    jobs, lifetimes = prepare(records, config, variant, turns)
     outcome = simulate(jobs, config, lifetimes, kv_shape(config).token_bytes, times, progress=progress)
     return summarise(jobs, outcome, config, lifetimes, variant)
 
 
-def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Result:
+def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
     """Totals and percentiles of a finished simulation."""
     served = [job for job in jobs if job.replica]
     usages = [billed(job, lifetimes) for job in served]
-    written = {ttl: sum(usage.written.get(ttl, 0) for usage in usages) for ttl in lifetimes.ttls}
-    usage = Usage(sum(u.input for u in usages), sum(u.read for u in usages), written, sum(u.output for u in usages))
+    by_tenant: dict[str, list[Usage]] = defaultdict(list)
+    for job, used in zip(served, usages, strict=True):
+        by_tenant[job.record.tenant].append(used)
+    bills = {tenant: _total(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
+    usage = _total(bills.values(), lifetimes)
     prompt, reused = usage.prompt, sum(job.reused for job in served)
     blocks = sum(len(job.record.hashes) for job in served)
-    return Result(
+    ttfts = [job.first - job.arrival for job in served]
+    tpots = [(job.finished - job.first) / job.decode_steps if job.decode_steps else 0.0 for job in served]
+    slo = config.simulator.slo
+    gpus = config.cluster.replicas * (config.cluster.gpus_per_replica or 1.0)  # what a replica without one stands for
+    gpu_hours = gpus * outcome.end / 3600
+    result = Result(
         policy=variant.label,
         ttl=variant.ttl,
         requests=len(jobs),
@@ -186,11 +244,24 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         usage=usage,
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
+        bills={tenant: price(own, config.prices).total for tenant, own in bills.items()},
         slots=Bytes.of(outcome.slots, outcome.end),
         stored=Bytes.of(outcome.stored, outcome.end),
+        tiers={tier: Bytes.of(level, outcome.end) for tier, level in outcome.tiers.items()},
         evictions=outcome.removals.evicted,
         expirations=outcome.removals.expired,
-        ttft=percentiles([job.first - job.arrival for job in served]),
-        tpot=percentiles([(job.finished - job.first) / job.decode_steps for job in served if job.decode_steps]),
+        ttft=percentiles(ttfts),
+        tpot=percentiles([tpot for tpot, job in zip(tpots, served, strict=True) if job.decode_steps]),
         e2e=percentiles([job.finished - job.arrival for job in served]),
+        in_slo=sum(ttft <= slo.ttft and tpot <= slo.tpot for ttft, tpot in zip(ttfts, tpots, strict=True)),
+        gpu_hours=gpu_hours,
+        gpu_dollars=gpu_hours * config.simulator.gpu_hour.dollars,
     )
+    return Run(jobs, usages, outcome, result)
+
+
+def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
+    """All of some usages together."""
+    usages = list(usages)
+    written = {ttl: sum(usage.written.get(ttl, 0) for usage in usages) for ttl in lifetimes.ttls}
+    return Usage(sum(u.input for u in usages), sum(u.read for u in usages), written, sum(u.output for u in usages))

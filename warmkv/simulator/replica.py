@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import simpy
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes, batch_seconds
+from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache import ReplicaCache
 from warmkv.simulator.measures import Level
+from warmkv.simulator.runs import RunCache
 
 NEVER = -1.0
 NO_MATCH = Match()
+LATE = 2  # priority of what comes after all arrivals of the same moment, which SimPy gives 1
 FREE = PhaseCosts(StepCost(0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0))
 
 
@@ -42,6 +44,9 @@ class Job:
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
+    waits: bool = False  # for the turn before it: its arrival is not known before that ends
+    think: float = 0.0  # seconds from that end to its arrival
+    following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
 
     replica: str = ""  # stays empty if it was refused
     started: float = NEVER
@@ -73,13 +78,25 @@ class Job:
 class Load:
     """Sequences that decode at one cost, in numbers that advance without touching them."""
 
+    cost: StepCost
     batch: int = 0
     context: int = 0  # entries they hold
     growing: int = 0  # how many take one more entry per step
 
 
+class Alarm(simpy.Event):
+    """Rings after some seconds, behind all arrivals of that moment. Its value is the number it was given."""
+
+    def __init__(
+        self, env: simpy.Environment, seconds: float, number: int, ring: Callable[[simpy.Event], None]
+    ) -> None:
+        self.env, self.callbacks = env, [ring]  # what Event's own __init__ does, as SimPy's Timeout has it
+        self._ok, self._value = True, number
+        env.schedule(self, LATE, seconds)
+
+
 class Replica:
-    """A SimPy process. `submit` hands it a job; it sets the job's times and frees what the job held at its end.
+    """A process in SimPy's time. `submit` hands it a job; it sets the job's times and frees what it held at its end.
 
     Sequences of all kinds decode in one step, as in the live engine; each kind adds what it costs (`batch_seconds`).
     """
@@ -90,13 +107,14 @@ class Replica:
         name: str,
         config: EngineConfig,
         times: StepTimes,
-        cache: ReplicaCache,
+        cache: ReplicaCache | RunCache,
         slots: Level,
         fast_forward: bool = True,
+        ended: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
-        self._fast_forward = fast_forward
+        self._fast_forward, self._ended = fast_forward, ended
         self.in_flight = 0
         self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
@@ -111,11 +129,10 @@ class Replica:
         self._order = 0
 
         # The sleep that an arrival may cut short.
-        self._wake: simpy.Event = env.event()
-        self._epoch = 0
-        self._idle = False
+        self._alarms = 0  # only the last one that was set counts
+        self._idle = True
         self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
-        env.process(self._process())
+        self._life = self._process()
 
     @property
     def full(self) -> bool:
@@ -136,13 +153,14 @@ class Replica:
         self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
             self._idle = False
-            self._wake.succeed()
+            self._set_alarm(0.0)
         elif self._run_steps and self.waiting.peek() is job and self._fits(job):
             self._cut_run()
 
     # --- the process
 
-    def _process(self) -> Generator[simpy.Event, None, None]:
+    def _process(self) -> Iterator[None]:
+        """What the replica does; at every `yield` it waits for its alarm, or idle for a request."""
         chunk = self._config.prefill_chunk
         while True:
             job = self._prefilling or self._admit()
@@ -150,24 +168,51 @@ class Replica:
                 left = job.record.input_tokens - job.computed
                 if left > chunk:
                     count = self._limit((left - 1) // chunk)
-                    yield self._sleep(self._chunk_seconds(job, count) + self._decode_seconds(count))
+                    self._set_alarm(self._chunk_seconds(job, count) + self._decode_seconds(count))
+                    yield
                     job.computed += count * chunk
                     self._advance(count)
                     continue
-                yield self._sleep(self._last_chunk_seconds(job, left))
+                self._set_alarm(self._last_chunk_seconds(job, left))
+                yield
                 self._hand_off(job)
                 if self._batch:
-                    yield self._sleep(self._decode_seconds(1))
+                    self._set_alarm(self._decode_seconds(1))
+                    yield
                     self._advance(1)
             elif self._batch:
                 self._run_since, self._run_steps = self._env.now, self._limit(self._ends[0][0] - self._steps)
-                yield self._sleep(self._decode_seconds(self._run_steps))
+                self._set_alarm(self._decode_seconds(self._run_steps))
+                yield
                 steps, self._run_steps = self._run_steps, 0
                 self._advance(steps)
             else:
                 self._idle = True
-                self._wake = self._env.event()
-                yield self._wake
+                yield
+
+    def _set_alarm(self, seconds: float) -> None:
+        """Go on after `seconds`; this takes the place of an alarm that has not rung yet."""
+        self._alarms += 1
+        Alarm(self._env, seconds, self._alarms, self._ring)
+
+    def _ring(self, alarm: simpy.Event) -> None:
+        if alarm._value == self._alarms:
+            next(self._life)
+
+    def _cut_run(self) -> None:
+        """A request arrived that fits: end the run at the first step that ends at or after this moment."""
+        now, since = self._env.now, self._run_since
+        first, growth = self._pace()
+
+        def ends(steps: int) -> float:
+            return since + (steps * first + growth * (steps * (steps - 1) / 2))
+
+        steps = 1 + bisect_left(range(1, self._run_steps), now, key=ends)
+        if steps < self._run_steps:
+            self._run_steps = steps
+            self._set_alarm(max(0.0, ends(steps) - now))
+
+    # --- requests come and go
 
     def _fits(self, job: Job) -> bool:
         needed = self._used + job.slot_bytes + job.workspace_bytes
@@ -194,7 +239,7 @@ class Replica:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
         now: float = self._env.now
         self.cache.expire(now)
-        job.written = self.cache.store(job.record, job.marks, now, job.match)
+        job.written = self.cache.store(job.record, job.marks, now, job.match, job.arrival)
         if job.sum_bytes:
             self.cache.store_sums(job.record, job.marks, job.reused, job.sum_bytes, now)
         self.cache.release(job.match)
@@ -205,21 +250,25 @@ class Replica:
         if not steps:
             self._finish(job)
             return
-        load = self._loads.setdefault(job.costs.decode, Load())
+        cost = job.costs.decode
+        load = self._loads.get(cost)
+        if load is None:
+            load = self._loads[cost] = Load(cost)
         self._batch += 1
         load.batch += 1
         load.context += job.kept
         self._order += 1
         heapq.heappush(self._ends, (self._steps + steps, self._order, job))
-        if job.grown > 0:
+        if (grown := job.grown) > 0:
             load.growing += 1
-            heapq.heappush(self._fulls, (self._steps + job.grown, self._order, load))
+            heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
         job.finished = self._env.now
         self._used -= job.slot_bytes
         self._slots.change(-job.slot_bytes, job.finished)
         self.in_flight -= 1
+        self._ended(job)
 
     # --- many steps at once
 
@@ -233,13 +282,23 @@ class Replica:
             steps = min(steps, self._fulls[0][0] - self._steps)
         return steps
 
+    def _pace(self) -> tuple[float, float]:
+        """Seconds of the next decode step of the batch, and what every further one takes more: its slots grow."""
+        empty = added = growth = 0.0
+        for load in self._loads.values():  # `batch_seconds`, which this is, would take a generator for every run
+            cost, batch = load.cost, load.batch
+            entry = cost.c + cost.d * batch  # seconds for each entry of a slot
+            empty = max(empty, cost.a)
+            added += cost.b * batch + entry * (load.context + load.growing)
+            growth += entry * load.growing
+        return empty + added, growth
+
     def _decode_seconds(self, steps: int) -> float:
-        """Seconds of the next decode steps of an unchanged batch: the context grows evenly, so its mean counts."""
+        """Seconds of the next decode steps of an unchanged batch."""
         if not self._batch:
             return 0.0
-        return steps * batch_seconds(
-            (cost, load.batch, load.context + load.growing * (steps + 1) / 2) for cost, load in self._loads.items()
-        )
+        first, growth = self._pace()
+        return steps * first + growth * (steps * (steps - 1) / 2)
 
     def _chunk_seconds(self, job: Job, count: int) -> float:
         """Seconds of the next whole chunks of a prompt; each reads all of the prompt up to its own end."""
@@ -267,36 +326,9 @@ class Replica:
 
     def _leave(self, job: Job) -> None:
         """Take a sequence out of the batch, with what its slot has come to hold."""
-        cost = job.costs.decode
-        load = self._loads[cost]
+        load = self._loads[job.costs.decode]
         self._batch -= 1
         load.batch -= 1
         load.context -= job.kept + job.grown
         if not load.batch:
-            del self._loads[cost]
-
-    # --- sleeping
-
-    def _sleep(self, seconds: float) -> simpy.Event:
-        """An event after `seconds`. It comes after all arrivals of the same moment, and a cut may move it forward."""
-        self._wake = self._env.event()
-        self._set_timer(seconds)
-        return self._wake
-
-    def _set_timer(self, seconds: float) -> None:
-        self._epoch += 1
-        epoch = self._epoch
-
-        def ring(_: simpy.Event) -> None:
-            if epoch == self._epoch:
-                self._wake.succeed()
-
-        self._env.timeout(seconds).callbacks.append(ring)
-
-    def _cut_run(self) -> None:
-        """A request arrived that fits: end the run at the first step that ends at or after this moment."""
-        now, since = self._env.now, self._run_since
-        steps = 1 + bisect_left(range(1, self._run_steps), now, key=lambda n: since + self._decode_seconds(n))
-        if steps < self._run_steps:
-            self._run_steps = steps
-            self._set_timer(max(0.0, since + self._decode_seconds(steps) - now))
+            del self._loads[load.cost]

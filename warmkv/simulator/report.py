@@ -13,19 +13,20 @@ from rich.table import Table
 from warmkv.policies.costs import StepTimes
 from warmkv.simulator.measures import Percentiles
 from warmkv.simulator.replay import Bytes, Result
+from warmkv.simulator.summary import figures
 
 
 def show(results: Sequence[Result], console: Console) -> None:
-    """Print two tables with a row per variant: cache and money, memory and latency. They are about 100 columns wide."""
-    console.print(_money(results))
-    console.print(_latency(results))
+    """Print three tables with a row per variant: cache and bills, memory and latency, what the service is worth."""
+    for table in (_money(results), _latency(results), _service(results)):
+        console.print(table)
 
 
 def to_json(results: Sequence[Result], times: StepTimes, source: str) -> str:
     """All figures of all variants, and the step times they were computed with."""
     document = {
         "step_times": {"source": source, **times.figures()},
-        "variants": [asdict(result) for result in results],
+        "variants": [{**asdict(result), "figures": figures(result)} for result in results],
     }
     return json.dumps(document, indent=2)
 
@@ -36,17 +37,16 @@ def _money(results: Sequence[Result]) -> Table:
         "hit: share of prompt tokens not computed, of full blocks found; read, written, input: tokens billed;\n"
         "saved: against the same requests at the plain input price; gone: blocks and tails evicted, expired"
     )
-    _columns(table, "hit tokens", "hit blocks", "read", "written", "input", "cost", "saved", "gone")
+    _columns(table, "hit tokens", "hit blocks", "read", "written", "input", "bill", "saved", "gone")
     for r in results:
         usage = r.usage
-        saved = 1 - r.dollars / r.dollars_uncached if r.dollars_uncached else 0.0
         table.add_row(
             *_name(r),
             f"{r.token_hit_rate:.1%}",
             f"{r.block_hit_rate:.1%}",
             *(_count(tokens) for tokens in (usage.read, usage.total_written, usage.input)),
             f"${r.dollars:,.2f}",
-            f"{saved:.1%}",
+            f"{r.saving:.1%}",
             f"{_count(r.evictions)}, {_count(r.expirations)}",
         )
     return table
@@ -55,10 +55,10 @@ def _money(results: Sequence[Result]) -> Table:
 def _latency(results: Sequence[Result]) -> Table:
     table = _table("Memory and latency")
     table.caption = (
-        "slots, stored: bytes of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
+        "slots, stored: MiB or GiB of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
         "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full"
     )
-    _columns(table, "slots MiB", "stored MiB", "TTFT ms", "TPOT ms", "E2E s", "refused")
+    _columns(table, "slots", "stored", "TTFT ms", "TPOT ms", "E2E s", "refused")
     for r in results:
         table.add_row(
             *_name(r),
@@ -68,6 +68,27 @@ def _latency(results: Sequence[Result]) -> Table:
             _triple(r.tpot, 1000),
             _triple(r.e2e, 1),
             _count(r.refused),
+        )
+    return table
+
+
+def _service(results: Sequence[Result]) -> Table:
+    table = _table("Service and money")
+    table.caption = (
+        "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many/s;\n"
+        "GPU cost: of all replicas at simulator.gpu_hour, and by prompt and output tokens together"
+    )
+    _columns(table, "TTFT p95 ms", "E2E p95 s", "in SLO", "goodput /s", "GPU hours", "GPU cost", "$ / M tokens")
+    for r in results:
+        table.add_row(
+            *_name(r),
+            _short(r.ttft.p95 * 1000),
+            _short(r.e2e.p95),
+            f"{r.in_slo / r.requests if r.requests else 0:.1%}",
+            _short(r.goodput),
+            _short(r.gpu_hours),
+            f"${r.gpu_dollars:,.2f}",
+            f"${r.gpu_dollars_per_million_tokens:,.3f}",
         )
     return table
 
@@ -101,7 +122,9 @@ def _count(number: int) -> str:
 
 
 def _level(level: Bytes) -> str:
-    return f"{_short(level.mean / 2**20)} {_short(level.peak / 2**20)}"
+    """Mean and peak in MiB, or in GiB where there are many."""
+    size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
+    return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"
 
 
 def _triple(values: Percentiles, factor: float) -> str:

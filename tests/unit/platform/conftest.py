@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,9 +18,11 @@ import uvicorn
 
 from warmkv import telemetry
 from warmkv.config import Config, load
+from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.local import free_port
+from warmkv.platform.policy_store import FolderStore
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer
@@ -37,6 +40,10 @@ class Counted:
         assert set(labels) == set(counter.labels)
         self.seen.append((counter.name, value, labels))
 
+    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None:
+        assert set(labels) == set(gauge.labels)
+        self.seen.append((gauge.name, value, labels))
+
     def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
         assert set(labels) == set(histogram.labels)
         self.seen.append((histogram.name, value, labels))
@@ -45,7 +52,7 @@ class Counted:
 class Server:
     """A gateway and one engine, listening on a free port."""
 
-    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float], folder: Path) -> None:
         self.config, self.records, self.metrics = config, [], Counted()
         self.records: list[RequestRecord] = []
         self.requests: list[GenerateRequest] = []
@@ -71,7 +78,10 @@ class Server:
             self.dropped.append(tenant)
             return [5, 7]
 
-        app = create_app(service, tokenizer, b"secret", self.engine.max_context, status, drop, time.time())
+        control = Control(config.control, FolderStore(folder), "warmkv")
+        app = create_app(
+            service, tokenizer, b"secret", self.engine.max_context, status, drop, time.time(), control, "only"
+        )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
@@ -98,12 +108,12 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., Server]]:
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Start servers with some settings; all are stopped at the end of the module."""
     servers: list[Server] = []
 
     def start(*flags: str, clock: Callable[[], float] = time.monotonic) -> Server:
-        servers.append(Server(load(flags=flags), clock))
+        servers.append(Server(load(flags=flags), clock, tmp_path_factory.mktemp("policy")))
         return servers[-1]
 
     yield start

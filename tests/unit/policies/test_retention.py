@@ -27,8 +27,7 @@ def size_of(key):
 class LedgerMachine(RuleBasedStateMachine):
     """The ledger beside a dictionary, with every rule written out the slow way.
 
-    A model entry is [expires_at, ttl, mark_expires_at, mark_ttl, reads, used]. Priorities are those of the moment when
-    an entry was last used or became the end of its chain, so the model keeps them, too.
+    A model entry is [expires_at, ttl, mark_expires_at, mark_ttl, reads, used, floor].
     """
 
     @initialize(capacity=st.integers(0, 25), order=st.sampled_from(sorted(ORDERS)))
@@ -37,7 +36,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger, self.capacity, self.now = BlockLedger(capacity, self.order), capacity, 0.0
         self.model = {}
         self.pinned = []
-        self.ticks = 0
+        self.ticks, self.floor = 0, 0.0
 
     def pins(self, key):
         return sum(key in keys for keys, _ in self.pinned)
@@ -55,11 +54,15 @@ class LedgerMachine(RuleBasedStateMachine):
         for key in reversed(keys):
             entry = self.model[key]
             entry[0] = max(entry[0], self.now + entry[1])
-            if entry[2] > self.now:
-                entry[2] = self.now + entry[3]
+            if read and entry[2] > self.now:
+                entry[2] = max(entry[2], self.now + entry[3])
             entry[4] += read
             self.ticks += 1
-            entry[5] = self.ticks
+            entry[5], entry[6] = self.ticks, self.floor
+
+    def worth(self, key):
+        """Of one more block, at the floor when it was used: by reads, or less the longer its prefix is."""
+        return self.model[key][6] + (1 + self.model[key][4] if self.order is eviction.lfu else 1 / len(key))
 
     def has_children(self, key):
         return any(other[:-1] == key for other in self.model if len(other) > 1)
@@ -99,17 +102,16 @@ class LedgerMachine(RuleBasedStateMachine):
             assert victim in ends
             if self.order is eviction.lru:
                 assert victim == min(ends, key=lambda k: self.model[k][5])
-            if self.order is eviction.lfu:
-                assert self.model[victim][4] == min(self.model[k][4] for k in ends)
-            if self.order is eviction.length:
-                assert len(victim) == max(map(len, ends))
+            if self.order in (eviction.lfu, eviction.length):
+                assert self.worth(victim) == min(map(self.worth, ends))
+                self.floor = max(self.floor, self.worth(victim))
             del self.model[victim]
         stored = []
         for key in keys[present:]:
             if self.used() + size_of(key) > self.capacity:
                 break
             stored.append(key)
-            self.model[key] = [self.now + ttl, ttl, -math.inf, 0.0, 0, 0]
+            self.model[key] = [self.now + ttl, ttl, -math.inf, 0.0, 0, 0, 0.0]
         self.use(keys[: present + len(stored)])
         assert admission.stored == stored
         assert sorted(entry.key for entry in admission.expired) == sorted(expired)
@@ -135,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.mark(key, ttl, self.now)
         entry = self.model[key]
         entry[3] = max(ttl, entry[3] if entry[2] > self.now else 0.0)
-        entry[2] = self.now + entry[3]
+        entry[2] = max(entry[2], self.now + entry[3])
 
     @rule(path=PATHS)
     def pin(self, path):

@@ -303,6 +303,19 @@ def test_a_device_that_is_lost_ends_the_engine(driver, monkeypatch):
     assert "stopping" in lost.told["a"][-1].message
 
 
+@pytest.mark.parametrize(("later", "hit"), [(299.0, 32), (301.0, 0)])
+def test_a_ttl_runs_from_the_moment_when_the_request_came_in(driver, later, hit):
+    now = [0.0]
+    slow = driver(clock=lambda: now[0], prefix_cache={"ttls": {"5m": 300.0}})
+    slow.submit(make_request(prompt(40), new=1, marks={32: "5m"}, name="first"))
+    slow.engine.step()
+    now[0] = 100.0  # its prefill takes so long
+    slow.run()
+    now[0] = later
+    slow.run(make_request(prompt(40), new=1, reads=[32], name="second"))
+    assert slow.started("second").hit == hit
+
+
 def test_a_busy_engine_expires_what_has_outlived_its_ttl(driver):
     now = [0.0]
     busy = driver(clock=lambda: now[0])

@@ -24,7 +24,13 @@ def unpacked() -> LoadedModel:
 @pytest.fixture(scope="module")
 def compiled(unpacked: LoadedModel) -> Driver:
     driver = Driver(unpacked, compile="on", max_slots=8)
-    driver.engine.warm_up()
+    said: list[str] = []
+    driver.engine.warm_up(said.append)
+    assert said == [
+        "compiling decode steps, 1 of 2: one sequence",
+        "compiling decode steps, 2 of 2: several sequences",
+        "computing a first prompt",
+    ]
     return driver
 
 

@@ -69,7 +69,7 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks, below, order, shar
         reused = min(match.tokens, len(tokens) - min(len(tokens), budgets.recomputed_tokens(spec, len(tokens))))
         if token_bytes:
             reused = cache.sums(match, record, reused, now[0])
-        cache.store(record, record.marks, now[0], match)
+        cache.store(record, record.marks, now[0], match, now[0])
         if token_bytes:
             cache.store_sums(record, record.marks, reused, token_bytes, now[0])
         cache.release(match)

@@ -19,7 +19,7 @@ def cache(capacity=1000, automatic=True, default=300.0):
 def use(store, request, now):
     store.expire(now)
     match = store.match(request, now)
-    store.store(request, request.marks, now)
+    store.store(request, request.marks, now, None, now)
     store.release(match)
     return match
 

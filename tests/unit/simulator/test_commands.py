@@ -41,7 +41,7 @@ def test_a_generated_log_is_replayed_side_by_side(log):
     assert result.exit_code == 0, result.output
     assert "step times: configuration" in result.stdout
     for label in ("full", "snapkv@0.2", "snapkv@0.5", "streaming_llm@0.2", "streaming_llm@0.5"):
-        assert result.stdout.count(f"\n {label} ") == 4  # two TTLs, two tables
+        assert result.stdout.count(f"\n {label} ") == 6  # two TTLs, three tables
     assert "…" not in result.stdout
 
 
@@ -148,3 +148,91 @@ def test_a_replay_loads_neither_torch_nor_ray(log):
     )
     assert "simpy" in loaded
     assert not loaded & {"torch", "ray", "transformers", "fastapi"}
+
+
+def rows(*documents):
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+MOONCAKE = rows(
+    *({"timestamp": 1000 * n, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 3 + n]} for n in range(6))
+)
+SESSION = rows(
+    {"id": "a", "block_size": 64, "requests": [
+        {"t": n, "in": 64 * n + 70, "out": 20, "hash_ids": list(range(n + 1)), "think_time": 3.0} for n in range(4)
+    ]}
+)  # fmt: skip
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,480,10\n2023-11-16 18:17:04.03,310,8\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "requests", "hit", "told"),
+    [
+        (MOONCAKE, 6, 5 * 1024 / 6600, "arrivals as recorded"),
+        (SESSION, 4, (64 + 128 + 192) / (4 * 70 + 6 * 64), "turns follow the answers before them"),
+        (AZURE, 2, 0, "arrivals as recorded"),
+    ],
+)
+def test_traces_of_other_services_are_replayed(tmp_path, content, requests, hit, told):
+    path = tmp_path / "trace"
+    path.write_text(content)
+    result = call("replay", path, "--ttl", 60, "--policy", "full")
+    assert result.exit_code == 0, result.output
+    assert f"{requests} requests over" in result.stdout
+    assert told in result.stdout
+    assert ("has no blocks" in result.stderr) == (content is AZURE)
+    (variant,) = json.loads(call("replay", path, "--ttl", 60, "--policy", "full", "--json").stdout)["variants"]
+    assert (variant["requests"], variant["refused"]) == (requests, 0)
+    assert variant["figures"]["hit_rate_tokens"] == pytest.approx(hit)
+
+
+def test_an_open_loop_takes_the_recorded_times(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text(SESSION)
+    seconds = []
+    for options in ([], ["--open"]):
+        document = json.loads(call("replay", path, "--ttl", 60, "--policy", "full", "--json", "-", *options).stdout)
+        seconds.append(document["variants"][0]["seconds"])
+    assert seconds[0] > 9 > seconds[1]
+
+
+def test_a_run_is_written_as_a_folder(tmp_path):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("matplotlib")
+    path, out = tmp_path / "trace", tmp_path / "run"
+    path.write_text(MOONCAKE)
+    result = call("replay", path, "--out", out, "--set", "cluster.replicas=2")
+    assert result.exit_code == 0, result.output
+    names = {"meta.json", "summary.json", "requests.parquet", "timeseries.parquet", "report.html"}
+    assert {file.name for file in out.iterdir()} == names
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta["trace"] | {"format": "mooncake", "requests": 6, "broken": 0} == meta["trace"]
+    assert meta["config"]["cluster"]["replicas"] == 2
+    assert meta["variant"] == {"policy": "as recorded", "ttl": None}
+    assert json.loads((out / "summary.json").read_text())["requests"] == 6
+    again = call("replay", path, "--out", out)
+    assert again.exit_code == 2
+    assert "choose another --out" in again.stderr.replace("\n", " ")
+
+    grid = tmp_path / "grid"
+    assert call("replay", path, "--out", grid, "--ttl", 60, "--policy", "snapkv", "--budget", 0.2).exit_code == 0
+    assert {folder.name for folder in grid.iterdir()} == {"full_ttl60", "snapkv@0.2_ttl60"}
+    assert all({file.name for file in folder.iterdir()} == names for folder in grid.iterdir())
+
+
+def test_a_folder_needs_its_libraries(tmp_path, monkeypatch):
+    path = tmp_path / "trace"
+    path.write_text(MOONCAKE)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    result = call("replay", path, "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "--out needs pyarrow and matplotlib; install with: pip install 'warmkv[eval]'" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_scope_that_the_trace_does_not_tell_is_refused(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text(MOONCAKE)
+    result = call("replay", path, "--scope", "session")
+    assert result.exit_code == 2
+    assert "does not tell the session" in result.stderr

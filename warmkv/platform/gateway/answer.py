@@ -78,6 +78,7 @@ class Answer:
         one_tier = {"device": started.cached_tokens} if started.cached_tokens else {}  # a replica need not name it
         return {
             "policy": self.request.policy.label,
+            "policy_version": self.request.terms.version if self.request.terms else 0,
             "replica": started.replica,
             "cached_tokens": started.cached_tokens,
             "kept_tokens": started.kept_tokens,

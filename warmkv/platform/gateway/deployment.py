@@ -10,6 +10,7 @@ from typing import Any
 from warmkv import telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
+from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
@@ -24,8 +25,12 @@ class Gateway:
     """
 
     def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Sequence[Any]) -> None:
+        from ray import serve
+
         config = parse(settings)
         self._secret, self._directory = secret, directory
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._control = RemoteControl(config.cluster.application)
         self._handle = replicas.options(stream=True, method_name="generate")
         self._drop_timeout = config.gateway.request_timeout_seconds
         self._tokenizer = load_tokenizer(config.model)
@@ -49,6 +54,8 @@ class Gateway:
             self._replicas,
             self._drop_prefixes,
             time.time(),
+            self._control,
+            self._name,
         )
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:

@@ -6,23 +6,24 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from warmkv.config import Config
+from warmkv.config import Config, PrefixCacheConfig
+from warmkv.platform.control import Follower, PolicyControl
 from warmkv.platform.gateway import messages, openai
-from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, from_validation, openai_body
+from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, openai_body
+from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
-from warmkv.platform.gateway.schema import Body
+from warmkv.platform.gateway.schema import read_body
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, authenticate
 
-B = TypeVar("B", bound=Body)
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
 DropPrefixes = Callable[[str], Awaitable[list[int]]]
 
@@ -35,14 +36,26 @@ def create_app(
     status: ReplicaStatus,
     drop: DropPrefixes,
     started_at: float,
+    control: PolicyControl,
+    name: str,
 ) -> FastAPI:
     """All routes. `secret` salts the tenants' prefixes; `status` tells what is known of the replicas.
 
     `drop` has every replica forget the prefixes of a tenant's label and tells the bytes that each one freed.
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
+    The application follows the policy of `control` from its start to its end, as the gateway of that name.
     """
-    app = FastAPI(title="warmkv", docs_url=None, redoc_url=None)
     config = service.config
+    follower = Follower(control, name, service.take, config.control)
+
+    @asynccontextmanager
+    async def following(_: FastAPI) -> AsyncIterator[None]:
+        await follower.start()
+        task = asyncio.create_task(follower.run())
+        yield
+        task.cancel()
+
+    app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
 
     # Off the event loop, and one at a time: a tokenizer holds state while it encodes.
     tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -63,6 +76,12 @@ def create_app(
 
     def tenant_of(request: Request) -> Tenant:
         return authenticate(request.headers, config.gateway.tenants, secret)
+
+    def operator_of(request: Request) -> Tenant:
+        tenant = tenant_of(request)
+        if not tenant.operator:
+            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
+        return tenant
 
     def seed_of(chosen: int | None) -> int:
         return secrets.randbits(63) if chosen is None else chosen
@@ -94,7 +113,7 @@ def create_app(
             service.check_model(body.model)
             if body.max_tokens == 0 and body.stream:
                 raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
-            prompt = await message_prompt(body)
+            prompt = await message_prompt(body, arrival.policy.config.prefix_cache)
             sampling = body.sampling(seed_of(body.warmkv.seed))
             choice = body.tool_choice.type if body.tool_choice else "auto"
             answer = await service.start(
@@ -110,12 +129,12 @@ def create_app(
         messages.check_version(request.headers.get("anthropic-version"))
         body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
         service.check_model(body.model)
-        prompt = await message_prompt(body)
+        prompt = await message_prompt(body, service.policy.config.prefix_cache)
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
-    async def message_prompt(body: messages.CountRequest) -> Prompt:
-        turns = messages.turns(body, config.prefix_cache.default_ttl)
-        service.check_marks([block.ttl for turn in turns for block in turn.blocks])
+    async def message_prompt(body: messages.CountRequest, cache: PrefixCacheConfig) -> Prompt:
+        turns = messages.turns(body, cache.default_ttl)
+        service.check_marks([block.ttl for turn in turns for block in turn.blocks], cache)
         return await tokenizing(lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/chat/completions")
@@ -174,14 +193,12 @@ def create_app(
 
     @app.get("/v1/warmkv/replicas")
     async def replicas(request: Request) -> Response:
-        if not tenant_of(request).operator:
-            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
+        operator_of(request)
         return JSONResponse(await status())
 
     @app.get("/v1/warmkv/memory")
     async def memory(request: Request) -> Response:
-        if not tenant_of(request).operator:
-            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
+        operator_of(request)
         found = (await status())["replicas"]
         return JSONResponse({"replicas": {name: memory_of(known, config) for name, known in found.items()}})
 
@@ -194,6 +211,7 @@ def create_app(
     async def healthz() -> Response:
         return JSONResponse({"status": "ok", "model": config.model.name})
 
+    add_policy_endpoints(app, service, control, operator_of)
     return app
 
 
@@ -243,21 +261,6 @@ def error_response(request: Request, error: ApiError) -> Response:
     if path.endswith("/completions"):
         return JSONResponse(openai_body(error), error.status, headers)
     return JSONResponse(anthropic_body(error, request.state.id), error.status, headers)
-
-
-async def read_body(request: Request, model: type[B], limit: int) -> B:
-    """Parse a JSON body. Raises ApiError: 413 over the limit, 400 where it is not what the API takes."""
-    size = 0
-    chunks = []
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise ApiError("request_too_large", f"The request body exceeds {limit} bytes (gateway.max_body_bytes).")
-        chunks.append(chunk)
-    try:
-        return model.model_validate_json(b"".join(chunks))
-    except ValidationError as error:
-        raise from_validation(error) from None
 
 
 def event_stream(events: AsyncIterator[str]) -> Response:

@@ -13,6 +13,7 @@ ErrorType = Literal[
     "authentication_error",
     "permission_error",
     "not_found_error",
+    "conflict_error",
     "request_too_large",
     "rate_limit_error",
     "api_error",
@@ -24,6 +25,7 @@ STATUS: dict[ErrorType, int] = {
     "authentication_error": 401,
     "permission_error": 403,
     "not_found_error": 404,
+    "conflict_error": 409,
     "request_too_large": 413,
     "rate_limit_error": 429,
     "api_error": 500,
@@ -59,7 +61,7 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, ValidationError):
         return from_validation(error)
     if isinstance(error, UnservableRequestError):
-        return invalid(_reason(error))
+        return invalid(reason(error))
     if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
         return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.")
     if isinstance(error, TimeoutError):
@@ -67,7 +69,7 @@ def from_exception(error: BaseException) -> ApiError:
     return ApiError("api_error", f"Internal error: {type(error).__name__}")
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The message of an error that may have been wrapped on its way through Ray."""
     cause = getattr(error, "cause", None)
     return str(cause if isinstance(cause, BaseException) else error)

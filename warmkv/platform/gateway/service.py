@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from warmkv import telemetry
-from warmkv.config import Config
+from warmkv.config import Config, PrefixCacheConfig, Prices
 from warmkv.platform.gateway.answer import Answer, Status
 from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
 from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.schema import WarmkvOptions
+from warmkv.platform.policy_versions import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import pricing
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
-from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started
+from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started, Terms
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event]]
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """What is in force: the configuration under a version, and what follows from it for a request."""
+
+    config: Config
+    prices: Prices  # of the model that is served
+    terms: Terms
+
+    @classmethod
+    def of(cls, start: Config, version: Version) -> Policy:
+        """Raises ConfigError where the version does not fit what the service was started with."""
+        config = in_force(start, version)
+        terms = Terms(version.number, Lifetimes.of(config.prefix_cache), config.routing)
+        return cls(config, config.prices, terms)
+
+
+@dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that came in: its name, when by the service's clock, and in Unix time."""
+    """A request that came in: its name, when by the service's clock and in Unix time, and what was in force then."""
 
     id: str
     begun: float
     time: float
+    policy: Policy
 
 
 class Recorder(Protocol):
     """Where metrics go (`telemetry.Recorder` in the service)."""
 
     def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
+    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None: ...
     def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
 
 
@@ -57,12 +77,18 @@ class Service:
     ) -> None:
         self.config, self._generate, self._recorder = config, generate, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
-        self._prices, self._writers = config.prices, Writers()
+        self._writers = Writers()
+        self.take(Version())
+
+    def take(self, version: Version) -> None:
+        """Bring a version into force for requests that come from now on. Raises ConfigError; then nothing changes."""
+        self.policy = Policy.of(self.config, version)
+        self._recorder.set(telemetry.POLICY_VERSION, version.number)
 
     @contextmanager
     def arriving(self) -> Iterator[Arrival]:
         """Around the handling of a request, up to the beginning of its answer."""
-        arrival = Arrival(secrets.token_hex(12), self._clock(), self._wall_clock())
+        arrival = Arrival(secrets.token_hex(12), self._clock(), self._wall_clock(), self.policy)
         self._writers.arrived(arrival.id, arrival.begun)
         try:
             yield arrival
@@ -73,9 +99,8 @@ class Service:
         if name != self.config.model.name:
             raise ApiError("not_found_error", f"model: {name} (this server has {self.config.model.name})")
 
-    def check_marks(self, ttls: Sequence[str | None]) -> None:
+    def check_marks(self, ttls: Sequence[str | None], cache: PrefixCacheConfig) -> None:
         """Refuse cache_control marks that the contract refuses."""
-        cache = self.config.prefix_cache
         try:
             breakpoints.check_marks(ttls, cache.ttls, cache.max_breakpoints)
         except breakpoints.BreakpointError as error:
@@ -97,7 +122,8 @@ class Service:
 
         `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read.
         """
-        request = self._request(arrival.id, tenant, prompt, sampling, options, tool_choice)
+        policy = arrival.policy
+        request = self._request(arrival, tenant, prompt, sampling, options, tool_choice)
         events = self._limited(self._generate(request))
         try:
             started = await anext(events)
@@ -116,8 +142,8 @@ class Service:
             arrival=arrival.time,
             request=request,
             started=started,
-            usage=self._usage(request, started, explicit),
-            price=lambda usage: pricing.price(usage, self._prices),
+            usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
+            price=lambda usage: pricing.price(usage, policy.prices),
             clock=self._clock,
             begun=arrival.begun,
             on_end=self._ended,
@@ -127,14 +153,15 @@ class Service:
 
     def _request(
         self,
-        name: str,
+        arrival: Arrival,
         tenant: Tenant,
         prompt: Prompt,
         sampling: SamplingParams,
         options: WarmkvOptions,
         tool_choice: str,
     ) -> GenerateRequest:
-        config, cache = self.config, self.config.prefix_cache
+        config = arrival.policy.config
+        cache = config.prefix_cache
         if sampling.max_tokens > config.gateway.max_output_tokens:
             raise invalid(
                 f"max_tokens: {sampling.max_tokens} > {config.gateway.max_output_tokens}, this server's limit"
@@ -155,7 +182,7 @@ class Service:
             other_from=None if tool_choice == "auto" else prompt.head,
         )
         return GenerateRequest(
-            id=name,
+            id=arrival.id,
             token_ids=tokens,
             hashes=plan.hashes,
             sampling=sampling,
@@ -164,6 +191,7 @@ class Service:
             reads=plan.reads,
             replica=options.replica,
             tenant=tenant.label,
+            terms=arrival.policy.terms,
         )
 
     async def _limited(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
@@ -177,7 +205,7 @@ class Service:
                     return
                 yield event
 
-    def _usage(self, request: GenerateRequest, started: Started, explicit: bool) -> Usage:
+    def _usage(self, request: GenerateRequest, started: Started, explicit: bool, ttls: Mapping[str, float]) -> Usage:
         tokens = len(request.token_ids)
         if not explicit:
             return Usage(input=tokens - started.cached_tokens, read=started.cached_tokens)
@@ -186,7 +214,7 @@ class Service:
         )
         stored = max(started.hit, started.written)  # what memory did not suffice for is not billed as written
         marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks if mark.position <= stored]
-        return breakpoints.bill(tokens, marks, hit, self.config.prefix_cache.ttls)
+        return breakpoints.bill(tokens, marks, hit, ttls)
 
     def _ended(self, answer: Answer, status: Status) -> None:
         usage, started, policy = answer.usage, answer.started, answer.request.policy

@@ -194,11 +194,15 @@ class BlockStore:
         *,
         tenant: str = "",
         warm: WarmPrefix | None = None,
+        begun: float | None = None,
+        lifetimes: Lifetimes | None = None,
     ) -> int:
         """Keep a computed prompt: keys, values [layers, kv_heads, T, head_dim] of all its tokens, uncompressed.
 
+        The lives of marks are counted from when the request began, `begun`; from now if that is left out.
+
         `column_sums` [layers, kv_heads, n] are kept for the first n tokens where their KV is. What was read of the
-        prompt, `warm`, moves up to the first tier.
+        prompt, `warm`, moves up to the first tier. `lifetimes` are the request's own, if it has any.
 
         Returns the position of the highest mark that is stored now, 0 if none is: memory may not suffice for all.
         """
@@ -212,13 +216,12 @@ class BlockStore:
             at = slice(span.start, span.end)
             return torch.stack([keys[:, :, at], values[:, :, at]])
 
-        match = warm.match if warm is not None else None
-        self._apply(self._cache.store(hashes, marks, self.block_size, self._clock(), tenant, match), computed)
+        match, now, size = warm.match if warm is not None else None, self._clock(), self.block_size
+        self._apply(self._cache.store(hashes, marks, size, now, tenant, match, begun, lifetimes), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
-            now = self._clock()
-            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, self.block_size, now, tenant)
+            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, size, now, tenant, lifetimes)
             self._apply(steps, computed)
         return self._cache.highest_mark(marks, self._clock())
 

@@ -23,7 +23,8 @@ from warmkv.policies.compression.scoring import best, pool_positions
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.attention import attend_rows
-from warmkv.replicas.slots import DecodeState, Demand, Slot, SlotPool
+from warmkv.replicas.decode_state import DecodeState
+from warmkv.replicas.slots import Demand, Slot, SlotPool
 
 DIM = 8
 UNITS = torch.eye(DIM)

@@ -1,0 +1,170 @@
+"""Changing the policy of a service on a real Ray: it is in force everywhere at once, and outlives what is killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+import requests
+
+from warmkv.platform.control import control_name, start_control
+from warmkv.platform.policy_store import NAMESPACE
+
+pytestmark = pytest.mark.cluster
+
+TEXT = "class Heap:\n    def push(self, item):\n        self.items.append(item)\n" * 30
+
+
+@pytest.fixture(autouse=True)
+def as_configured(cluster):
+    """The other tests find the service as it was started."""
+    yield
+    change(cluster, "POST", "/rollback", to=0)
+
+
+def policy(cluster: Any, path: str = "") -> Any:
+    return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", timeout=30).json()
+
+
+def change(cluster: Any, method: str = "PUT", path: str = "", **body: Any) -> Any:
+    url = f"{cluster.url}/v1/warmkv/policy{path}"
+    answer = requests.request(method, url, json={"why": "test", **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask(cluster: Any, key: str, replica: str | None = None, ttl: str = "5m") -> Any:
+    block = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral", "ttl": ttl}}
+    warmkv = {"seed": 1, **({"replica": replica} if replica else {})}
+    message = cluster.anthropic(key).messages.create(
+        model=cluster.config.model.name,
+        max_tokens=4,
+        messages=[{"role": "user", "content": [block, {"type": "text", "text": "Why?"}]}],
+        extra_body={"temperature": 0, "warmkv": warmkv},
+    )
+    return message.usage
+
+
+def test_a_change_is_in_force_for_the_next_answer_of_every_replica(cluster):
+    names = list(cluster.replicas())
+    before = ask(cluster, "changed")
+    changes = {
+        "compression.policy": "snapkv@0.2",
+        "prefix_cache.ttls": {"5m": 300, "2h": 7200},
+        "pricing.write": {"5m": 1.25, "2h": 4},
+        "pricing.output": 150,
+    }
+    answered = change(cluster, changes=changes)
+    version = answered["version"]
+    assert [part["version"] for part in answered["parts"].values()] == [version] * cluster.config.cluster.gateways
+    for name in names:
+        usage = ask(cluster, f"changed {name}", name, "2h")
+        assert usage.warmkv["replica"] == name
+        assert (usage.warmkv["policy"], usage.warmkv["policy_version"]) == ("snapkv@0.2", version)
+        assert usage.warmkv["kept_tokens"] < before.warmkv["kept_tokens"]
+        assert usage.warmkv["price"]["output"] == pytest.approx(usage.output_tokens * 150e-6)
+        assert usage.warmkv["price"]["write"]["2h"] == pytest.approx(usage.cache_creation_input_tokens * 12e-6)
+        assert ask(cluster, f"changed {name}", name, "2h").cache_read_input_tokens == usage.cache_creation_input_tokens
+
+
+def test_a_request_in_flight_ends_as_it_began(cluster):
+    version = policy(cluster)["version"]
+    with cluster.anthropic("in flight").messages.stream(
+        model=cluster.config.model.name,
+        max_tokens=300,
+        messages=[{"role": "user", "content": "def f("}],
+        extra_body={"temperature": 0, "warmkv": {"ignore_eos": True}},
+    ) as stream:
+        events = iter(stream)
+        next(events)
+        changes = {"compression.policy": "snapkv@0.2", "pricing.output": 150, "prefix_cache.ttls": {"5m": 1}}
+        assert change(cluster, changes=changes)["version"] == version + 1
+        (usage,) = (event.usage for event in events if event.type == "message_delta")
+    assert (usage.warmkv["policy"], usage.warmkv["policy_version"]) == ("full", version)
+    assert usage.warmkv["price"]["output"] == pytest.approx(300 * 15e-6)
+
+
+def test_the_router_goes_by_the_parameters_in_force(cluster, eventually):
+    names = list(cluster.replicas())
+    home = ask(cluster, "routed").warmkv["replica"]
+    (other,) = (name for name in names if name != home)
+    change(cluster, changes={"routing.allow_request_replica": False})
+
+    def sent_home() -> bool:  # as soon as the router knows what is warm there
+        return bool(ask(cluster, "routed", other).warmkv["replica"] == home)
+
+    eventually(sent_home, "a request that may not name its replica goes where its prefix is warm")
+    change(cluster, changes={"routing.allow_request_replica": True})
+    assert ask(cluster, "routed", other).warmkv["replica"] == other
+    change(cluster, changes={"routing.policy": "power_of_two"})
+    assert {ask(cluster, f"routed {number}", other).warmkv["replica"] for number in range(20)} == set(names)
+
+
+def test_refusals_come_through_the_actor(cluster):
+    for changes, more, status, says in (
+        ({"routing.overlod": 3}, {}, 400, "did you mean 'overload'"),
+        ({"routing.overload": 3}, {"version": 10**6}, 409, "is not in force"),
+    ):
+        body = {"changes": changes, "why": "test", **more}
+        answer = requests.put(f"{cluster.url}/v1/warmkv/policy", json=body, timeout=30)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == status
+        assert says in message
+        assert "Traceback" not in message
+
+
+def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster, eventually):
+    version = change(cluster, changes={"routing.overload": 3})["version"]
+    start_control(cluster.config.cluster.application, cluster.config.control)
+    found = eventually(lambda: followed(cluster), "the gateway follows the new actor")
+    assert (found["version"], found["settings"]["routing.overload"]) == (version, 3)
+
+
+def followed(cluster: Any) -> Any:
+    """The policy, once every gateway has reported to the actor."""
+    try:
+        found = policy(cluster)
+        return found if len(found["parts"]) == cluster.config.cluster.gateways else None
+    except (requests.RequestException, KeyError):
+        return None
+
+
+def test_the_version_in_force_outlives_everything_that_is_killed(cluster, eventually):
+    import ray
+
+    version = change(cluster, changes={"compression.policy": "snapkv@0.2"})["version"]
+    history = policy(cluster, "/history")
+    victim = next(iter(cluster.replicas()))
+    (gateway,) = policy(cluster)["parts"]
+    application = cluster.config.cluster.application
+    for name, namespace in (
+        (f"SERVE_REPLICA::{application}#replica#{victim}", "serve"),
+        (f"SERVE_REPLICA::{application}#gateway#{gateway}", "serve"),
+        (control_name(application), NAMESPACE),
+    ):
+        ray.kill(ray.get_actor(name, namespace=namespace), no_restart=name != control_name(application))
+
+    def recovered() -> Any:
+        try:
+            parts, replicas = policy(cluster)["parts"], cluster.replicas()
+        except (requests.RequestException, KeyError):
+            return None
+        new = [name for name in replicas if name != victim]
+        return new if gateway not in parts and len(parts) == 1 and len(new) == 2 else None
+
+    names = eventually(recovered, "a new gateway and a new replica")
+    assert [part["version"] for part in policy(cluster)["parts"].values()] == [version]
+    assert policy(cluster, "/history") == history
+    for name in names:
+
+        def answers(name: str = name) -> bool:  # the directory may know a replica before Serve sends to it
+            try:
+                usage = ask(cluster, f"killed {name}", name).warmkv
+            except anthropic.APIStatusError:
+                return False
+            assert (usage["policy"], usage["policy_version"]) == ("snapkv@0.2", version)
+            return bool(usage["replica"] == name)
+
+        eventually(answers, "the replica answers")
+    eventually(lambda: victim not in cluster.replicas(), "the directory has forgotten the replica")

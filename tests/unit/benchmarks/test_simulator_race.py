@@ -1,0 +1,40 @@
+"""The race of the simulator runs from end to end on few requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import simulator_race
+from tests.unit.simulator.published import FOLDER
+
+
+def test_a_quick_run_measures_what_it_can(tmp_path):
+    path = tmp_path / "race.json"
+    assert simulator_race.main(["--quick", "--traces", str(tmp_path), "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    figures = {each["name"]: each for each in content["figures"]}
+    assert {"machine", "versions", "commit", "figures", "settings"} <= content.keys()
+    assert figures["requests_per_second_generated"]["value"] > 0
+    assert figures["requests_per_second_generated"]["target"] == 25_000
+    assert figures["refused_generated"]["value"] == 0
+    assert "requests_per_second_conversation" not in figures
+    assert sum("was not run" in note for note in content["notes"]) == 2
+
+
+def test_the_cluster_race_finds_prefixes(tmp_path):
+    if not (FOLDER / simulator_race.CONVERSATION).exists():
+        pytest.skip(f"the conversation trace is not at {FOLDER}; WARMKV_TRACES names the folder")
+    path = tmp_path / "race.json"
+    arguments = ["--quick", "--only", "cluster", "--traces", str(FOLDER), "--json", str(path)]
+    assert simulator_race.main(arguments) == 0
+    figures = {each["name"]: each for each in json.loads(path.read_text())["figures"]}
+    assert figures["hit_rate_tokens_cluster"]["value"] > 0
+    assert figures["refused_cluster"]["value"] == 0
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(SystemExit) as ended:
+        simulator_race.main(["--only", "nothing"])
+    assert ended.value.code == 2

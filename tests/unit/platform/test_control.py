@@ -1,0 +1,208 @@
+"""The policy control without Ray: what it keeps, what it tells its followers, and what a damaged file does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmkv.config import Config, ConfigError, ControlConfig, load
+from warmkv.platform.control import Control, Follower, Report, StoreError
+from warmkv.platform.policy_store import FolderStore
+from warmkv.platform.policy_versions import StaleVersionError, Version, in_force
+
+START = Config()
+CHANGES = {"pricing.input": 5}
+PATIENT = ControlConfig(apply_seconds=30)  # whoever has not heard of a change would be waited for
+HASTY = ControlConfig(apply_seconds=0)
+
+
+def run(scenario: Awaitable[Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(scenario, 20)
+
+    return asyncio.run(limited())
+
+
+def control(folder: Path, config: ControlConfig = HASTY, **clocks: Callable[[], float]) -> Control:
+    return Control(config, FolderStore(folder), "warmkv", **{"wall_clock": lambda: 1e9, **clocks})
+
+
+class Part:
+    """What a gateway has taken, and a version that it cannot take."""
+
+    def __init__(self, cannot: int = -1) -> None:
+        self.taken: list[int] = []
+        self._cannot = cannot
+
+    def take(self, version: Version) -> None:
+        if version.number == self._cannot:
+            raise ConfigError("it does not fit")
+        self.taken.append(version.number)
+
+
+def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
+    async def scenario() -> None:
+        actor, parts = control(tmp_path, PATIENT), {name: Part() for name in ("a", "b")}
+        followers = [Follower(actor, name, part.take, PATIENT) for name, part in parts.items()]
+        for follower in followers:
+            await follower.start()
+        tasks = [asyncio.create_task(follower.run()) for follower in followers]
+        status = await actor.change(START, CHANGES, "ann", "dearer")
+        assert status["parts"] == {name: {"version": 1, "fault": None} for name in parts}
+        assert [part.taken for part in parts.values()] == [[0, 1], [0, 1]]
+        status = await actor.roll_back(START, None, "bob", "cheaper")
+        assert [part.taken for part in parts.values()] == [[0, 1, 2], [0, 1, 2]]
+        assert status["current"].rolled_back_to == 0
+        for task in tasks:
+            task.cancel()
+
+    run(scenario())
+
+
+def test_a_part_that_cannot_take_a_version_says_so_and_takes_the_next(tmp_path):
+    async def scenario() -> None:
+        actor, part = control(tmp_path, PATIENT), Part(cannot=1)
+        follower = Follower(actor, "a", part.take, PATIENT)
+        await follower.start()
+        task = asyncio.create_task(follower.run())
+        status = await actor.change(START, CHANGES, "ann", "")
+        assert status["parts"] == {"a": {"version": 0, "fault": "it does not fit"}}
+        status = await actor.change(START, CHANGES, "ann", "")
+        assert status["parts"] == {"a": {"version": 2, "fault": None}}
+        assert part.taken == [0, 2]
+        task.cancel()
+
+    run(scenario())
+
+
+def test_a_follower_outlives_an_actor_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr("warmkv.platform.control.RETRY_SECONDS", 0)
+
+    class Restarting(Control):
+        down = True
+
+        async def follow(self, part: str, report: Report, seconds: float) -> Version:
+            if self.down:
+                self.down = False
+                raise ConnectionError("restarting")
+            return await super().follow(part, report, seconds)
+
+    async def scenario() -> None:
+        actor, part = Restarting(PATIENT, FolderStore(tmp_path), "warmkv"), Part()
+        follower = Follower(actor, "a", part.take, HASTY)
+        await follower.start()
+        assert part.taken == [0]
+        task = asyncio.create_task(follower.run())
+        await actor.change(START, CHANGES, "ann", "")
+        actor.down = True
+        await actor.change(START, CHANGES, "ann", "")
+        assert part.taken == [0, 1, 2]
+        task.cancel()
+
+    run(scenario())
+
+
+def test_start_gives_up_on_an_actor_that_never_answers(tmp_path):
+    class Silent(Control):
+        async def follow(self, part: str, report: Report, seconds: float) -> Version:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    silent = Silent(HASTY, FolderStore(tmp_path), "warmkv")
+    follower = Follower(silent, "a", lambda version: None, ControlConfig(start_seconds=0.01))
+    with pytest.raises(TimeoutError):
+        run(follower.start())
+
+
+def test_a_silent_part_is_forgotten_and_not_waited_for(tmp_path):
+    async def scenario() -> None:
+        now = [0.0]
+        actor = control(tmp_path, PATIENT, clock=lambda: now[0])
+        await actor.follow("gone", Report(), 0)
+        now[0] = 10.0
+        assert set((await actor.status())["parts"]) == {"gone"}
+        now[0] = 16.0
+        status = await actor.change(START, CHANGES, "ann", "")
+        assert status["parts"] == {}
+
+    run(scenario())
+
+
+def test_what_was_changed_is_there_after_a_restart(tmp_path):
+    async def scenario() -> None:
+        before = control(tmp_path)
+        await before.change(START, CHANGES, "ann", "first")
+        await before.change(START, {"compression.policy": "snapkv@0.2"}, "bob", "second", based_on=1)
+        after = control(tmp_path)
+        assert await after.status() == await before.status()
+        assert [version.why for version in await after.history()] == ["second", "first"]
+        current = (await after.status())["current"]
+        assert in_force(START, current) == load(flags=["pricing.input=5", "compression.policy=snapkv@0.2"], environ={})
+        with pytest.raises(StaleVersionError):
+            await after.change(START, CHANGES, "ann", "", based_on=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["warmkv-policy.json"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"versions": [{"number": 0}]}', b'{"version": []}'])
+def test_a_damaged_file_is_set_aside_and_said(tmp_path, content):
+    async def scenario() -> None:
+        file = tmp_path / "warmkv-policy.json"
+        file.write_bytes(content)
+        actor = control(tmp_path)
+        status = await actor.status()
+        assert status["current"] == Version()
+        assert "warmkv-policy.json cannot be read and was copied to" in status["fault"]
+        assert (tmp_path / "warmkv-policy.json.damaged-1000000000").read_bytes() == content
+        assert file.read_bytes() == content  # nothing is overwritten before somebody changes something
+        assert (await actor.change(START, CHANGES, "ann", ""))["fault"] is None
+        assert (await control(tmp_path).status())["current"].number == 1
+
+    run(scenario())
+
+
+def test_a_change_that_cannot_be_kept_is_not_in_force(tmp_path):
+    folder = tmp_path / "folder"
+
+    async def scenario() -> None:
+        actor = control(folder)
+        await actor.change(START, CHANGES, "ann", "")
+        before = await actor.status()
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        with pytest.raises(StoreError, match="could not be kept"):
+            await actor.change(START, {"pricing.input": 6}, "ann", "")
+        assert await actor.status() == before
+
+    run(scenario())
+
+
+def test_changes_at_once_come_one_after_the_other(tmp_path):
+    async def scenario() -> None:
+        actor = control(tmp_path)
+        every = [actor.change(START, CHANGES, "ann", str(number)) for number in range(10)]
+        await asyncio.gather(*every)
+        numbers = [version.number for version in await actor.history()]
+        assert numbers == list(range(10, 0, -1))
+        based = [actor.change(START, CHANGES, "ann", "", based_on=10) for _ in range(5)]
+        results = await asyncio.gather(*based, return_exceptions=True)
+        assert sorted(isinstance(result, StaleVersionError) for result in results) == [False, True, True, True, True]
+
+    run(scenario())
+
+
+def test_only_the_last_versions_are_kept(tmp_path):
+    async def scenario() -> None:
+        actor = control(tmp_path, ControlConfig(apply_seconds=0, history=2))
+        for _ in range(4):
+            await actor.change(START, CHANGES, "ann", "")
+        assert [version.number for version in await actor.history()] == [4, 3]
+        assert [version.number for version in await control(tmp_path).history()] == [4, 3]
+
+    run(scenario())

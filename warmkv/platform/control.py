@@ -1,0 +1,259 @@
+"""Changing the policy of a running service: an actor holds the versions, and every gateway follows it.
+
+A request takes from its gateway, when it arrives, all that it is served under: compression policy, lifetimes of its
+prefixes, routing parameters and prices. They go with it to the router and to the replica, which therefore hold none of
+their own, and whatever was in flight before a change ends as it began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from warmkv.config import Config, ControlConfig
+from warmkv.platform.policy_store import NAMESPACE, ClusterStore, FolderStore, Store
+from warmkv.platform.policy_versions import History, Version, change, roll_back
+
+log = logging.getLogger("ray.serve")
+
+RETRY_SECONDS = 0.5  # between two calls of a gateway to an actor that does not answer
+
+
+class StoreError(RuntimeError):
+    """A change that could not be kept, and is therefore not in force."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a gateway says of itself: the last version that it heard of, the one in force, and why they differ."""
+
+    heard: int = -1
+    in_force: int = -1
+    fault: str = ""
+
+
+class PolicyControl(Protocol):
+    """What the gateways ask of the actor, which `Control` is and `RemoteControl` calls.
+
+    `start` is what the gateway was started with, in which a version must fit.
+    """
+
+    async def follow(self, part: str, report: Report, seconds: float) -> Version: ...
+    async def change(
+        self, start: Config, changes: dict[str, Any], who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]: ...
+    async def roll_back(
+        self, start: Config, to: int | None, who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]: ...
+    async def status(self) -> dict[str, Any]: ...
+    async def history(self) -> list[Version]: ...
+
+
+class Control:
+    """The state of the actor; without Ray, so that it can be tested alone.
+
+    What is kept but cannot be read is set aside under another name, and version 0 is in force.
+    """
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        store: Store,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._store, self._name = config, store, f"{name}-policy.json"
+        self._clock, self._wall_clock = clock, wall_clock
+        self._parts: dict[str, tuple[Report, float]] = {}  # with when it came
+        self._changing, self._news = asyncio.Lock(), asyncio.Condition()
+        self._history, self._fault = self._restored()
+
+    async def follow(self, part: str, report: Report, seconds: float) -> Version:
+        """The version in force, as soon as it is not the one that the part has heard of, or after `seconds`."""
+        async with self._news:
+            self._parts[part] = (report, self._clock())
+            self._news.notify_all()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._news.wait_for(lambda: self._history.current.number != report.heard)
+        return self._history.current
+
+    async def change(
+        self, start: Config, changes: dict[str, Any], who: str, why: str, based_on: int | None = None
+    ) -> dict[str, Any]:
+        """Bring changed settings into force; the status as soon as all gateways have heard of it.
+
+        Raises StaleVersionError, ConfigError or StoreError; then nothing has changed.
+        """
+        return await self._append(
+            lambda when: change(start, self._history, changes, based_on, who=who, when=when, why=why)
+        )
+
+    async def roll_back(
+        self, start: Config, to: int | None, who: str, why: str, based_on: int | None = None
+    ) -> dict[str, Any]:
+        """Bring an earlier version into force anew, the one before if `to` is None; the status as by `change`.
+
+        Raises what that does, and UnknownVersionError.
+        """
+        return await self._append(
+            lambda when: roll_back(start, self._history, to, based_on, who=who, when=when, why=why)
+        )
+
+    async def status(self) -> dict[str, Any]:
+        """The version in force, and what the gateways say that they have in force."""
+        parts = {part: {"version": said.in_force, "fault": said.fault or None} for part, said in self._heard().items()}
+        return {"current": self._history.current, "parts": parts, "fault": self._fault or None}
+
+    async def history(self) -> list[Version]:
+        """The versions that are kept, the last one first."""
+        return list(reversed(self._history.versions))
+
+    async def _append(self, make: Callable[[datetime], Version]) -> dict[str, Any]:
+        async with self._changing:  # one after the other: each is based on the one before
+            version = make(datetime.fromtimestamp(self._wall_clock(), UTC))
+            history = self._history.with_next(version, self._config.history)
+            try:
+                data = history.model_dump_json(indent=1).encode()
+                await asyncio.to_thread(self._store.write, self._name, data)
+            except OSError as error:
+                raise StoreError(f"the change could not be kept, and is not in force: {error}") from None
+            self._history, self._fault = history, ""
+        async with self._news:
+            self._news.notify_all()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.apply_seconds):
+                    await self._news.wait_for(
+                        lambda: all(report.heard >= version.number for report in self._heard().values())
+                    )
+        return await self.status()
+
+    def _heard(self) -> dict[str, Report]:
+        """The last reports of the gateways that are there."""
+        since = self._clock() - self._config.silence_seconds
+        self._parts = {part: (report, when) for part, (report, when) in self._parts.items() if when > since}
+        return {part: report for part, (report, _) in self._parts.items()}
+
+    def _restored(self) -> tuple[History, str]:
+        data = self._store.read(self._name)
+        if data is None:
+            return History(), ""
+        try:
+            return History.model_validate_json(data), ""
+        except ValidationError as error:
+            aside = f"{self._name}.damaged-{int(self._wall_clock())}"
+            self._store.write(aside, data)
+            fault = f"{self._name} cannot be read and was copied to {aside}: {error.errors()[0]['msg']}"
+            log.error("%s", fault)
+            return History(), fault
+
+
+class Follower:
+    """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit."""
+
+    def __init__(
+        self, control: PolicyControl, part: str, take: Callable[[Version], None], config: ControlConfig
+    ) -> None:
+        self._control, self._part, self._take, self._config = control, part, take, config
+        self._report = Report()
+
+    async def start(self) -> None:
+        """Bring the version in force now into force here. Raises TimeoutError where the actor does not answer."""
+        async with asyncio.timeout(self._config.start_seconds):
+            while self._report.heard < 0:
+                await self._ask()
+
+    async def run(self) -> None:
+        """Do so with every later version, until cancelled."""
+        while True:
+            await self._ask()
+
+    async def _ask(self) -> None:
+        try:
+            version = await self._control.follow(self._part, self._report, self._config.follow_seconds)
+        except Exception as error:  # it is restarting: what is in force stays
+            log.warning("the policy control cannot be reached: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+            return
+        if version.number == self._report.heard:
+            return
+        try:
+            self._take(version)
+            self._report = Report(version.number, version.number)
+        except Exception as error:  # ConfigError or not: whoever stopped following would keep what it has for ever
+            log.error("version %d of the policy cannot be brought into force: %s", version.number, error)
+            self._report = Report(version.number, max(self._report.in_force, 0), str(error))
+
+
+class RemoteControl:
+    """The actor of an application, found by its name for every call: it may have been started anew."""
+
+    def __init__(self, application: str) -> None:
+        self._name = control_name(application)
+
+    async def follow(self, part: str, report: Report, seconds: float) -> Version:
+        version: Version = await self._call("follow", part, report, seconds)
+        return version
+
+    async def change(
+        self, start: Config, changes: dict[str, Any], who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]:
+        status: dict[str, Any] = await self._call("change", start, changes, who, why, based_on)
+        return status
+
+    async def roll_back(
+        self, start: Config, to: int | None, who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]:
+        status: dict[str, Any] = await self._call("roll_back", start, to, who, why, based_on)
+        return status
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._call("status")
+        return status
+
+    async def history(self) -> list[Version]:
+        versions: list[Version] = await self._call("history")
+        return versions
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        import ray
+
+        actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
+        return await getattr(actor, method).remote(*args)
+
+
+def control_name(application: str) -> str:
+    return f"{application}-policy-control"
+
+
+def start_control(application: str, config: ControlConfig) -> Any:
+    """The application's control actor, anew with these settings: named, detached, restarted when it dies.
+
+    What it knows is in its store, so nothing is lost with the one before.
+    """
+    import ray
+
+    with contextlib.suppress(ValueError):  # there is none
+        ray.kill(ray.get_actor(control_name(application), namespace=NAMESPACE), no_restart=True)
+    store: Store = FolderStore(config.path.absolute()) if config.path else ClusterStore()
+    return (
+        ray.remote(Control)
+        .options(
+            name=control_name(application),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=1000,
+        )
+        .remote(config, store, application)
+    )

@@ -1,0 +1,88 @@
+"""The endpoints by which operators see and change the policy of the running service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, StringConstraints
+
+from warmkv.config import ConfigError
+from warmkv.platform.control import PolicyControl, StoreError
+from warmkv.platform.gateway.errors import ApiError, invalid, reason
+from warmkv.platform.gateway.schema import Body, read_body
+from warmkv.platform.gateway.service import Service
+from warmkv.platform.policy_versions import StaleVersionError, UnknownVersionError, values
+from warmkv.platform.tenants import Tenant
+
+Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
+
+
+class ChangeBody(Body):
+    changes: dict[str, Any] = Field(min_length=1, max_length=100, description="dotted settings and their new values")
+    why: Why
+    version: int | None = Field(None, ge=0, description="that must be in force for this; whatever is, if absent")
+
+
+class RollbackBody(Body):
+    to: int | None = Field(None, ge=0, description="version; the one before that in force if absent")
+    why: Why
+    version: int | None = Field(None, ge=0, description="that must be in force for this; whatever is, if absent")
+
+
+def add_policy_endpoints(
+    app: FastAPI, service: Service, control: PolicyControl, operator_of: Callable[[Request], Tenant]
+) -> None:
+    """Add `/v1/warmkv/policy` and what is below it. `operator_of` raises ApiError for who may not."""
+    start, limit = service.config, service.config.gateway.max_body_bytes
+
+    def shown(status: dict[str, Any]) -> Response:
+        current = status["current"].model_dump(mode="json")
+        in_force = {"changed": current.pop("settings"), "settings": values(service.policy.config)}
+        return JSONResponse({"version": current.pop("number"), **current, **in_force, **_without_current(status)})
+
+    @app.get("/v1/warmkv/policy")
+    async def get_policy(request: Request) -> Response:
+        operator_of(request)
+        return shown(await control.status())
+
+    @app.put("/v1/warmkv/policy")
+    async def put_policy(request: Request) -> Response:
+        who = operator_of(request).name
+        body = await read_body(request, ChangeBody, limit)
+        with _refusals():
+            return shown(await control.change(start, body.changes, who, body.why, body.version))
+
+    @app.post("/v1/warmkv/policy/rollback")
+    async def roll_back(request: Request) -> Response:
+        who = operator_of(request).name
+        body = await read_body(request, RollbackBody, limit)
+        with _refusals():
+            return shown(await control.roll_back(start, body.to, who, body.why, body.version))
+
+    @app.get("/v1/warmkv/policy/history")
+    async def get_history(request: Request) -> Response:
+        operator_of(request)
+        versions = [version.model_dump(mode="json") for version in await control.history()]
+        return JSONResponse({"versions": [{"version": one.pop("number"), **one} for one in versions]})
+
+
+def _without_current(status: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in status.items() if key != "current"}
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise invalid(reason(error)) from None
+    except StaleVersionError as error:
+        raise ApiError("conflict_error", reason(error)) from None
+    except UnknownVersionError as error:
+        raise ApiError("not_found_error", reason(error)) from None
+    except StoreError as error:
+        raise ApiError("api_error", reason(error)) from None

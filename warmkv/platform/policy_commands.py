@@ -1,0 +1,159 @@
+"""`warmkv policy`: see and change what a running service works by. It talks to the service over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from warmkv.config import ConfigError, GatewayConfig, read_value
+
+TIMEOUT_SECONDS = 30.0
+_DEFAULTS = GatewayConfig()
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="See and change the policy of a running service: compression, TTLs, routing, prices. For operators.",
+)
+
+UrlOption = Annotated[str, typer.Option(help="Where the service is.")]
+KeyOption = Annotated[
+    str, typer.Option(envvar="WARMKV_API_KEY", help="API key of an operator.", show_default=False, show_envvar=True)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer of the service as JSON.")]
+WhyOption = Annotated[str, typer.Option(help="The reason, kept with the version.")]
+BasedOnOption = Annotated[
+    int | None, typer.Option(min=0, help="Refuse the change unless this version is in force.", show_default=False)
+]
+URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
+
+
+@app.command()
+def show(url: UrlOption = URL, key: KeyOption = "", as_json: JsonOption = False) -> None:
+    """Show the settings in force, who changed them last, and which version each gateway has.
+
+    Example: `warmkv policy show --url http://127.0.0.1:8400`
+    """
+    _tell(_call("GET", url, key), as_json)
+
+
+@app.command("set")
+def set_(
+    changes: Annotated[list[str], typer.Argument(metavar="SETTING=VALUE...", help="As for --set of `warmkv serve`.")],
+    why: WhyOption,
+    based_on: BasedOnOption = None,
+    url: UrlOption = URL,
+    key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Change settings for all requests that come from now on: all of them, or none if one is refused.
+
+    Examples: `warmkv policy set compression.policy=snapkv@0.2 --why "memory is short"`,
+    `warmkv policy set 'prefix_cache.ttls={5m: 300, 1h: 1800}' routing.overload=4 --why "shorter hour" --based-on 7`
+    """
+    wanted = {}
+    for change in changes:
+        setting, equals, text = change.partition("=")
+        if not equals:
+            _fail(f"{change}: write it as section.key=value, as in compression.policy=snapkv@0.2", code=2)
+        try:
+            wanted[setting.strip()] = read_value(setting, text)
+        except ConfigError as error:
+            _fail(str(error), code=2)
+    _tell(_call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on)), as_json)
+
+
+@app.command()
+def rollback(
+    why: WhyOption,
+    to: Annotated[
+        int | None, typer.Option(min=0, help="Version; 0 is the configuration at start.", show_default="the one before")
+    ] = None,
+    based_on: BasedOnOption = None,
+    url: UrlOption = URL,
+    key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the settings of an earlier version into force anew.
+
+    Examples: `warmkv policy rollback --why "answers got worse"`, `warmkv policy rollback --to 0 --why "as configured"`
+    """
+    _tell(_call("POST", url, key, "/rollback", _without_none(to=to, why=why, version=based_on)), as_json)
+
+
+@app.command()
+def history(url: UrlOption = URL, key: KeyOption = "", as_json: JsonOption = False) -> None:
+    """List the versions that are kept, the last one first.
+
+    Example: `warmkv policy history --json`
+    """
+    found = _call("GET", url, key, "/history")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for version in found["versions"]:
+        print(_headline(version))
+        _lines(version["changes"])
+
+
+def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer of the service; what it refuses ends the program with code 2, anything else that fails with 1."""
+    try:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/v1/warmkv/policy{path}",
+            data=None if body is None else json.dumps(body, default=str).encode(),
+            headers={"x-api-key": key, "content-type": "application/json"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        _fail(_message(error), code=2 if error.code < 500 else 1)
+    except (OSError, ValueError) as error:
+        _fail(f"{url}: {error}", code=1)
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url}: {error}"
+
+
+def _tell(policy: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(policy, indent=2))
+        return
+    print(_headline(policy))
+    _lines(policy["settings"])
+    for part, said in sorted(policy["parts"].items()):
+        print(f"gateway {part}: version {said['version']}" + (f"; {said['fault']}" if said["fault"] else ""))
+    if policy["fault"]:
+        print(policy["fault"])
+
+
+def _headline(version: dict[str, Any]) -> str:
+    by = f" by {version['who']} at {version['when']}" if version["when"] else ""
+    back = f" (back to {version['rolled_back_to']})" if version["rolled_back_to"] is not None else ""
+    return f"version {version['version']}{by}{back}: {version['why']}"
+
+
+def _lines(settings: dict[str, Any]) -> None:
+    for setting, value in settings.items():
+        print(f"  {setting} = {value if isinstance(value, str) else json.dumps(value)}")
+
+
+def _without_none(**body: Any) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    errors = Console(stderr=True)
+    errors.print("[red]policy:[/red] ", end="")
+    errors.print(message, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(code)

@@ -1,0 +1,58 @@
+"""Where the versions of the policy are kept: in a folder, or in the cluster's own store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+NAMESPACE = "warmkv"
+
+
+class Store(Protocol):
+    """Bytes by name. Both raise OSError where that is not possible."""
+
+    def read(self, name: str) -> bytes | None: ...
+    def write(self, name: str, data: bytes) -> None: ...
+
+
+class FolderStore:
+    """Files in a folder, which is made if missing. A file is whole at any time: the old one, or the new one."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        beside = self._path / f".{name}.new"
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._path / name)
+        folder = os.open(self._path, os.O_RDONLY)  # or the new name may be lost with the power
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class ClusterStore:
+    """Ray's key-value store: it lives as long as the head, and beyond where Ray keeps its state in Redis."""
+
+    def read(self, name: str) -> bytes | None:
+        from ray.experimental import internal_kv
+
+        found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
+        return found
+
+    def write(self, name: str, data: bytes) -> None:
+        from ray.experimental import internal_kv
+
+        internal_kv._internal_kv_put(name, data, overwrite=True, namespace=NAMESPACE)

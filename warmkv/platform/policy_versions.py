@@ -1,0 +1,151 @@
+"""What of the configuration may be changed while the service runs, and the versions of it that were in force. Pure.
+
+A version says what differs from the configuration that the service was started with, so that it can be brought into
+force again on any start. Version 0 is that configuration itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import AwareDatetime, Field, model_validator
+
+from warmkv.config import (
+    CompressionConfig,
+    Config,
+    ConfigError,
+    PricingConfig,
+    RoutingConfig,
+    Section,
+    parse,
+    put,
+)
+from warmkv.policy_spec import PolicySpec
+
+_SECTIONS: dict[str, Iterable[str]] = {
+    "compression": CompressionConfig.model_fields,
+    "prefix_cache": ("ttls", "default_ttl"),
+    "routing": RoutingConfig.model_fields,
+    "pricing": PricingConfig.model_fields,
+}
+LIVE = tuple(f"{section}.{field}" for section, fields in _SECTIONS.items() for field in fields)
+"""Settings that may be changed while the service runs."""
+
+
+class StaleVersionError(ValueError):
+    """A change that was based on a version which is not in force any more."""
+
+
+class UnknownVersionError(LookupError):
+    """A version that never was, or is not kept any more."""
+
+
+class Version(Section):
+    """A policy, and who wanted it when and why."""
+
+    number: int = Field(0, ge=0)
+    settings: dict[str, Any] = Field({}, description="all that differs from the configuration at start")
+    changes: dict[str, Any] = Field({}, description="what was asked for")
+    rolled_back_to: int | None = None
+    who: str = ""
+    when: AwareDatetime | None = None
+    why: str = "the configuration at start"
+
+
+class History(Section):
+    """Versions, oldest first; the last one is in force."""
+
+    versions: tuple[Version, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> History:
+        numbers = [0, *(version.number for version in self.versions)]
+        if numbers != sorted(set(numbers)):
+            raise ValueError("the numbers of the versions do not rise")
+        return self
+
+    @property
+    def current(self) -> Version:
+        return self.versions[-1] if self.versions else Version()
+
+    def find(self, number: int) -> Version:
+        """A version by its number. Raises UnknownVersionError."""
+        for version in (Version(), *self.versions):
+            if version.number == number:
+                return version
+        kept = ", ".join(str(version.number) for version in self.versions)
+        raise UnknownVersionError(f"version {number} is not kept; there are 0{', ' if kept else ''}{kept}")
+
+    def previous(self) -> Version:
+        """The version before the one in force. Raises UnknownVersionError."""
+        if not self.versions:
+            raise UnknownVersionError("nothing was changed yet")
+        return self.versions[-2] if len(self.versions) > 1 else self.find(self.current.number - 1)
+
+    def with_next(self, version: Version, keep: int) -> History:
+        """The history with one more version, of which the last `keep` stay."""
+        return History(versions=(*self.versions, version)[-keep:])
+
+
+def in_force(start: Config, version: Version) -> Config:
+    """The configuration under a version. Raises ConfigError where it does not fit what the service was started with."""
+    return _changed(start, version.settings)
+
+
+def values(config: Config, settings: Iterable[str] = LIVE) -> dict[str, Any]:
+    """Settings as plain values, a policy in its short form."""
+    found = {}
+    for dotted in settings:
+        section, field = dotted.split(".")
+        value = getattr(getattr(config, section), field)
+        plain = getattr(config, section).model_dump(mode="json", include={field})[field]
+        found[dotted] = value.label if isinstance(value, PolicySpec) else plain
+    return found
+
+
+def change(start: Config, history: History, changes: Mapping[str, Any], based_on: int | None, **by: Any) -> Version:
+    """The next version: dotted settings get new values, all of them or none. `by` is who, when and why.
+
+    Raises StaleVersionError, or ConfigError with the place of every fault.
+    """
+    current = _check_base(history, based_on)
+    try:
+        json.dumps(changes, allow_nan=False)
+    except ValueError:
+        raise ConfigError("numbers must be finite") from None
+    config = _changed(in_force(start, current), changes)
+    touched = {dotted: ".".join(dotted.split(".")[:2]) for dotted in changes}
+    if fixed := [dotted for dotted, setting in touched.items() if setting not in LIVE]:
+        raise ConfigError(f"{fixed[0]} cannot be changed while the service runs; what can: {', '.join(LIVE)}")
+    settings = values(config, dict.fromkeys([*current.settings, *touched.values()]))
+    return Version(number=current.number + 1, settings=settings, changes=dict(changes), **by)
+
+
+def roll_back(start: Config, history: History, to: int | None, based_on: int | None, **by: Any) -> Version:
+    """The next version, with the settings of an earlier one: of the last before the one in force if `to` is None.
+
+    Raises StaleVersionError, UnknownVersionError, or ConfigError where the earlier one does not fit any more.
+    """
+    current = _check_base(history, based_on)
+    earlier = history.previous() if to is None else history.find(to)
+    in_force(start, earlier)
+    return Version(number=current.number + 1, settings=earlier.settings, rolled_back_to=earlier.number, **by)
+
+
+def _check_base(history: History, based_on: int | None) -> Version:
+    current = history.current
+    if based_on not in (None, current.number):
+        raise StaleVersionError(
+            f"version {based_on} is not in force: version {current.number} is, by {current.who or 'nobody'} "
+            f"({current.why})"
+        )
+    return current
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    tree = config.model_dump(mode="json")
+    for dotted, value in changes.items():
+        put(tree, dotted, value)
+    return parse(tree)
