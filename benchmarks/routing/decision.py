@@ -8,10 +8,12 @@ peer only the tree's match is timed, in its own process, without the remote call
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from benchmarks.engine.results import Results
 from warmkv.config import DirectoryConfig, RoutingConfig
@@ -27,6 +29,8 @@ SLOTS = 16
 QUESTIONS = 2_000  # decisions in a repeat
 TREE_PROMPTS = 2_000  # that the tree knows: 64 MB of text
 CHARACTERS = 32_000
+
+Request = TypeVar("Request")
 
 
 def replicas(count: int) -> list[str]:
@@ -59,6 +63,11 @@ def fill(index: PrefixIndex, blocks: int, names: list[str], chance: random.Rando
     return questions
 
 
+def arriving(requests: list[Request]) -> Iterator[Request]:
+    """Requests as they come to a router: made a moment ago, and not lying about in memory since long before."""
+    return (pickle.loads(pickle.dumps(request)) for request in requests)
+
+
 def worst(index: PrefixIndex, names: list[str], chance: random.Random) -> list[bytes]:
     """A prompt of which every replica holds another share: nothing can be bisected together."""
     hashes = [chance.randbytes(16) for _ in range(CHAIN)]
@@ -81,7 +90,7 @@ def race_decisions(
         say(f"decisions {repeat}/{repeats}")
         for name, asked in (("", questions), ("worst_", [hardest] * len(questions))):
             choosing, mending = [], []
-            for hashes in asked:
+            for hashes in arriving(asked):
                 began = now()
                 choice = dispatcher.choose("request", hashes, names)
                 chosen = now()
@@ -132,7 +141,7 @@ def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callab
     for repeat in range(1, repeats + 1):
         say(f"matches in the tree {repeat}/{repeats}")
         times = []
-        for text in asked:
+        for text in arriving(asked):
             began = now()
             tree.prefix_match(text, names)
             times.append(now() - began)

@@ -84,9 +84,9 @@ class Dispatcher:
         warm = self.index.longest_match(hashes)
         order = rank(View(replicas, hashes, warm, load, self._slots, self._turn), config, self._random)
         self._turn += 1
-        asked = wanted is not None and config.allow_request_replica and wanted in order
-        if wanted is not None and asked:
-            order = [wanted, *(name for name in order if name != wanted)]
+        asked = wanted is not None and wanted in order and config.allow_request_replica
+        if asked:
+            order.sort(key=lambda name: name != wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
         if asked:

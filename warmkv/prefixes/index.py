@@ -21,12 +21,13 @@ Depths = tuple[int, int, int]
 _CODES: Mapping[str, int] = {"device": 0b111, "host": 0b011, "disk": 0b001}
 _FIELD, _WIDTH = 0b111, 3
 _SHARED_MASKS = 1 << 16  # masks kept, more or less, so that blocks held alike share one object
+_DECODED_MASKS = 1 << 10  # masks whose replicas are remembered
 _NOTHING: Depths = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `of` equal parts of all blocks, told apart by the first byte of their hashes."""
+    """One of `of` parts of all blocks, told apart by the first byte of their hashes."""
 
     number: int = 0
     of: int = 1
@@ -52,6 +53,7 @@ class PrefixIndex:
         self._shifts: dict[str, int] = {}  # replica -> where its bits are
         self._counts: dict[str, int] = {}  # replica -> blocks it holds
         self._shared: dict[int, int] = {}
+        self._holders: dict[int, list[tuple[str, int]]] = {}  # replicas and their three bits, of masks seen lately
 
     def __len__(self) -> int:
         """Distinct blocks held anywhere."""
@@ -113,6 +115,7 @@ class PrefixIndex:
         if replica in self._shifts:
             self.remove(replica, self.keys_of(replica))
             del self._shifts[replica], self._counts[replica]
+            self._holders.clear()
 
     def keep(self, wanted: Callable[[bytes], bool]) -> None:
         """Forget all blocks but those whose shortened keys are wanted, and the replicas that hold none then."""
@@ -122,6 +125,7 @@ class PrefixIndex:
             self._counts[replica] = sum(count for mask, count in alike.items() if mask >> shift & _FIELD)
             if not self._counts[replica]:
                 del self._shifts[replica], self._counts[replica]
+        self._holders.clear()
 
     def keys_of(self, replica: str) -> list[bytes]:
         """The shortened keys of what a replica holds."""
@@ -166,17 +170,16 @@ class PrefixIndex:
                     bits = deeper
                 low = middle
             alike = (low, low, low)
-            for replica, shift in self._shifts.items():
-                if planes := bits >> shift & _FIELD:
-                    if planes == _FIELD:
-                        found[replica] = alike
-                    else:
-                        device, host, anywhere = found.get(replica, _NOTHING)
-                        found[replica] = (
-                            low if planes & 0b100 else device,
-                            low if planes & 0b010 else host,
-                            low if planes & 0b001 else anywhere,
-                        )
+            for replica, planes in self._holders.get(bits) or self._decode(bits):
+                if planes == _FIELD:
+                    found[replica] = alike
+                else:
+                    device, host, anywhere = found.get(replica, _NOTHING)
+                    found[replica] = (
+                        low if planes & 0b100 else device,
+                        low if planes & 0b010 else host,
+                        low if planes & 0b001 else anywhere,
+                    )
         return found
 
     def mend(self, replica: str, matched: Sequence[bytes], start: int) -> int:
@@ -191,6 +194,13 @@ class PrefixIndex:
                 self.remove(replica, matched[at + 1 :])
                 return at
         return len(matched)
+
+    def _decode(self, mask: int) -> list[tuple[str, int]]:
+        if len(self._holders) >= _DECODED_MASKS:
+            self._holders.clear()
+        fields = [(replica, mask >> shift & _FIELD) for replica, shift in self._shifts.items()]
+        self._holders[mask] = holders = [(replica, planes) for replica, planes in fields if planes]
+        return holders
 
     def _pool(self) -> dict[int, int]:
         """Masks as shared objects, since there are few masks and many blocks; bounded, for there may be many once."""
