@@ -118,11 +118,11 @@ def _watched(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         import ray
 
-        from warmkv.platform.prefix_directory import directory_name
+        from warmkv.platform.prefix_directory import NAMESPACE, directory_name
 
         while not ended.wait(0.5):
             with suppress(Exception):  # the directory has not begun yet
-                directory = ray.get_actor(directory_name(config.cluster.application))
+                directory = ray.get_actor(directory_name(config.cluster.application), namespace=NAMESPACE)
                 replicas = ray.get(directory.status.remote(), timeout=1)["replicas"]
                 phases = Counter(replica["phase"] for replica in replicas.values() if "phase" in replica)
                 if phases:
