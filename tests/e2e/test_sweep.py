@@ -12,7 +12,7 @@ from warmkv.simulator import grid, sweep
 from warmkv.simulator.requests import Requests
 from warmkv.simulator.sweep_folder import SweepError
 from warmkv.simulator.sweep_ray import on_ray
-from warmkv.simulator.sweep_source import Source, Trace, read
+from warmkv.simulator.source import Source, Trace, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,6 +16,8 @@ from typer.core import TyperCommand
 from warmkv.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
+    from warmkv.simulator.source import Source
+    from warmkv.simulator.source import Trace as Requested
     from warmkv.simulator.traces import Trace
 
 errors = Console(stderr=True)
@@ -32,6 +35,32 @@ JsonOption = Annotated[
     ),
 ]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+
+
+class StepTimes(StrEnum):
+    AUTO = "auto"
+    CONFIG = "config"
+    LOG = "log"
+
+
+class Scope(StrEnum):
+    GLOBAL = "global"
+    SESSION = "session"
+    TENANT = "tenant"
+
+
+TraceArgument = Annotated[
+    Path, typer.Argument(help="An access log, or a trace of any format that is read.", show_default=False)
+]
+OpenOption = Annotated[
+    bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
+]
+ScopeOption = Annotated[
+    Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
+]
+FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
+BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")]
+CharactersOption = Annotated[float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")]
 
 
 class JsonCommand(TyperCommand):
@@ -101,6 +130,24 @@ def read_trace(
         errors.print(f"{trace.format}: {note}", highlight=False)
     if not len(trace):
         fail(what, f"{file} has no request")
+    return trace
+
+
+def read_requests(what: str, source: Source, base: Config) -> Requested:
+    """A trace; says what was left out, and ends the program if nothing is left."""
+    from warmkv.simulator import source as sources
+    from warmkv.simulator.traces import TraceError
+
+    try:
+        with bar(f"reading {source.path.name}") as progress:
+            trace = sources.read(source, base, progress)
+    except TraceError as error:
+        fail(what, str(error))
+    told(trace.broken, trace.skipped, trace.faults)
+    for note in trace.notes:
+        errors.print(f"{source.path.name}: {note}", highlight=False)
+    if not trace.requests.records:
+        fail(what, f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
     return trace
 
 

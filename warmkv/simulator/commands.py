@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,16 +16,23 @@ from warmkv import __version__
 from warmkv.config import Config
 from warmkv.simulator import variants
 from warmkv.simulator.command_line import (
+    BlockSizeOption,
+    CharactersOption,
     ConfigOption,
+    FormatOption,
     JsonOption,
+    OpenOption,
+    Scope,
+    ScopeOption,
     SetOption,
+    StepTimes,
     StrictOption,
+    TraceArgument,
     bar,
     errors,
     fail,
     read_config,
-    read_trace,
-    told,
+    read_requests,
     write,
 )
 
@@ -37,24 +43,11 @@ if TYPE_CHECKING:
 
 TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
-OWN_FORMAT = "warmkv"
-
-
-class StepTimes(StrEnum):
-    AUTO = "auto"
-    CONFIG = "config"
-    LOG = "log"
-
-
-class Scope(StrEnum):
-    GLOBAL = "global"
-    SESSION = "session"
-    TENANT = "tenant"
 
 
 def replay(
     context: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="An access log or a trace of any format.", show_default=False)],
+    trace: TraceArgument,
     ttl: Annotated[
         list[float], typer.Option(help="Seconds that every prefix lives after each use. May be repeated.")
     ] = TTLS,
@@ -76,19 +69,11 @@ def replay(
         Path | None,
         typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
     ] = None,
-    open_loop: Annotated[
-        bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
-    ] = False,
-    scope: Annotated[
-        Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
-    ] = Scope.GLOBAL,
-    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")
-    ] = None,
-    characters_per_token: Annotated[
-        float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")
-    ] = None,
+    open_loop: OpenOption = False,
+    scope: ScopeOption = Scope.GLOBAL,
+    format: FormatOption = None,
+    block_size: BlockSizeOption = None,
+    characters_per_token: CharactersOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -121,8 +106,14 @@ def replay(
         grid = [variants.Variant(), *grid]
     folders = _folders(out, grid)
 
-    reading = {"block_size": block_size, "characters_per_token": characters_per_token}
-    requests, about = _read(trace, format, settings, reading, scope, open_loop, strict)
+    from warmkv.simulator.source import Source
+
+    read = read_requests(
+        "replay", Source(trace, format, block_size, characters_per_token, scope.value, open_loop, strict), settings
+    )
+    requests, arrivals = read.requests, "arrivals as recorded"
+    if requests.turns:
+        arrivals = "turns follow the answers before them"
 
     from warmkv.simulator import replay as replaying
     from warmkv.simulator import report, timing
@@ -133,7 +124,15 @@ def replay(
         meta = {
             "format": 1,
             "warmkv": __version__,
-            "trace": about,
+            "trace": {
+                "file": trace.name,
+                "sha256": read.sha256,
+                "format": read.format,
+                "requests": len(requests.records),
+                "broken": read.broken,
+                "skipped": read.skipped,
+                "arrivals": arrivals,
+            },
             "step_times": {"source": source, **cost.figures()},
             "config": settings.model_dump(mode="json"),
         }
@@ -150,7 +149,7 @@ def replay(
     first = results[0]
     print(
         f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens, {settings.cluster.replicas} replicas; {about['arrivals']}\n"
+        f"{first.usage.output:,} output tokens, {settings.cluster.replicas} replicas; {arrivals}\n"
         f"step times: {source}\n"
     )
     console = Console()
@@ -220,65 +219,6 @@ def _folders(out: Path | None, grid: Sequence[variants.Variant]) -> list[Path | 
 def _name(variant: variants.Variant) -> str:
     ttl = "" if variant.ttl is None else f"_ttl{variant.ttl:g}"
     return re.sub(r"[^\w.@=+-]+", "-", variant.label) + ttl
-
-
-def _read(
-    file: Path,
-    format: str | None,
-    settings: Config,
-    reading: dict[str, Any],
-    scope: Scope,
-    open_loop: bool,
-    strict: bool,
-) -> tuple[Requests, dict[str, Any]]:
-    """The requests to replay, and what a run's folder says about where they came from."""
-    from warmkv.simulator import access_log, traces
-    from warmkv.simulator.requests import Requests, of_trace
-
-    try:
-        if _format(file, format) == OWN_FORMAT:
-            log = access_log.read(file, strict=strict)
-            told(log.broken, log.skipped, log.faults)
-            requests, name, broken, skipped = Requests(log.requests), OWN_FORMAT, log.broken, log.skipped
-        else:
-            trace = read_trace("replay", file, format, strict=strict, **reading)
-            requests = of_trace(trace, settings, scope=scope.value, open_loop=open_loop)
-            name, broken, skipped = trace.format, trace.broken, trace.skipped
-            if not trace.block_size:
-                errors.print(f"{name}: the trace has no blocks, so no prefix will be found", highlight=False)
-    except traces.TraceError as error:
-        fail("replay", str(error))
-    if not requests.records:
-        fail("replay", f"{file} has no request to replay; the gateway writes one to gateway.access_log")
-    about = {
-        "file": file.name,
-        "sha256": _digest(file),
-        "format": name,
-        "requests": len(requests.records),
-        "broken": broken,
-        "skipped": skipped,
-        "arrivals": "turns follow the answers before them" if requests.turns else "arrivals as recorded",
-    }
-    return requests, about
-
-
-def _format(file: Path, format: str | None) -> str:
-    """The format that was named, or that the content tells; an access log if neither does: its reader says why not."""
-    from warmkv.simulator import traces
-
-    if format is not None:
-        return format
-    try:
-        return next(traces.stream(file, size=1)).format
-    except traces.TraceError:
-        return OWN_FORMAT
-
-
-def _digest(file: Path) -> str:
-    import hashlib
-
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _given(context: typer.Context, name: str) -> bool:

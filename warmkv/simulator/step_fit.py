@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from warmkv.policies.costs import StepCost
 from warmkv.simulator.batching import Limits, Sequence
 from warmkv.simulator.measured import Measured
+from warmkv.simulator.spread_evenly import Floats, during
 
-Floats = NDArray[np.float64]
 Serve = Callable[[StepCost], list[Sequence]]  # the requests as a server with these step times answers them
 Loss = Callable[[list[Sequence]], float]  # how far from the measured times
 
@@ -78,8 +78,8 @@ def _as_measured(requests: Measured, limits: Limits, which: slice) -> tuple[Floa
         (start, first, new, chunks * (requests.prompt + requests.cached) / 2 + new / 2),
     )
     for begin, end, computed, read in spans:
-        tokens += _between(begin, end, computed, first, last)
-        context += _between(begin, end, read, first, last)
+        tokens += during(first, last, begin, end, computed)
+        context += during(first, last, begin, end, read)
     rows = _rows(which, some)
     return np.column_stack([steps, tokens, context])[rows], (last - first)[rows]
 
@@ -95,20 +95,6 @@ def _as_simulated(served: list[Sequence], requests: Measured, which: slice) -> t
     seconds = np.concatenate([(requests.first - noted)[which], (requests.last - requests.first)[which]])
     some = design[:, 0] > 0
     return design[some], seconds[some]
-
-
-def _between(start: Floats, end: Floats, amount: Floats, a: Floats, b: Floats) -> Floats:
-    """How much of all amounts, each spread evenly from its start to its end, falls between each a and b."""
-    used = (end > start) & (amount > 0)
-    rate = amount[used] / (end - start)[used]
-    times, rates = np.concatenate([start[used], end[used]]), np.concatenate([rate, -rate])
-    order = np.argsort(times)
-    times, rates = times[order], np.cumsum(rates[order])
-    total = np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(times))])
-    if not len(times):
-        return np.zeros(len(a))
-    spread: Floats = np.interp(b, times, total) - np.interp(a, times, total)
-    return spread
 
 
 def _rows(which: slice, some: NDArray[np.bool_]) -> NDArray[np.bool_]:

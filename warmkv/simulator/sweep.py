@@ -25,10 +25,10 @@ from warmkv.simulator.grid import Point, digest
 from warmkv.simulator.pareto import front
 from warmkv.simulator.replay import recorded_policy, replay
 from warmkv.simulator.requests import Requests
+from warmkv.simulator.source import Source, Trace, file_digest, read
 from warmkv.simulator.summary import figures
 from warmkv.simulator.sweep_folder import SweepError, SweepFolder
 from warmkv.simulator.sweep_quality import Quality
-from warmkv.simulator.sweep_source import Source, Trace, file_digest, read
 from warmkv.simulator.variants import Variant
 
 Times = Literal["auto", "config", "log"]

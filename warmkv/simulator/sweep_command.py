@@ -15,37 +15,31 @@ from rich.console import Console
 from warmkv.config import Config, load
 from warmkv.simulator import grid as grids
 from warmkv.simulator.command_line import (
+    BlockSizeOption,
+    CharactersOption,
     ConfigOption,
+    FormatOption,
     JsonOption,
+    OpenOption,
+    Scope,
+    ScopeOption,
     SetOption,
+    StepTimes,
     StrictOption,
+    TraceArgument,
     bar,
     errors,
     fail,
     read_config,
-    told,
+    read_requests,
     write,
 )
-from warmkv.simulator.commands import Scope, StepTimes
 
 if TYPE_CHECKING:
+    from warmkv.simulator.source import Trace
     from warmkv.simulator.sweep import Runner
-    from warmkv.simulator.sweep_source import Source, Trace
 
 FRONT = "dollars,hit_rate_tokens,ttft_p99"
-
-TraceArgument = Annotated[
-    Path, typer.Argument(help="An access log, or a trace of any format that is read.", show_default=False)
-]
-OpenOption = Annotated[
-    bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
-]
-ScopeOption = Annotated[
-    Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
-]
-FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
-BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")]
-CharactersOption = Annotated[float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")]
 
 
 def sweep(
@@ -104,8 +98,8 @@ def sweep(
 
     from warmkv.simulator import sweep as sweeping
     from warmkv.simulator import sweep_quality, sweep_report
+    from warmkv.simulator.source import Source
     from warmkv.simulator.sweep_folder import SweepFolder
-    from warmkv.simulator.sweep_source import Source
 
     source = Source(trace, format, block_size, characters_per_token, scope.value, open_loop, strict)
     requests = read_requests("sweep", source, base)
@@ -143,23 +137,6 @@ def sweep(
     console.print(f"{out}/report.html", highlight=False, soft_wrap=True)
     if json_file is not None:
         write(document, json_file, "sweep")
-
-
-def read_requests(what: str, source: Source, base: Config) -> Trace:
-    """A trace; says what was left out, and ends the program if nothing is left."""
-    from warmkv.simulator import sweep_source
-    from warmkv.simulator.traces import TraceError
-
-    try:
-        trace = sweep_source.read(source, base)
-    except TraceError as error:
-        fail(what, str(error))
-    told(trace.broken, trace.skipped, trace.faults)
-    for note in trace.notes:
-        errors.print(f"{source.path.name}: {note}", highlight=False)
-    if not trace.requests.records:
-        fail(what, f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
-    return trace
 
 
 def runner_of(

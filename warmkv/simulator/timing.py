@@ -17,6 +17,7 @@ from warmkv.policies.costs import MeasuredCosts, StepCost, StepKind, StepTimes, 
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cluster import kv_shape
+from warmkv.simulator.spread_evenly import during
 
 Floats = NDArray[np.float64]
 ENOUGH = 20  # measured requests below which a fit says little
@@ -105,8 +106,8 @@ def _replica_rows(
     read = decodes * full - grown * (grown - 1) / 2  # entries read in all decode steps
 
     # A prompt's chunks and, between two of them, a decode step of whoever decodes at that time.
-    batch = _during(start, first, first, end, end - first) / (first - start)
-    entries = _during(start, first, first, end, (end - first) * read / np.maximum(decodes, 1)) / (first - start)
+    batch = during(start, first, first, end, end - first) / (first - start)
+    entries = during(start, first, first, end, (end - first) * read / np.maximum(decodes, 1)) / (first - start)
     between = np.where(batch > 0.5, chunks - 1, 0.0)
     prefills = np.column_stack(
         [chunks + between, new + between * batch, prefill_read + between * entries, first - start]
@@ -114,12 +115,12 @@ def _replica_rows(
 
     # A request's decode steps with the other sequences in them, and the chunks of prompts that came between. Decoding
     # all but stands still during a prompt, so it is spread over the time left by prompts.
-    began, ended = (times - _during(np.zeros_like(times), times, start, first, first - start) for times in (first, end))
+    began, ended = (times - during(np.zeros_like(times), times, start, first, first - start) for times in (first, end))
     decoded = np.column_stack(
         [
-            decodes + _during(first, end, start, first, chunks),
-            _during(began, ended, began, ended, decodes) + _during(first, end, start, first, new),
-            _during(began, ended, began, ended, read) + _during(first, end, start, first, prefill_read),
+            decodes + during(first, end, start, first, chunks),
+            during(began, ended, began, ended, decodes) + during(first, end, start, first, new),
+            during(began, ended, began, ended, read) + during(first, end, start, first, prefill_read),
             end - first,
         ]
     )
@@ -129,25 +130,3 @@ def _replica_rows(
 
 def _capacity(spec: PolicySpec, record: RequestRecord) -> int:
     return budgets.slot_capacity(spec, record.input_tokens, record.output_tokens)
-
-
-def _during(a: Floats, b: Floats, start: Floats, end: Floats, amount: Floats) -> Floats:
-    """How much falls between each a and b of all the `amount`s, each spread evenly from its start to its end."""
-    used = end > start
-    start, end, rate = start[used], end[used], amount[used] / (end - start)[used]
-
-    def until(times: Floats) -> Floats:
-        return _ramp(start, rate, times) - _ramp(end, rate, times)
-
-    return until(b) - until(a)
-
-
-def _ramp(start: Floats, rate: Floats, times: Floats) -> Floats:
-    """Sum of rate * (time - start) over all starts before each time."""
-    order = np.argsort(start)
-    start, rate = start[order], rate[order]
-    rates = np.concatenate([[0.0], np.cumsum(rate)])
-    offsets = np.concatenate([[0.0], np.cumsum(rate * start)])
-    before = np.searchsorted(start, times)
-    ramp: Floats = rates[before] * times - offsets[before]
-    return ramp

@@ -15,27 +15,26 @@ from rich.console import Console
 from warmkv.config import load
 from warmkv.simulator import grid as grids
 from warmkv.simulator.command_line import (
+    BlockSizeOption,
+    CharactersOption,
     ConfigOption,
+    FormatOption,
     JsonOption,
+    OpenOption,
+    Scope,
+    ScopeOption,
     SetOption,
+    StepTimes,
     StrictOption,
+    TraceArgument,
     bar,
     errors,
     fail,
     read_config,
+    read_requests,
     write,
 )
-from warmkv.simulator.commands import Scope, StepTimes
-from warmkv.simulator.sweep_command import (
-    BlockSizeOption,
-    CharactersOption,
-    FormatOption,
-    OpenOption,
-    ScopeOption,
-    TraceArgument,
-    read_requests,
-    runner_of,
-)
+from warmkv.simulator.sweep_command import runner_of
 
 if TYPE_CHECKING:
     from warmkv.simulator.tune import Constraint, Trial
@@ -106,8 +105,8 @@ def tune(
     from warmkv.simulator import sweep as sweeping
     from warmkv.simulator import sweep_quality
     from warmkv.simulator import tune as tuning
+    from warmkv.simulator.source import Source
     from warmkv.simulator.sweep_folder import SweepFolder
-    from warmkv.simulator.sweep_source import Source
 
     if tuning.size_of(axes) > trials and find_spec("optuna") is None:
         fail("tune", "optuna missing; install with: pip install 'warmkv[tune]', or raise --trials to try everything")

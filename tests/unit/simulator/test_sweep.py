@@ -16,9 +16,9 @@ from warmkv.simulator import grid, sweep, workloads
 from warmkv.simulator.figures import sense
 from warmkv.simulator.replay import replay
 from warmkv.simulator.sessions import Workload
+from warmkv.simulator.source import Source, read
 from warmkv.simulator.summary import figures
 from warmkv.simulator.sweep_folder import SweepError, SweepFolder, changes, flat
-from warmkv.simulator.sweep_source import Source, read
 from warmkv.simulator.traces import mooncake
 from warmkv.simulator.traces.warmkv import trace_of
 from warmkv.simulator.variants import Variant

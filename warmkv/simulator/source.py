@@ -1,8 +1,9 @@
-"""A trace as every worker of a sweep reads it: any format, by the same rules."""
+"""A trace as replays, and every worker of a sweep, read it: any format, by the same rules."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Trace:
     """The requests of a file, and an account of what was left out."""
 
     source: Source
+    format: str
     sha256: str
     requests: Requests
     broken: int = 0
@@ -45,19 +47,19 @@ class Trace:
     notes: tuple[str, ...] = ()
 
 
-def read(source: Source, base: Config) -> Trace:
+def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> Trace:
     """Requests that name no policy or model are those of the base configuration. Raises TraceError."""
     if _format(source) == OWN_FORMAT:
         log = access_log.read(source.path, strict=source.strict)
         digest = file_digest(source.path)
-        return Trace(source, digest, Requests(log.requests), log.broken, log.skipped, log.faults)
+        return Trace(source, OWN_FORMAT, digest, Requests(log.requests), log.broken, log.skipped, log.faults)
     characters = () if source.characters_per_token is None else (source.characters_per_token,)
     reading = traces.Reading(source.block_size, *characters)
-    trace = traces.read(source.path, source.format, reading=reading, strict=source.strict)
+    trace = traces.read(source.path, source.format, reading=reading, strict=source.strict, progress=progress)
     requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
     notes = trace.notes if trace.block_size else (*trace.notes, "the trace has no blocks, so no prefix will be found")
     digest = file_digest(source.path)
-    return Trace(source, digest, requests, trace.broken, trace.skipped, trace.faults, notes)
+    return Trace(source, trace.format, digest, requests, trace.broken, trace.skipped, trace.faults, notes)
 
 
 def file_digest(path: Path) -> str:
