@@ -18,7 +18,7 @@ import yaml
 
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
-from warmkv.platform.local import free_port, start_document, start_ray
+from warmkv.platform.local import free_port, start_document, start_ray, watching
 
 ROOT = Path(__file__).parents[2]
 OVERLAY = ROOT / "k8s" / "overlays" / "demo"
@@ -32,6 +32,7 @@ class Cluster:
     config: Config
     access_log: Path
     from_manifest: bool
+    said: tuple[str, ...]  # while it started
 
     def anthropic(self, key: str) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
@@ -72,8 +73,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     start_ray(config)
     import ray
 
-    start_document(document)
-    yield Cluster(f"http://127.0.0.1:{port}", config, log, from_manifest)
+    said: list[str] = []
+    with watching(config, said.append):
+        start_document(document)
+    yield Cluster(f"http://127.0.0.1:{port}", config, log, from_manifest, tuple(said))
     ray.shutdown()
 
 

@@ -185,3 +185,7 @@ def test_metrics_are_exported_for_prometheus(cluster, eventually):
         return all(metric.exported in text for metric in telemetry.ALL)
 
     eventually(exported, "every metric is exported")
+
+
+def test_replicas_say_what_they_do_until_they_serve(cluster):
+    assert any("replica(s) loading the model" in said or "replica(s) computing" in said for said in cluster.said)

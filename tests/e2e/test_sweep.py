@@ -10,9 +10,9 @@ from warmkv.config import load
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator import grid, sweep
 from warmkv.simulator.requests import Requests
+from warmkv.simulator.source import Source, Trace, read
 from warmkv.simulator.sweep_folder import SweepError
 from warmkv.simulator.sweep_ray import on_ray
-from warmkv.simulator.source import Source, Trace, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -111,7 +111,7 @@ def start_document(document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _watched(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+def watching(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     """Tell `say` meanwhile what the replicas do until they serve. Ray must have been started."""
     ended = threading.Event()
 
@@ -121,7 +121,7 @@ def _watched(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         from warmkv.platform.prefix_directory import NAMESPACE, directory_name
 
         while not ended.wait(0.5):
-            with suppress(Exception):  # the directory has not begun yet
+            with suppress(ValueError, ray.exceptions.RayError):  # the directory has not begun yet, or is busy
                 directory = ray.get_actor(directory_name(config.cluster.application), namespace=NAMESPACE)
                 replicas = ray.get(directory.status.remote(), timeout=1)["replicas"]
                 phases = Counter(replica["phase"] for replica in replicas.values() if "phase" in replica)
@@ -155,7 +155,7 @@ def running(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     from ray import serve
 
     try:
-        with _watched(config, say):
+        with watching(config, say):
             start_document(document)
         host = "127.0.0.1" if config.gateway.host == "0.0.0.0" else config.gateway.host
         prefix = config.gateway.route_prefix.rstrip("/")
