@@ -64,6 +64,8 @@ class EngineStats:
     store_bytes: int  # of the prefix cache on the device
     store_blocks: int
     store_tiers: Mapping[str, int]  # bytes of the prefix cache by tier: device, host, disk
+    evicted: int  # blocks that left a tier of it so far to make room, or were dropped
+    expired: int  # and those whose TTL had run out
     allocator_bytes: int | None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 
@@ -168,6 +170,8 @@ class Engine:
             store_bytes=self.store.resident_bytes,
             store_blocks=len(self.store),
             store_tiers=self.store.tier_bytes,
+            evicted=self.store.evicted,
+            expired=self.store.expired,
             allocator_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
         )
 

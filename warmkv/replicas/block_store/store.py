@@ -76,6 +76,7 @@ class BlockStore:
         self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
+        self.evicted, self.expired = 0, 0  # blocks and tails that left a tier, and why
         tiers = tiers_of(config, identity.shape) if config.enabled else []
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
         self.places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
@@ -293,7 +294,9 @@ class BlockStore:
                         self._move(key, tier, packed)
                     else:
                         self._lose(key, tier)
-                case Left(key, tier):
+                case Left(key, tier, expired):
+                    self.expired += expired
+                    self.evicted += not expired
                     self._remove(key, tier)
         self._tell(changed)
         if failure is not None:

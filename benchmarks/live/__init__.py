@@ -1,0 +1,1 @@
+"""Traffic against a running service, by its real clients."""
