@@ -61,6 +61,7 @@ class RequestRecord:
     cached_tokens: int = 0  # prompt tokens whose KV was reused, whatever was billed
     resident_bytes: int = 0  # of the decode slot
     queue: float = 0.0
+    prefill: float = 0.0  # from its turn to its first token, in the replica; 0 if unknown
     ttft: float = 0.0
     e2e: float = 0.0
     max_tokens: int = 0  # what the request allowed, and its slot was sized for; 0 if unknown

@@ -258,6 +258,7 @@ class Service:
             cached_tokens=started.cached_tokens,
             resident_bytes=started.resident_bytes,
             queue=started.queue_seconds,
+            prefill=started.prefill_seconds,
             ttft=answer.first_token,
             e2e=answer.last_token,
             max_tokens=request.sampling.max_tokens,
