@@ -203,6 +203,29 @@ class RoutingConfig(Section):
         4, ge=1, description="first blocks of a prompt that name its session, for sticky_session"
     )
     allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
+    transfer: bool = Field(True, description="whether a replica may fetch blocks that another one holds in memory")
+    transfer_block: float = Field(
+        0.25, ge=0, allow_inf_nan=False, description="blocks of prefill that fetching one block counts as"
+    )
+    transfer_start: float = Field(
+        4.0, ge=0, allow_inf_nan=False, description="blocks of prefill that any fetch counts as besides"
+    )
+    transfer_min_blocks: int = Field(8, ge=1, description="fewest blocks that are worth a fetch")
+
+
+class TransferConfig(Section):
+    """How blocks move from replica to replica; whether they do is the routing's matter.
+
+    The times are guesses, which hold until a replica has measured its own.
+    """
+
+    timeout_seconds: float = Field(2.0, gt=0, description="longest time a request waits for blocks of another replica")
+    piece_bytes: ByteSize = Field(ByteSize(32 << 20), ge=1, description="limit of what a replica hands out at a time")
+    concurrent: int = Field(4, ge=1, description="fetches of a replica at a time; others wait within their time")
+    token_seconds: float = Field(0.0001, gt=0, allow_inf_nan=False, description="prefill, a token")
+    start_seconds: float = Field(0.02, ge=0, allow_inf_nan=False, description="a fetch, whatever its size")
+    byte_seconds: float = Field(1e-9, ge=0, allow_inf_nan=False, description="a fetch, a byte")
+    half_life: float = Field(8.0, gt=0, description="measurements after which an older one counts half")
 
 
 class DirectoryConfig(Section):
@@ -320,6 +343,7 @@ class Config(Section):
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     pricing: PricingConfig = PricingConfig()
     routing: RoutingConfig = RoutingConfig()
+    transfer: TransferConfig = TransferConfig()
     directory: DirectoryConfig = DirectoryConfig()
     control: ControlConfig = ControlConfig()
     gateway: GatewayConfig = GatewayConfig()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.routing import View, rank
+from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import MEND_EVERY, PrefixIndex
 
 
@@ -40,11 +41,15 @@ class Bookings:
 
 
 class Choice(NamedTuple):
-    """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there."""
+    """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there.
+
+    Whichever gets the request may fetch what it lacks as `fetch` says.
+    """
 
     order: list[str]
     reason: str
     matched: int
+    fetch: Fetch | None = None
 
 
 class Dispatcher:
@@ -82,7 +87,8 @@ class Dispatcher:
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         warm = self.index.longest_match(hashes)
-        order = rank(View(replicas, hashes, warm, load, self._slots, self._turn), config, self._random)
+        view = View(replicas, hashes, warm, load, self._slots, self._turn)
+        order = rank(view, config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica
         if asked:
@@ -98,7 +104,7 @@ class Dispatcher:
         else:
             reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
         self.bookings.book(request, best)
-        return Choice(order, reason, matched)
+        return Choice(order, reason, matched, plan(view, config))
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""

@@ -7,6 +7,7 @@ policy take turns.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
@@ -42,13 +43,30 @@ def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
     return device + config.host_credit * (host - device) + config.disk_credit * (anywhere - host)
 
 
+def fetchable_blocks(view: View, config: RoutingConfig) -> int:
+    """Leading blocks that some replica holds in device or host memory, from where others may fetch them."""
+    if not config.transfer or not view.warm:
+        return 0
+    replicas = view.replicas
+    return max([depths[1] for replica, depths in view.warm.items() if replica in replicas], default=0)
+
+
+def worth_fetching(config: RoutingConfig) -> float:
+    """Blocks from which on fetching them costs less than computing them; infinite where it never does."""
+    if config.transfer_block >= 1:
+        return math.inf
+    return max(config.transfer_min_blocks, config.transfer_start / (1 - config.transfer_block))
+
+
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By cost in blocks of prefill: those left to compute, and those that the requests in flight count as.
+    """By cost in blocks of prefill: those left to compute or to fetch, and those that the requests in flight count as.
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     """
     warm, load, slots = view.warm, view.load, view.slots
     load_weight, queue_weight = config.load_weight, config.queue_weight
+    fetchable, least = fetchable_blocks(view, config), worth_fetching(config)
+    start, saved = config.transfer_start, 1 - config.transfer_block  # in blocks, by each that is fetched
     replicas = _round_robin(view, config, random)
     loads = [load.get(replica, 0) for replica in replicas]
     limit = min(loads, default=0) + config.overload
@@ -57,8 +75,12 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         cost = load_weight * busy
         if busy > slots:
             cost += queue_weight * (busy - slots)
+        held = 0
         if replica in warm:
             cost -= blocks_saved(warm[replica], config)
+            held = warm[replica][2]
+        if fetchable - held >= least:
+            cost -= saved * (fetchable - held) - start
         costs[replica] = (busy >= limit, cost, busy)
     return sorted(replicas, key=costs.__getitem__)
 

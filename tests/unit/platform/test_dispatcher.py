@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from warmkv.config import RoutingConfig
 from warmkv.platform.dispatcher import Bookings, Dispatcher
+from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
 HASHES = [bytes([number]) * 16 for number in range(100)]
@@ -75,6 +76,16 @@ def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
     assert second.order[-1] == "a"
     assert second.reason == "least_loaded"
     assert sum(routing.bookings.load.values()) == 2
+
+
+def test_whoever_gets_a_request_is_told_where_its_prefix_is_warm():
+    routing = dispatcher(overload=1)
+    routing.index.add("a", HASHES)
+    routing.index.add("b", HASHES[:50])
+    choices = [routing.choose(str(number), HASHES, REPLICAS) for number in range(4)]
+    assert len({choice.order[0] for choice in choices}) == 4
+    assert [choice.fetch for choice in choices] == [Fetch("a", 100)] * 4
+    assert routing.choose("4", HASHES, ["b", "c"]).fetch == Fetch("b", 50)
 
 
 def test_a_match_that_is_too_long_is_found_out_by_the_decisions_that_rely_on_it():

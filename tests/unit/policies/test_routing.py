@@ -29,8 +29,16 @@ def test_the_warm_replica_wins():
 
 
 def test_warmth_is_weighed_against_load():
-    assert order(device(b=9), {"b": 2}, load_weight=4.0)[0] == "b"  # 1 + 8 against 10
-    assert order(device(b=9), {"b": 3}, load_weight=4.0)[0] == "a"  # 1 + 12 against 10
+    assert order(device(b=9), {"b": 2}, load_weight=4.0, transfer=False)[0] == "b"  # 1 + 8 against 10
+    assert order(device(b=9), {"b": 3}, load_weight=4.0, transfer=False)[0] == "a"  # 1 + 12 against 10
+
+
+def test_what_can_be_fetched_is_weighed_against_load():
+    settings = {"load_weight": 3.0, "transfer_block": 0.25, "transfer_start": 2.0, "transfer_min_blocks": 8}
+    assert order(device(b=8), {"b": 1}, **settings)[0] == "b"  # 2 + 3 against 2 + 2 + 2
+    assert order(device(b=8), {"b": 2}, **settings)[0] == "a"  # 2 + 6 against 2 + 2 + 2
+    assert order(device(b=7), {"b": 2}, **settings)[0] == "b"  # too few blocks to fetch: 3 + 6 against 10
+    assert order({"b": (0, 0, 8)}, {"b": 1}, **settings, disk_credit=1)[0] == "b"  # nobody fetches from a disk
 
 
 def test_a_block_in_a_slower_tier_saves_less():
@@ -106,14 +114,18 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
         assert load.get(ranking[0], 0) - least < RoutingConfig().overload
 
 
-@given(st.dictionaries(st.sampled_from(REPLICAS), DEPTHS), LOADS, st.integers(0, 9), st.integers(1, 12))
-def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, turn, slots):
-    config = RoutingConfig(load_weight=0.5, queue_weight=2.0, overload=6)
-    ranking = order(warm, load, blocks=50, turn=turn, slots=slots, load_weight=0.5, queue_weight=2.0, overload=6)
+@given(st.dictionaries(st.sampled_from(REPLICAS), DEPTHS), LOADS, st.integers(0, 9), st.integers(1, 12), st.booleans())
+def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, turn, slots, transfer):
+    settings = {"load_weight": 0.5, "queue_weight": 2.0, "overload": 6, "transfer": transfer}
+    config = RoutingConfig(**settings)
+    ranking = order(warm, load, blocks=50, turn=turn, slots=slots, **settings)
 
     def cost(replica):
-        busy = load.get(replica, 0)
-        left = 50 - blocks_saved(warm.get(replica, (0, 0, 0)), config)
+        busy, depths = load.get(replica, 0), warm.get(replica, (0, 0, 0))
+        left = 50 - blocks_saved(depths, config)
+        lacking = max([0, *(other[1] for other in warm.values())]) - depths[2]
+        if transfer and lacking >= config.transfer_min_blocks:
+            left = min(left, left - lacking + config.transfer_start + config.transfer_block * lacking)
         overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
         return overloaded, left + 0.5 * busy + 2.0 * max(0, busy - slots), busy
 

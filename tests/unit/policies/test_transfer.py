@@ -1,0 +1,111 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.config import RoutingConfig, TransferConfig
+from warmkv.policies.routing import View, rank
+from warmkv.policies.transfer import Fetch, RunningLine, TransferTimes, plan
+
+REPLICAS = ["a", "b", "c"]
+DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
+
+
+def view(warm, load=None, replicas=REPLICAS):
+    return View(replicas, [bytes([number]) * 16 for number in range(50)], warm, load or {}, 16, 0)
+
+
+def test_the_donor_is_who_holds_most_in_memory():
+    config = RoutingConfig()
+    assert plan(view({"a": (20, 20, 20), "b": (5, 30, 30), "c": (0, 0, 50)}), config) == Fetch("b", 30)
+    assert plan(view({"a": (20, 20, 20), "b": (20, 20, 20)}, {"a": 1}), config) == Fetch("b", 20)
+
+
+def test_nobody_fetches_what_is_not_worth_it():
+    assert plan(view({}), RoutingConfig()) is None
+    assert plan(view({"a": (0, 0, 50)}), RoutingConfig()) is None  # on disk alone
+    assert plan(view({"gone": (50, 50, 50)}), RoutingConfig()) is None
+    few = {"a": (8, 8, 8)}
+    assert plan(view(few), RoutingConfig(transfer_min_blocks=8)) == Fetch("a", 8)
+    assert plan(view(few), RoutingConfig(transfer_min_blocks=9)) is None
+    assert plan(view(few), RoutingConfig(transfer_start=6.1)) is None
+    assert plan(view(few), RoutingConfig(transfer=False)) is None
+
+
+@given(st.dictionaries(st.sampled_from([*REPLICAS, "gone"]), DEPTHS), st.sampled_from(["prefix_cost", "round_robin"]))
+def test_a_plan_names_a_replica_that_has_what_it_promises(warm, policy):
+    seen, config = view(warm), RoutingConfig(policy=policy)
+    fetch = plan(seen, config)
+    held = {name: warm[name][1] for name in REPLICAS if name in warm}
+    if fetch is None:
+        assert max(held.values(), default=0) < 8
+    else:
+        assert held[fetch.donor] == fetch.blocks == max(held.values())
+        assert fetch.donor in rank(seen, config, random.Random(0))
+
+
+# --- measured times
+
+SECONDS = st.floats(0, 10)
+AMOUNTS = st.floats(0, 1e9)
+
+
+@given(st.lists(st.tuples(AMOUNTS, SECONDS), max_size=50), st.floats(0.5, 100))
+def test_a_line_never_promises_less_than_no_time(measurements, half_life):
+    line = RunningLine.guessed(0.01, 1e-9, 1e6)
+    for amount, seconds in measurements:
+        line = line.measured(amount, seconds, half_life)
+        assert line.each >= 0
+        assert line.start >= 0
+        assert line.start + line.each * line.amount == pytest.approx(line.seconds, abs=1e-9)
+
+
+def test_before_anything_is_measured_the_guess_holds():
+    line = RunningLine.guessed(0.02, 1e-9, 1e7)
+    assert (line.start, line.each) == (pytest.approx(0.02), pytest.approx(1e-9))
+
+
+def test_a_line_comes_to_what_is_measured_and_follows_when_that_changes():
+    chance, line = random.Random(0), RunningLine.guessed(0.5, 1e-6, 1e6)
+    for start, each in ((0.01, 3e-9), (0.1, 1e-8)):
+        for _ in range(200):
+            amount = chance.uniform(0, 1e8)
+            line = line.measured(amount, start + each * amount, 8)
+        assert line.each == pytest.approx(each, rel=0.02)
+        assert line.start == pytest.approx(start, rel=0.2)
+
+
+def test_a_line_is_the_weighted_fit_of_numpy():
+    chance, half_life = np.random.default_rng(1), 5.0
+    amounts = chance.uniform(0, 1e6, 40)
+    seconds = 0.02 + 2e-7 * amounts + chance.normal(0, 0.01, 40)
+    line = RunningLine(0.0, 0.0, amounts[0], seconds[0])
+    for amount, duration in zip(amounts[1:], seconds[1:], strict=True):
+        line = line.measured(amount, duration, half_life)
+    weights = 0.5 ** (np.arange(40)[::-1] / half_life)
+    weights[1:] *= 1 - 0.5 ** (1 / half_life)  # the first stands for all before it
+    slope, start = np.polyfit(amounts, seconds, 1, w=np.sqrt(weights))
+    assert (line.each, line.start) == (pytest.approx(slope), pytest.approx(start))
+
+
+def test_where_all_amounts_are_equal_that_amount_is_predicted_right():
+    line = RunningLine.guessed(0.5, 1e-6, 1e6)
+    for _ in range(200):
+        line = line.measured(4e6, 0.25, 8)
+    assert line.start + line.each * 4e6 == pytest.approx(0.25)
+
+
+def test_a_fetch_is_worth_it_while_computing_takes_longer():
+    times = TransferTimes.of(TransferConfig(token_seconds=1e-3, start_seconds=0.1, byte_seconds=1e-8))
+    assert times.gain(1000, 1 << 20) == pytest.approx(1 - 0.1 - 1e-8 * (1 << 20))
+    slow_link = times
+    for nbytes in (1 << 10, 1 << 20) * 20:
+        slow_link = slow_link.fetched(nbytes, 2.0)
+    assert slow_link.gain(1000, 1 << 20) < 0
+    fast_model = times
+    for tokens in (500, 1000, 2000) * 20:
+        fast_model = fast_model.computed(tokens, 0.1 + 1e-6 * tokens)
+    assert fast_model.gain(1000, 1 << 20) < 0  # what a prefill takes by itself is not saved
+    assert times.gain(1000, 1 << 20) > 0

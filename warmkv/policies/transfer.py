@@ -1,0 +1,106 @@
+"""Moving warm blocks between replicas: from whom to fetch, and whether that is faster than to compute. Pure.
+
+The router names a donor by what its index says and by configured costs (`plan`). The replica that gets the request
+decides by what it lacks and by times that it measured itself (`TransferTimes`). The simulator does both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from warmkv.config import RoutingConfig, TransferConfig
+from warmkv.policies.routing import View, fetchable_blocks, worth_fetching
+
+PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
+"""Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
+
+
+class Fetch(NamedTuple):
+    """Where a request's prefix is warm: whoever else gets the request may fetch what it lacks from there."""
+
+    donor: str
+    blocks: int  # leading full blocks that the donor holds in memory
+
+
+def plan(view: View, config: RoutingConfig) -> Fetch | None:
+    """The replica to fetch from: the one that holds most in memory, the least loaded of those that hold as much.
+
+    It holds for every other replica, since Serve may take another than the best. None if no replica would gain.
+    """
+    blocks = fetchable_blocks(view, config)
+    if not blocks or blocks < worth_fetching(config):
+        return None
+    donors = [name for name, depths in view.warm.items() if depths[1] == blocks and name in view.replicas]
+    return Fetch(min(donors, key=lambda name: view.load.get(name, 0)), blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningLine:
+    """seconds = start + each * amount, fitted to measurements of which later ones count more; neither is negative.
+
+    The slope is that of exponentially weighted least squares, drawn towards a guess as long as amounts hardly differ.
+    """
+
+    guess: float  # of `each`
+    spread: float  # of amounts, at which guess and measurements count alike
+    amount: float  # running means
+    seconds: float
+    variance: float = 0.0  # of amounts
+    covariance: float = 0.0  # of amounts and seconds
+
+    @classmethod
+    def guessed(cls, start: float, each: float, amount: float) -> RunningLine:
+        """A line to begin with; `amount` is a usual one."""
+        return cls(each, amount / 8, amount, start + each * amount)
+
+    def measured(self, amount: float, seconds: float, half_life: float) -> RunningLine:
+        """With one more measurement; after `half_life` others it will count half as much."""
+        weight = 1 - 0.5 ** (1 / half_life)
+        more, longer = amount - self.amount, seconds - self.seconds
+        return replace(
+            self,
+            amount=self.amount + weight * more,
+            seconds=self.seconds + weight * longer,
+            variance=(1 - weight) * (self.variance + weight * more * more),
+            covariance=(1 - weight) * (self.covariance + weight * more * longer),
+        )
+
+    @property
+    def each(self) -> float:
+        pull = self.spread**2
+        slope = (self.covariance + pull * self.guess) / (self.variance + pull)
+        return min(max(slope, 0.0), self.seconds / self.amount)
+
+    @property
+    def start(self) -> float:
+        return max(0.0, self.seconds - self.each * self.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """What a replica knows of its own speed: seconds of prefill by tokens, seconds of a fetch by bytes."""
+
+    prefill: RunningLine
+    fetch: RunningLine
+    half_life: float
+
+    @classmethod
+    def of(cls, config: TransferConfig) -> TransferTimes:
+        return cls(
+            RunningLine.guessed(0.0, config.token_seconds, PRIOR_TOKENS),
+            RunningLine.guessed(config.start_seconds, config.byte_seconds, PRIOR_BYTES),
+            config.half_life,
+        )
+
+    def computed(self, tokens: int, seconds: float) -> TransferTimes:
+        """After a prefill of `tokens` tokens."""
+        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.half_life))
+
+    def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
+        """After a fetch of `nbytes` bytes."""
+        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.half_life))
+
+    def gain(self, tokens: int, nbytes: int) -> float:
+        """Seconds that fetching these tokens saves; negative if computing them is faster."""
+        return self.prefill.each * tokens - self.fetch.start - self.fetch.each * nbytes
