@@ -10,13 +10,14 @@ import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from warmkv.gpus import Gpu
+from warmkv.model_shape import KV, ModelShape
 from warmkv.policy_spec import PolicySpec
 
 ENV_PREFIX = "WARMKV_"
@@ -157,6 +158,7 @@ class PrefixCacheConfig(Section):
 
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Prices(Section):
@@ -303,19 +305,30 @@ class SloConfig(Section):
     tpot: float = Field(0.1, gt=0, description="seconds for each token after it, at most, on average")
 
 
-class GpuPrice(Section):
-    """What a replica costs beside what it earns."""
+class RooflineConfig(Section):
+    """How near steps come to what a GPU could do."""
 
-    dollars: Price = Field(3.0, description="for an hour of one GPU; an H100 SXM was offered from 1.99 to 5.00")
-    as_of: date = Field(date(2026, 11, 1), description="when that was the price")
+    flops_efficiency: Share = Field(0.6, description="of its operations a second, in matrix products")
+    bandwidth_efficiency: Share = Field(0.8, description="of its memory's bytes a second")
+    overhead_seconds: float = Field(0.001, ge=0, allow_inf_nan=False, description="of each step besides")
 
 
 class SimulatorConfig(Section):
-    """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step."""
+    """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step.
+
+    A profile, or a model on a GPU, takes the place of a, b and c.
+    """
 
     profile: Path | None = Field(
         None, description="file of `warmkv profile`: measured step times, which take the place of step_*"
     )
+    model: ModelShape | None = Field(
+        None, description="a model's config.json: step times of its roofline on simulator.gpu, and its KV shape"
+    )
+    gpu: Gpu = Field(
+        Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
+    )
+    roofline: RooflineConfig = RooflineConfig()
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)
@@ -324,7 +337,21 @@ class SimulatorConfig(Section):
     head_dim: int = Field(32, ge=1)
     dtype_bytes: int = Field(4, ge=1)
     slo: SloConfig = SloConfig()
-    gpu_hour: GpuPrice = GpuPrice()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_of_model(cls, value: Any) -> Any:
+        """The KV shape is that of the model, where there is one."""
+        if not isinstance(value, dict) or value.get("model") is None:
+            return value
+        try:
+            model = ModelShape.model_validate(value["model"])
+        except ValidationError:  # told with its place when the field itself is checked
+            return value
+        for key in KV:
+            if value.get(key, own := getattr(model, key)) != own:
+                raise ValueError(f"{key} is {value[key]}, but simulator.model has {own}; leave {key} out")
+        return {**value, "model": model, **{key: getattr(model, key) for key in KV}}
 
 
 class DashboardsConfig(Section):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -15,20 +16,26 @@ from warmkv.policy_spec import DecodeRule, PolicyName, PolicySpec, Storage
 class StepCost:
     """A step-time model: seconds = a + b * tokens computed + c * context tokens read + d * tokens * context.
 
-    `a` seconds a step, `b` a token, `c` a context token, `d` a pair of both: attention of many tokens at once.
+    `a` seconds a step, `b` a token, `c` a context token, `d` a pair of both: attention of many tokens at once. `e`, a
+    pair of tokens, is below 0 where tokens do not attend to those of their own step that come after them.
     """
 
     a: float
     b: float
     c: float
     d: float = 0.0
+    e: float = 0.0
+
+    @property
+    def roofs(self) -> tuple[StepCost, ...]:
+        return (self,)
 
     def seconds(self, tokens: float, context: float) -> float:
         return self.a + self.load(tokens, context)
 
     def load(self, tokens: float, context: float) -> float:
         """What tokens and context add to an empty step, in seconds."""
-        return self.b * tokens + self.c * context + self.d * tokens * context
+        return self.b * tokens + self.c * context + self.d * tokens * context + self.e * tokens * tokens
 
     def of(self, kind: StepKind) -> PhaseCosts:
         """The same for every phase and kind of policy; the hand-off is free."""
@@ -36,6 +43,23 @@ class StepCost:
 
     def figures(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A step-time model: whatever takes longest of what a step does at the same time.
+
+    All costs of a replica have as many roofs in the same order.
+    """
+
+    roofs: tuple[StepCost, ...]
+
+    def seconds(self, tokens: float, context: float) -> float:
+        return max([roof.seconds(tokens, context) for roof in self.roofs])
+
+
+Cost = StepCost | Roofline
+FREE = StepCost(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +71,9 @@ class PhaseCosts:
     of `tokens` entries kept and `context` prompt tokens.
     """
 
-    prefill: StepCost
-    decode: StepCost
-    hand_off: StepCost = StepCost(0.0, 0.0, 0.0)
+    prefill: Cost
+    decode: Cost
+    hand_off: Cost = FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +132,33 @@ class MeasuredCosts:
         return {kind.label: asdict(costs) for kind, costs in self.measured.items()}
 
 
-def batch_seconds(loads: Iterable[tuple[StepCost, float, float]]) -> float:
+def batch_seconds(loads: Sequence[tuple[Cost, float, float]]) -> float:
     """A step that computes several kinds together, each with its cost, tokens and context.
 
     What a step takes by itself is taken once: the model runs once for all of them.
     """
-    empty = added = 0.0
-    for cost, tokens, context in loads:
-        empty = max(empty, cost.a)
-        added += cost.load(tokens, context)
-    return empty + added
+    seconds = []
+    for roof in range(len(loads[0][0].roofs)):
+        kinds = [(cost.roofs[roof], tokens, context) for cost, tokens, context in loads]
+        added = sum(cost.load(tokens, context) for cost, tokens, context in kinds)
+        seconds.append(max(cost.a for cost, _, _ in kinds) + added)
+    return max(seconds)
+
+
+Line = tuple[float, float]  # seconds of the first of some steps under a roof, and what each takes more than the last
+
+
+def run_seconds(lines: Sequence[Line], steps: int) -> float:
+    """Seconds of so many steps, each as long as the highest of at most two lines; none falls."""
+    if len(lines) == 1:
+        ((first, growth),) = lines
+        return steps * first + growth * (steps * (steps - 1) / 2)
+    (later, steep), (first, growth) = sorted(lines)  # the lower one may be the steeper and come to lie above
+    gap, gain = first - later, steep - growth
+    before = math.ceil(gap / gain) if gain * steps > gap else steps
+    after = steps - before
+    total = before * first + growth * (before * (before - 1) / 2)
+    return total + after * (later + steep * before) + steep * (after * (after - 1) / 2)
 
 
 def fit_step_cost(tokens: Sequence[float], context: Sequence[float], seconds: Sequence[float]) -> StepCost:

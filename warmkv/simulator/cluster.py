@@ -43,6 +43,11 @@ def kv_shape(config: Config) -> KVShape:
     return KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
 
 
+def gpus_per_replica(config: Config) -> float:
+    """A replica without a GPU stands for one that has one."""
+    return config.cluster.gpus_per_replica or 1.0
+
+
 def simulate(
     jobs: Sequence[Job],
     config: Config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
 
 errors = Console(stderr=True)
+CATALOGUE_WIDTH = 140
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
 SetOption = Annotated[
@@ -61,6 +63,48 @@ ScopeOption = Annotated[
 FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
 BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")]
 CharactersOption = Annotated[float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")]
+
+
+def _show_gpus(name: str | None) -> str | None:
+    """Print the catalogue instead of running the command, if that is asked for."""
+    if name != "list":
+        return name
+    from rich.table import Table
+
+    from warmkv.gpus import CATALOGUE, Gpu
+
+    columns = ("name", "bf16 TFLOP/s", "TB/s", "GB", "PCIe GB/s", "NVLink GB/s", "$/h", "as of", "source")
+    table = Table(*columns, box=None, pad_edge=False)
+    for gpu in map(Gpu.model_validate, CATALOGUE):
+        rates = (gpu.flops / 1e12, gpu.bandwidth / 1e12, gpu.memory / 1e9, gpu.pcie / 1e9, (gpu.nvlink or 0) / 1e9)
+        table.add_row(gpu.name, *(f"{rate:g}" for rate in rates), f"{gpu.dollars:.2f}", str(gpu.as_of), gpu.source)
+    console = Console()
+    console.width = max(console.width, CATALOGUE_WIDTH)
+    console.print(table)
+    raise typer.Exit
+
+
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Name in the catalogue, or `list` to see it: its price, and with a model the step times of its roofline.",
+        callback=_show_gpus,
+        is_eager=True,
+        show_default="simulator.gpu",
+    ),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of a model, or its config.json: step times of its roofline on the GPU, and its KV shape."
+    ),
+]
+
+
+def machine(gpu: str | None, model: Path | None) -> list[str]:
+    """The settings that these options stand for."""
+    named = {"gpu": gpu, "model": None if model is None else str(model)}
+    return [f"simulator.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
 
 
 class JsonCommand(TyperCommand):

@@ -20,7 +20,9 @@ from warmkv.simulator.command_line import (
     CharactersOption,
     ConfigOption,
     FormatOption,
+    GpuOption,
     JsonOption,
+    ModelOption,
     OpenOption,
     Scope,
     ScopeOption,
@@ -31,6 +33,7 @@ from warmkv.simulator.command_line import (
     bar,
     errors,
     fail,
+    machine,
     read_config,
     read_requests,
     write,
@@ -63,12 +66,16 @@ def replay(
     ] = False,
     step_times: Annotated[
         StepTimes,
-        typer.Option(help="Where step times come from: a profile, else the log if it has timings, else the settings."),
+        typer.Option(
+            help="Where step times come from: a profile, else --model, else the log's timings, else the settings."
+        ),
     ] = StepTimes.AUTO,
     profile: Annotated[
         Path | None,
         typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
     ] = None,
+    gpu: GpuOption = None,
+    model: ModelOption = None,
     open_loop: OpenOption = False,
     scope: ScopeOption = Scope.GLOBAL,
     format: FormatOption = None,
@@ -89,8 +96,9 @@ def replay(
     """Replay an access log, or any trace, in a simulated cluster: hit rate, memory, cost and latency.
 
     Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
-    `warmkv replay access.jsonl --profile profile.json`, `warmkv replay mooncake.jsonl --out run`
+    `warmkv replay access.jsonl --profile profile.json`, `warmkv replay trace.jsonl --model FOLDER --gpu L4 --out run`
     """
+    set_ = [*machine(gpu, model), *set_]
     if profile is not None:
         if step_times is StepTimes.LOG:
             fail("replay", "--profile and --step-times log exclude each other")

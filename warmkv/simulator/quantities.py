@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from warmkv.model_shape import ModelShapeError, kv_figures
 from warmkv.policies.slot_sizes import KVShape
 
 Unit = Literal["tokens", "blocks"]
@@ -17,7 +17,6 @@ _COUNT = re.compile(r"([kmg]?)(tokens?|blocks?|)")
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 class QuantityError(ValueError):
@@ -56,28 +55,10 @@ def seconds(text: str) -> float:
 
 def model_token_bytes(path: Path) -> int:
     """KV bytes of a token of the model in a folder, from its config.json. Raises QuantityError."""
-    file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        heads = config["num_attention_heads"]
-        shape = KVShape(
-            layers=config["num_hidden_layers"],
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            dtype_bytes=_dtype_bytes(config),
-        )
-        if shape.token_bytes > 0:
-            return shape.token_bytes
-    except OSError as error:
-        raise QuantityError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise QuantityError(f"{file} is no configuration of a model: {error!r}") from None
-    raise QuantityError(f"{file} describes a model without a KV cache")
-
-
-def _dtype_bytes(config: dict[str, Any]) -> int:
-    return _DTYPE_BYTES[config.get("dtype") or config.get("torch_dtype") or "float32"]
+        return KVShape(**kv_figures(path)).token_bytes
+    except ModelShapeError as error:
+        raise QuantityError(str(error)) from None
 
 
 def _parts(text: str, what: str) -> tuple[float, str]:

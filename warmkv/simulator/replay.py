@@ -21,7 +21,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.breakpoints import Breakpoint, bill
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster import Outcome, kv_shape, simulate
+from warmkv.simulator.cluster import Outcome, gpus_per_replica, kv_shape, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
@@ -229,7 +229,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     ttfts = [job.first - job.arrival for job in served]
     tpots = [(job.finished - job.first) / job.decode_steps if job.decode_steps else 0.0 for job in served]
     slo = config.simulator.slo
-    gpus = config.cluster.replicas * (config.cluster.gpus_per_replica or 1.0)  # what a replica without one stands for
+    gpus = config.cluster.replicas * gpus_per_replica(config)
     gpu_hours = gpus * outcome.end / 3600
     result = Result(
         policy=variant.label,
@@ -255,7 +255,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         e2e=percentiles([job.finished - job.arrival for job in served]),
         in_slo=sum(ttft <= slo.ttft and tpot <= slo.tpot for ttft, tpot in zip(ttfts, tpots, strict=True)),
         gpu_hours=gpu_hours,
-        gpu_dollars=gpu_hours * config.simulator.gpu_hour.dollars,
+        gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
     )
     return Run(jobs, usages, outcome, result)
 

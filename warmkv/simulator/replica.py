@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import simpy
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import PhaseCosts, StepCost, StepKind, StepTimes
+from warmkv.policies.costs import FREE, Cost, Line, PhaseCosts, StepKind, StepTimes, run_seconds
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -26,7 +26,7 @@ from warmkv.simulator.runs import RunCache
 NEVER = -1.0
 NO_MATCH = Match()
 LATE = 2  # priority of what comes after all arrivals of the same moment, which SimPy gives 1
-FREE = PhaseCosts(StepCost(0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0))
+NO_COSTS = PhaseCosts(FREE, FREE)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Job:
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
-    costs: PhaseCosts = FREE  # of its steps, known when it is admitted
+    costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
     match: Match = NO_MATCH
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
@@ -78,7 +78,7 @@ class Job:
 class Load:
     """Sequences that decode at one cost, in numbers that advance without touching them."""
 
-    cost: StepCost
+    cost: Cost
     batch: int = 0
     context: int = 0  # entries they hold
     growing: int = 0  # how many take one more entry per step
@@ -123,7 +123,7 @@ class Replica:
         # The batch that decodes.
         self._steps = 0  # decode steps taken so far
         self._batch = 0
-        self._loads: dict[StepCost, Load] = {}  # by the cost of their decode steps
+        self._loads: dict[Cost, Load] = {}  # by the cost of their decode steps
         self._ends: list[tuple[int, int, Job]] = []  # (step after which it ends, order, job)
         self._fulls: list[tuple[int, int, Load]] = []  # (step after which a slot grows no more, order, its load)
         self._order = 0
@@ -202,10 +202,10 @@ class Replica:
     def _cut_run(self) -> None:
         """A request arrived that fits: end the run at the first step that ends at or after this moment."""
         now, since = self._env.now, self._run_since
-        first, growth = self._pace()
+        lines = self._lines()
 
         def ends(steps: int) -> float:
-            return since + (steps * first + growth * (steps * (steps - 1) / 2))
+            return since + run_seconds(lines, steps)
 
         steps = 1 + bisect_left(range(1, self._run_steps), now, key=ends)
         if steps < self._run_steps:
@@ -282,28 +282,31 @@ class Replica:
             steps = min(steps, self._fulls[0][0] - self._steps)
         return steps
 
-    def _pace(self) -> tuple[float, float]:
-        """Seconds of the next decode step of the batch, and what every further one takes more: its slots grow."""
-        empty = added = growth = 0.0
-        for load in self._loads.values():  # `batch_seconds`, which this is, would take a generator for every run
-            cost, batch = load.cost, load.batch
-            entry = cost.c + cost.d * batch  # seconds for each entry of a slot
-            empty = max(empty, cost.a)
-            added += cost.b * batch + entry * (load.context + load.growing)
-            growth += entry * load.growing
-        return empty + added, growth
+    def _lines(self) -> list[Line]:
+        """Under each roof the seconds of the batch's next decode step, and what every further one takes more."""
+        loads = list(self._loads.values())
+        lines = []
+        for roof in range(len(loads[0].cost.roofs)):
+            empty = added = growth = 0.0
+            for load in loads:  # `batch_seconds`, which this is, would take generators for every run
+                cost, batch = load.cost.roofs[roof], load.batch
+                entry = cost.c + cost.d * batch  # seconds for each entry of a slot
+                empty = max(empty, cost.a)
+                added += cost.b * batch + entry * (load.context + load.growing)
+                growth += entry * load.growing
+            lines.append((empty + added, growth))
+        return lines
 
     def _decode_seconds(self, steps: int) -> float:
         """Seconds of the next decode steps of an unchanged batch."""
-        if not self._batch:
-            return 0.0
-        first, growth = self._pace()
-        return steps * first + growth * (steps * (steps - 1) / 2)
+        return run_seconds(self._lines(), steps) if self._batch else 0.0
 
     def _chunk_seconds(self, job: Job, count: int) -> float:
         """Seconds of the next whole chunks of a prompt; each reads all of the prompt up to its own end."""
         chunk = self._config.prefill_chunk
-        return count * job.costs.prefill.seconds(chunk, job.computed + chunk * (count + 1) / 2)
+        end = job.computed + chunk
+        roofs = job.costs.prefill.roofs
+        return run_seconds([(cost.seconds(chunk, end), (cost.c + cost.d * chunk) * chunk) for cost in roofs], count)
 
     def _last_chunk_seconds(self, job: Job, tokens: int) -> float:
         """Seconds of a prompt's last chunk and of its hand-off to a slot, where it has one."""

@@ -76,7 +76,7 @@ def _service(results: Sequence[Result]) -> Table:
     table = _table("Service and money")
     table.caption = (
         "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many/s;\n"
-        "GPU cost: of all replicas at simulator.gpu_hour, and by prompt and output tokens together"
+        "GPU cost: of all replicas at the price of simulator.gpu, and by prompt and output tokens together"
     )
     _columns(table, "TTFT p95 ms", "E2E p95 s", "in SLO", "goodput /s", "GPU hours", "GPU cost", "$ / M tokens")
     for r in results:

@@ -63,7 +63,7 @@ def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
 
 
 def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
-    slo, gpu = meta["config"]["simulator"]["slo"], meta["config"]["simulator"]["gpu_hour"]
+    slo, gpu = meta["config"]["simulator"]["slo"], meta["config"]["simulator"]["gpu"]
     in_time = result.in_slo / result.requests if result.requests else 0.0
     return [
         ("prompt tokens not computed", f"{result.token_hit_rate:.1%}"),
@@ -75,7 +75,7 @@ def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         (f"TTFT within {slo['ttft']:g} s and TPOT within {slo['tpot']:g} s", f"{in_time:.1%}"),
         ("goodput", f"{result.goodput:.3g} requests/s"),
         ("GPU hours", f"{result.gpu_hours:,.2f}"),
-        (f"GPU cost at ${gpu['dollars']:g} an hour ({gpu['as_of']})", f"${result.gpu_dollars:,.2f}"),
+        (f"GPU cost at ${gpu['dollars']:g} an hour ({gpu['name']}, {gpu['as_of']})", f"${result.gpu_dollars:,.2f}"),
         ("a million tokens cost", f"${result.gpu_dollars_per_million_tokens:,.4f}"),
         ("tenants are billed", f"${result.dollars:,.2f}"),
         ("without caching they would be", f"${result.dollars_uncached:,.2f}"),

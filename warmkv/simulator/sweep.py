@@ -20,6 +20,7 @@ from warmkv import __version__
 from warmkv.config import Config, parse
 from warmkv.policies.costs import StepCost, StepTimes
 from warmkv.simulator import sweep_quality, timing
+from warmkv.simulator.cluster import gpus_per_replica
 from warmkv.simulator.figures import Figures, sense
 from warmkv.simulator.grid import Point, digest
 from warmkv.simulator.pareto import front
@@ -32,7 +33,8 @@ from warmkv.simulator.sweep_quality import Quality
 from warmkv.simulator.variants import Variant
 
 Times = Literal["auto", "config", "log"]
-STEP_SETTINGS = ("profile", "step_a", "step_b", "step_c")
+STEP_SETTINGS = ("profile", "model", "step_a", "step_b", "step_c")
+ROOFLINE_SETTINGS = ("gpu", "roofline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,17 @@ def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times,
 
 
 def _own_times(config: Config) -> str:
-    """What tells a point apart whose step times are its own: a profile by its content."""
-    profile = config.simulator.profile
-    return file_digest(profile) if profile else "settings"
+    """What tells a point apart whose step times are its own: what the files hold that it names."""
+    profile, model = config.simulator.profile, config.simulator.model
+    return file_digest(profile) if profile else model.model_dump_json() if model else "settings"
 
 
 def _step_settings(config: Config) -> tuple[Any, ...]:
-    return tuple(getattr(config.simulator, name) for name in STEP_SETTINGS)
+    simulator = config.simulator
+    found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
+    if simulator.model is not None:
+        found += (*(getattr(simulator, name) for name in ROOFLINE_SETTINGS), gpus_per_replica(config))
+    return found
 
 
 # --- doing it ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from warmkv.simulator.command_line import (
     CharactersOption,
     ConfigOption,
     FormatOption,
+    GpuOption,
     JsonOption,
+    ModelOption,
     OpenOption,
     Scope,
     ScopeOption,
@@ -30,6 +32,7 @@ from warmkv.simulator.command_line import (
     bar,
     errors,
     fail,
+    machine,
     read_config,
     read_requests,
     write,
@@ -66,6 +69,8 @@ def sweep(
     step_times: Annotated[
         StepTimes, typer.Option(help="Where step times come from, as in `warmkv replay`.")
     ] = StepTimes.AUTO,
+    gpu: GpuOption = None,
+    model: ModelOption = None,
     max_points: Annotated[int, typer.Option(min=1, help="Refuse a grid of more points.")] = grids.MAX_POINTS,
     json_file: JsonOption = None,
     open_loop: OpenOption = False,
@@ -87,6 +92,7 @@ def sweep(
     """
     if missing := [name for name in ("pyarrow", "matplotlib") if find_spec(name) is None]:
         fail("sweep", f"{', '.join(missing)} missing; install with: pip install 'warmkv[eval]'")
+    set_ = [*machine(gpu, model), *set_]
     base = read_config(config, set_)
     try:
         settings = grids.read(grid, max_points)

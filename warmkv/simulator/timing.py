@@ -1,4 +1,4 @@
-"""Where a replay takes its step times from: a measured profile, the log's own timings, or the settings."""
+"""Where a replay takes its step times from: a measured profile, a roofline, the log's own timings, or the settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.config import Config
-from warmkv.policies import budgets, step_profile
+from warmkv.model_shape import ModelShape
+from warmkv.policies import budgets, roofline, step_profile
 from warmkv.policies.costs import MeasuredCosts, StepCost, StepKind, StepTimes, fit_step_cost
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.cluster import kv_shape
+from warmkv.simulator.cluster import gpus_per_replica, kv_shape
 from warmkv.simulator.spread_evenly import during
 
 Floats = NDArray[np.float64]
@@ -31,13 +32,15 @@ def choose_cost(
 ) -> tuple[StepTimes, str]:
     """The step times to replay with, and where they come from in words.
 
-    `auto` takes those of the profile that the settings name, else the log's where enough of its records carry timings,
-    else simulator.step_*; `config` leaves the log out. Raises ValueError if `log` is asked for and has none, and if the
-    profile cannot be read.
+    `auto` takes those of the profile that the settings name, else of the roofline of simulator.model, else the log's
+    where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises ValueError if
+    `log` is asked for and has none, and if the profile cannot be read.
     """
     file = config.simulator.profile
     if file is not None and source != "log":
         return _of_profile(file, config)
+    if config.simulator.model is not None and source != "log":
+        return _of_roofline(config.simulator.model, config)
     count = len(measured(records))
     if source == "log" or (source == "auto" and count >= ENOUGH):
         return fit_from_records(records, config, spec_of), f"fitted to {count} measured requests of the log"
@@ -51,6 +54,21 @@ def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
     if not profile.model.matches(kv_shape(config)):
         source += "; its model's KV shape is not that of simulator.layers, kv_heads, head_dim and dtype_bytes"
     return profile.costs(), source
+
+
+def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
+    gpu, share = config.simulator.gpu, gpus_per_replica(config)
+    times = roofline.roofline(model, gpu, config.simulator.roofline, share)
+    name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
+    source = f"roofline of {name or 'the model'} on {gpu.name}"
+    held = model.dtype_bytes * (model.layer_weights + model.head_weights)
+    held += config.engine.kv_bytes + config.prefix_cache.memory_bytes * config.prefix_cache.enabled
+    if held > gpu.memory * share:
+        source += (
+            f"; weights, engine.kv_bytes and prefix_cache.memory_bytes take {held / 1e9:.0f} GB, "
+            f"and a replica has {gpu.memory * share / 1e9:.0f}"
+        )
+    return times, source
 
 
 def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:

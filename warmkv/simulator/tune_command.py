@@ -19,7 +19,9 @@ from warmkv.simulator.command_line import (
     CharactersOption,
     ConfigOption,
     FormatOption,
+    GpuOption,
     JsonOption,
+    ModelOption,
     OpenOption,
     Scope,
     ScopeOption,
@@ -30,6 +32,7 @@ from warmkv.simulator.command_line import (
     bar,
     errors,
     fail,
+    machine,
     read_config,
     read_requests,
     write,
@@ -71,6 +74,8 @@ def tune(
     step_times: Annotated[
         StepTimes, typer.Option(help="Where step times come from, as in `warmkv replay`.")
     ] = StepTimes.AUTO,
+    gpu: GpuOption = None,
+    model: ModelOption = None,
     json_file: JsonOption = None,
     open_loop: OpenOption = False,
     scope: ScopeOption = Scope.GLOBAL,
@@ -87,6 +92,7 @@ def tune(
 
     Example: `warmkv tune access.jsonl --minimize resident_bytes_max --subject-to "ttft_p99<2" --grid space.yaml`
     """
+    set_ = [*machine(gpu, model), *set_]
     base = read_config(config, set_)
 
     def configured(settings: dict[str, Any]) -> grids.Point:

@@ -43,7 +43,7 @@ def test_a_file_gives_the_costs_that_were_written(tmp_path):
     step_profile.write(ONE, file)
     costs = step_profile.read(file).costs()
     assert costs.of(kind("full")) == PhaseCosts(StepCost(1, 2, 3, 4), StepCost(5, 6, 7), StepCost(8, 9, 10))
-    assert costs.figures()["full"]["prefill"] == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert costs.figures()["full"]["prefill"] == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 0}
     assert ONE.summary == "small on a CPU, mean error out of sample prefill 5%, decode 5%"
 
 

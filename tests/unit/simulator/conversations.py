@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
 from warmkv.config import Config, load
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import Cost, PhaseCosts, Roofline, StepCost, StepKind, StepTimes
 from warmkv.prefixes.breakpoints import breakpoints, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
@@ -20,6 +22,8 @@ ROOT = chain_root(b"test")
 BLOCK = 4
 # Powers of two: sums of them are exact, so that two ways of adding up agree to the last bit.
 EXACT = StepCost(2**-6, 2**-10, 2**-16)
+# Crosses within the lengths of `logs`: few entries are bound by the first roof, many by the second.
+TWO_ROOFS = Roofline((StepCost(2**-6, 2**-11, 2**-14), StepCost(2**-7, 2**-10, 2**-11)))
 
 
 def record(
@@ -70,12 +74,25 @@ def run(
     records: Iterable[RequestRecord],
     settings: Config,
     variant: Variant = Variant(),
-    cost: StepCost = EXACT,
+    cost: StepTimes = EXACT,
     fast_forward: bool = True,
 ) -> tuple[list[Job], Outcome]:
     jobs, lifetimes = prepare(list(records), settings, variant)
     outcome = simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, fast_forward=fast_forward)
     return jobs, outcome
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The same cost for every phase and kind of policy."""
+
+    cost: Cost
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        return PhaseCosts(self.cost, self.cost)
+
+    def figures(self) -> dict[str, Any]:
+        return {}
 
 
 @st.composite

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.simulator.conversations import EXACT, config, logs, record, run
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, Uniform, config, logs, record, run
 from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.replay import prepare
@@ -31,10 +31,13 @@ def times(jobs):
     return [(job.replica, job.started, job.first, job.finished, job.reused, job.match.hit) for job in jobs]
 
 
-@given(logs(), LIMITS)
-def test_fast_forward_equals_stepping(records, flags):
-    fast, fast_outcome = run(records, config(*flags))
-    slow, slow_outcome = run(records, config(*flags), fast_forward=False)
+COSTS = st.sampled_from([EXACT, Uniform(TWO_ROOFS)])
+
+
+@given(logs(), LIMITS, COSTS)
+def test_fast_forward_equals_stepping(records, flags, cost):
+    fast, fast_outcome = run(records, config(*flags), cost=cost)
+    slow, slow_outcome = run(records, config(*flags), cost=cost, fast_forward=False)
     assert times(fast) == times(slow)
     assert (fast_outcome.slots.peak, fast_outcome.stored.peak) == (slow_outcome.slots.peak, slow_outcome.stored.peak)
     assert fast_outcome.end == slow_outcome.end
@@ -102,13 +105,17 @@ def obvious(records, settings, cost):
     return [tuple(times[number]) for number in range(len(jobs))]
 
 
-@given(logs(), st.sampled_from([(), ("engine.max_slots=2",), ("engine.kv_bytes=300B",), ("engine.prefill_chunk=3",)]))
-def test_the_replica_equals_an_obvious_one(records, flags):
+@given(
+    logs(),
+    st.sampled_from([(), ("engine.max_slots=2",), ("engine.kv_bytes=300B",), ("engine.prefill_chunk=3",)]),
+    st.sampled_from([EXACT, TWO_ROOFS]),
+)
+def test_the_replica_equals_an_obvious_one(records, flags, cost):
     settings = config("prefix_cache.enabled=false", *flags)
-    jobs, _ = run(records, settings)
+    jobs, _ = run(records, settings, cost=Uniform(cost))
     offset = records[0].arrival
     records = [replace(record, arrival=record.arrival - offset) for record in records]
-    assert [(job.started, job.first, job.finished) for job in jobs] == obvious(records, settings, EXACT)
+    assert [(job.started, job.first, job.finished) for job in jobs] == obvious(records, settings, cost)
 
 
 @given(logs(), LIMITS)

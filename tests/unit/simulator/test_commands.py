@@ -7,6 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.unit.simulator.conversations import record
+from warmkv.gpus import CATALOGUE
 from warmkv.simulator import commands
 from warmkv.simulator.command_line import JsonCommand
 from warmkv.simulator.workload_command import workload
@@ -236,3 +237,24 @@ def test_a_scope_that_the_trace_does_not_tell_is_refused(tmp_path):
     result = call("replay", path, "--scope", "session")
     assert result.exit_code == 2
     assert "does not tell the session" in result.stderr
+
+
+def test_the_catalogue_of_gpus_is_shown_without_a_trace():
+    result = call("replay", "--gpu", "list")
+    assert result.exit_code == 0, result.output
+    for name in CATALOGUE:
+        assert f"{name} " in result.stdout
+
+
+def test_a_model_on_a_gpu_gives_the_step_times(log, tmp_path):
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "dtype": "float16"}))
+    arguments = ["replay", log, "--ttl", 60, "--policy", "full", "--model", tmp_path, "--json", "-"]
+    result = call(*arguments, "--gpu", "L4")
+    assert result.exit_code == 0, result.output
+    step_times = json.loads(result.stdout)["step_times"]
+    assert step_times["source"].startswith("roofline of ")
+    assert (step_times["gpu"]["name"], step_times["model"]["layers"]) == ("L4", 2)
+    result = call(*arguments, "--gpu", "L5")
+    assert result.exit_code == 2
+    assert "no GPU 'L5' in the catalogue; did you mean 'L4'" in result.stderr.replace("\n", " ")

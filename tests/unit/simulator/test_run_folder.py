@@ -82,7 +82,7 @@ def test_the_summary_is_flat_and_agrees_with_the_result(folder, done):
     assert summary["resident_bytes_device_max"] >= summary["resident_bytes_device_mean"] > 0
     assert summary["resident_bytes_host_max"] == 0
     assert summary["gpu_hours"] == pytest.approx(2 * result.seconds / 3600)
-    assert summary["gpu_dollars"] == pytest.approx(summary["gpu_hours"] * SETTINGS.simulator.gpu_hour.dollars)
+    assert summary["gpu_dollars"] == pytest.approx(summary["gpu_hours"] * SETTINGS.simulator.gpu.dollars)
     tokens = summary["prompt_tokens"] + summary["output_tokens"]
     for kind in ("", "gpu_"):
         assert summary[f"{kind}dollars_per_million_tokens"] == pytest.approx(summary[f"{kind}dollars"] / tokens * 1e6)
@@ -102,7 +102,7 @@ def test_the_slo_is_counted_as_it_is_set(done):
 def test_bills_add_up_and_gpus_are_priced(done):
     assert sum(done.result.bills.values()) == pytest.approx(done.result.dollars)
     assert done.result.dollars == pytest.approx(sum(price(u, SETTINGS.prices).total for u in done.usages))
-    dear = run(records(), config("simulator.gpu_hour.dollars=7", "cluster.gpus_per_replica=4"), Variant(), EXACT)
+    dear = run(records(), config("simulator.gpu.dollars=7", "cluster.gpus_per_replica=4"), Variant(), EXACT)
     assert dear.result.gpu_hours == pytest.approx(4 * dear.result.seconds / 3600)
     assert dear.result.gpu_dollars == pytest.approx(7 * dear.result.gpu_hours)
 

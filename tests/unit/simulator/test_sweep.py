@@ -187,6 +187,18 @@ def test_step_times_are_the_points_own_where_they_vary(trace, tmp_path):
         run(trace, tmp_path, {"simulator.step_a": [0.04]}, source="log")
 
 
+def test_gpus_are_compared_by_the_roofline_of_a_model_and_by_price(trace, tmp_path):
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "dtype_bytes": 2}
+    model, gpus = {**sizes, "intermediate": 2048, "vocabulary": 9}, ["L4", "H100-SXM"]
+    rows, _ = run(trace, tmp_path / "model", {"simulator.gpu": gpus, "simulator.model": [model]})
+    slow, fast = (row.figures["ttft_p50"] for row in rows)
+    assert slow > 1.2 * fast
+    rows, _ = run(trace, tmp_path / "price", {"simulator.gpu": gpus})
+    (cheap, dear) = (row.figures for row in rows)
+    assert cheap["ttft_p50"] == dear["ttft_p50"]
+    assert cheap["gpu_dollars"] < dear["gpu_dollars"]
+
+
 def test_the_policy_is_that_of_the_point_unless_it_is_kept_as_recorded(trace, tmp_path):
     rows, _ = run(trace, tmp_path, {"compression.policy": ["full", "streaming_llm@0.1"]})
     full, small = rows

@@ -1,3 +1,4 @@
+import json
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -6,7 +7,9 @@ import pytest
 from tests.unit.simulator.conversations import config, record, run
 from warmkv.config import load
 from warmkv.policies.costs import StepCost
+from warmkv.policies.roofline import roofline
 from warmkv.simulator import timing, workloads
+from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.replay import recorded_policy, replay
 from warmkv.simulator.sessions import Workload
 from warmkv.simulator.variants import Variant
@@ -78,3 +81,23 @@ def test_where_step_times_come_from():
     assert source == "fitted to 30 measured requests of the log"
     with pytest.raises(ValueError, match="no record of the log carries timings"):
         timing.choose_cost(bare, settings, spec_of, "log")
+
+
+def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    file = tmp_path / "small" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(shape | {"vocab_size": 100, "dtype": "bfloat16"}))
+    flags = [f"simulator.model={file}", "simulator.gpu=L4", "cluster.gpus_per_replica=0.5"]
+    settings = load(flags=flags, environ={})
+    times, source = timing.choose_cost([], settings, recorded_policy())
+    assert source == "roofline of small on L4"
+    assert times == roofline(settings.simulator.model, settings.simulator.gpu, settings.simulator.roofline, 0.5)
+    assert json.loads(json.dumps(times.figures()))["gpu"]["name"] == "L4"
+    assert kv_shape(settings).token_bytes == 2 * 2 * 4 * 16 * 2
+
+    crowded = load(flags=[*flags, "engine.kv_bytes=12GB"], environ={})
+    assert timing.choose_cost([], crowded, recorded_policy())[1].endswith("take 13 GB, and a replica has 12")
+    (result,) = replay([record(0.0, [1] * 20, output=5)], settings, [Variant()], times)
+    assert result.ttft.p50 > settings.simulator.roofline.overhead_seconds
+    assert result.gpu_dollars == pytest.approx(0.5 * result.seconds / 3600 * settings.simulator.gpu.dollars)

@@ -1,0 +1,170 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from warmkv.config import ConfigError, RooflineConfig, load, parse
+from warmkv.gpus import CATALOGUE, Gpu
+from warmkv.model_shape import ModelShape, ModelShapeError, figures
+from warmkv.policies.costs import StepKind
+from warmkv.policies.roofline import roofline
+from warmkv.policies.storage_bytes import entry_bytes
+from warmkv.policy_spec import PolicySpec
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+H100 = Gpu.model_validate("H100-SXM")
+IDEAL = RooflineConfig(flops_efficiency=1, bandwidth_efficiency=1, overhead_seconds=0)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return ModelShape.model_validate(tmp_path)
+
+
+def kind(policy):
+    return StepKind.of(PolicySpec.model_validate(policy))
+
+
+def linear_weights(model):
+    """Every matrix of a layer that a token is multiplied with, one by one."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = [(model.hidden, q), (model.hidden, kv), (model.hidden, kv), (q, model.hidden)]
+    mlp = [(model.hidden, model.intermediate), (model.hidden, model.intermediate), (model.intermediate, model.hidden)]
+    return sum(rows * columns for rows, columns in attention + mlp)
+
+
+def chunk_flops(model, tokens, end):
+    """Operations of a chunk, pair by pair."""
+    total = 2 * model.hidden * model.vocabulary  # logits of its last token
+    for position in range(end - tokens, end):
+        total += 2 * model.layers * linear_weights(model)
+        total += model.layers * model.heads * (position + 1) * 4 * model.head_dim  # scores, and values by them
+    return total
+
+
+def kv_bytes(model, entries, storage="model"):
+    return entries * model.layers * model.kv_heads * entry_bytes(storage, model.head_dim, model.dtype_bytes)
+
+
+def weight_bytes(model):
+    return model.dtype_bytes * (model.layers * linear_weights(model) + model.hidden * model.vocabulary)
+
+
+@given(tokens=st.integers(1, 2048), before=st.integers(0, 100_000))
+def test_a_chunk_takes_its_arithmetic_or_its_traffic(tokens, before):
+    model = ModelShape(
+        layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, intermediate=160, vocabulary=500, dtype_bytes=2
+    )
+    cost = roofline(model, H100, IDEAL).of(kind("full")).prefill
+    end = before + tokens
+    expected = max(
+        chunk_flops(model, tokens, end) / H100.flops,
+        (weight_bytes(model) + kv_bytes(model, end + tokens)) / H100.bandwidth,  # all read, its own written
+    )
+    assert cost.seconds(tokens, end) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv@0.2+fp8", "full+kivi4"])
+@pytest.mark.parametrize(("batch", "entries"), [(1, 1000), (16, 100_000), (2000, 2_000)])
+def test_a_decode_step_takes_its_arithmetic_or_its_traffic(model, policy, batch, entries):
+    cost = roofline(model, H100, IDEAL).of(kind(policy)).decode
+    flops = 2 * batch * (model.layers * linear_weights(model) + model.hidden * model.vocabulary)
+    flops += 4 * model.layers * model.heads * model.head_dim * entries
+    traffic = weight_bytes(model) + kv_bytes(model, entries + batch, kind(policy).storage)
+    assert cost.seconds(batch, entries) == pytest.approx(max(flops / H100.flops, traffic / H100.bandwidth), rel=1e-9)
+
+
+def test_efficiency_overhead_and_the_share_of_a_gpu(model):
+    ideal = roofline(model, H100, IDEAL).of(kind("full"))
+    real = RooflineConfig(flops_efficiency=0.5, bandwidth_efficiency=0.25, overhead_seconds=0.002)
+    cost = roofline(model, H100, real, 0.5).of(kind("full"))
+    assert cost.prefill.seconds(2048, 2048) == pytest.approx(0.002 + 4 * ideal.prefill.seconds(2048, 2048))
+    assert cost.decode.seconds(1, 100) == pytest.approx(0.002 + 8 * ideal.decode.seconds(1, 100))
+
+
+def test_known_models_have_their_parameters(model, tmp_path):
+    assert model.layer_weights + 2 * model.head_weights == pytest.approx(8.03e9, rel=1e-3)  # embedding and head
+    assert model.active_weights == model.layer_weights
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    mixtral = ModelShape.model_validate(tmp_path / "config.json")
+    assert mixtral.layer_weights + 2 * mixtral.head_weights == pytest.approx(46.7e9, rel=1e-3)
+    assert mixtral.active_weights + 2 * mixtral.head_weights == pytest.approx(12.9e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no configuration of a model"),
+        ("[]", "is no configuration of a model"),
+        ("{}", "lacks 'num_attention_heads'"),
+        (json.dumps({key: LLAMA[key] for key in LLAMA if key != "vocab_size"}), "lacks 'vocab_size'"),
+        (json.dumps(LLAMA | {"torch_dtype": "int4"}), "dtype 'int4' is not one of float32"),
+        (json.dumps(LLAMA | {"num_hidden_layers": 0}), "without a KV cache"),
+        (json.dumps(LLAMA | {"kv_lora_rank": 512}), "kv_lora_rank belongs to an architecture"),
+    ],
+)
+def test_what_is_no_known_model_is_refused(tmp_path, content, message):
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(ModelShapeError, match=message):
+        figures(file)
+    with pytest.raises(ConfigError, match=message):
+        load(flags=[f"simulator.model={file}"], environ={})
+
+
+def test_a_model_brings_its_kv_shape_and_needs_its_file_no_more(model):
+    settings = load(flags=[f"simulator.model={{path: {model.path}, dtype_bytes: 1}}"], environ={})
+    simulator = settings.simulator
+    assert (simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes) == (32, 8, 128, 1)
+    dumped = settings.model_dump(mode="json")
+    (model.path / "config.json").unlink()
+    assert parse(dumped) == settings
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(flags=[f"simulator.model={model.path}"], environ={})
+
+
+def test_a_kv_shape_that_is_not_the_models_is_refused(model):
+    with pytest.raises(ConfigError, match=r"layers is 3, but simulator\.model has 32"):
+        load(flags=[f"simulator.model={model.path}", "simulator.layers=3"], environ={})
+
+
+def test_every_gpu_of_the_catalogue_is_one():
+    assert {name: Gpu.model_validate(name).name for name in CATALOGUE} == {name: name for name in CATALOGUE}
+
+
+def test_figures_of_a_gpu_may_be_given():
+    gpu = load(flags=["simulator.gpu.name=L4", "simulator.gpu.dollars=0.5"], environ={}).simulator.gpu
+    assert (gpu.dollars, gpu.flops) == (0.5, CATALOGUE["L4"]["flops"])
+    own = {"name": "mine", "flops": 1e12, "bandwidth": 1e11, "memory": 1e9, "pcie": 1e10}
+    assert Gpu.model_validate({**own, "dollars": 1, "as_of": "2026-01-01"}).nvlink is None
+    with pytest.raises(ValidationError, match="needs dollars, as_of"):
+        Gpu.model_validate(own)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("simulator.gpu=H100", "no GPU 'H100' in the catalogue; did you mean 'H100-SXM'"),
+        ("simulator.gpu=H100", "there are A100-SXM, H100-SXM"),
+        ("simulator.gpu.dollar=1", "did you mean 'dollars'"),
+        ("simulator.gpu.flops=0", "simulator.gpu.flops: Input should be greater than 0"),
+        ("simulator.roofline.flops_efficiency=1.1", "less than or equal to 1"),
+        ("simulator.roofline.overhead_seconds=-1", "greater than or equal to 0"),
+        ("simulator.model={layers: 3}", "simulator.model.hidden: Field required"),
+    ],
+)
+def test_faults_in_the_settings_are_told(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load(flags=[flag], environ={})

@@ -1,0 +1,130 @@
+"""The sizes of a model, from its config.json as Hugging Face writes it: what a step computes and reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+KV = ("layers", "kv_heads", "head_dim", "dtype_bytes")
+"""Figures that decide the size of the KV cache."""
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+_UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "state_size")
+
+
+class ModelShapeError(ValueError):
+    """A file that does not tell the shape of a model; the message says why."""
+
+
+class ModelShape(BaseModel):
+    """A decoder with grouped-query attention and gated MLPs, as Llama, Mistral, Qwen and Mixtral are.
+
+    A path alone, to a folder or its config.json, stands for what is written there; figures given beside it are taken
+    instead, as `dtype_bytes: 2` where the weights are served in another type than they were trained in.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = Field(None, description="folder of a model, or its config.json; gives what is not given here")
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1, description="width of the residual stream")
+    heads: int = Field(ge=1, description="query heads")
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    intermediate: int = Field(ge=1, description="width of an MLP, or of one expert")
+    vocabulary: int = Field(ge=1)
+    dtype_bytes: int = Field(ge=1, description="of weights and KV")
+    experts: int = Field(1, ge=1, description="in each layer")
+    experts_per_token: int = Field(1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, str | Path):
+            value = {"path": value}
+        if not isinstance(value, dict) or not value.get("path"):
+            return value
+        if all(field in value for field in cls.model_fields):  # as dumped: the file is not needed any more
+            return value
+        return {**figures(Path(value["path"])), **value}
+
+    @property
+    def head_weights(self) -> int:
+        """Parameters between the last layer and the logits."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of all layers, all experts included."""
+        return self.layers * (self._attention + self.experts * (self._mlp + (self.hidden if self.experts > 1 else 0)))
+
+    @property
+    def active_weights(self) -> int:
+        """Parameters of all layers that a token is multiplied with."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.layers * (self._attention + router + self.experts_per_token * self._mlp)
+
+    @property
+    def _attention(self) -> int:
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def _mlp(self) -> int:
+        return 3 * self.hidden * self.intermediate  # gate, up and down
+
+
+def kv_figures(path: Path) -> dict[str, int]:
+    """The figures `KV` of a model. Raises ModelShapeError."""
+    return _taken(path, _kv)
+
+
+def figures(path: Path) -> dict[str, int]:
+    """All figures of a model, as the fields of `ModelShape`. Raises ModelShapeError."""
+    return _taken(path, _all)
+
+
+def _taken(path: Path, take: Any) -> dict[str, int]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, int] = take(config.get("text_config", config))
+    except OSError as error:
+        raise ModelShapeError(f"cannot read {file}: {error.strerror}") from None
+    except KeyError as error:
+        raise ModelShapeError(f"{file} is no configuration of a model that is known here: it lacks {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelShapeError(f"{file} is no configuration of a model: {error}") from None
+    if not all(isinstance(number, int) and number > 0 for number in found.values()):
+        raise ModelShapeError(f"{file} describes a model without a KV cache")
+    return found
+
+
+def _kv(config: dict[str, Any]) -> dict[str, int]:
+    heads = config["num_attention_heads"]
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}")
+    return {
+        "layers": config["num_hidden_layers"],
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "dtype_bytes": _DTYPE_BYTES[dtype],
+    }
+
+
+def _all(config: dict[str, Any]) -> dict[str, int]:
+    if foreign := [key for key in _UNKNOWN if config.get(key)]:
+        raise ValueError(f"{foreign[0]} belongs to an architecture that is not counted here; give its figures yourself")
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    return {
+        **_kv(config),
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "intermediate": (experts > 1 and config.get("moe_intermediate_size")) or config["intermediate_size"],
+        "vocabulary": config["vocab_size"],
+        "experts": experts,
+        "experts_per_token": config["num_experts_per_tok"] if experts > 1 else 1,
+    }

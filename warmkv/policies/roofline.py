@@ -1,0 +1,64 @@
+"""Step times of a model on a GPU from their sizes: a step takes as long as its arithmetic or its memory traffic.
+
+The roofline model (Williams, Waterman and Patterson, 2009) with an efficiency for each roof and a constant besides.
+Operations are two for each weight and token, and four for each query head's dimension and pair of a token with one that
+it attends to. Bytes are those of the weights, once a step, and of the KV that is read and written; activations stay in
+caches. Of a model with experts all are read in every step, which is so as soon as a few tokens are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from warmkv.config import RooflineConfig
+from warmkv.gpus import Gpu
+from warmkv.model_shape import ModelShape
+from warmkv.policies.costs import PhaseCosts, Roofline, StepCost, StepKind
+from warmkv.policies.storage_bytes import entry_bytes
+from warmkv.policy_spec import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCosts:
+    """Step costs of every kind of policy; what of it counts is how it stores entries."""
+
+    by_storage: Mapping[Storage, PhaseCosts]
+    described: Mapping[str, Any]  # what they follow from
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        return self.by_storage[kind.storage]
+
+    def figures(self) -> dict[str, Any]:
+        return dict(self.described)
+
+
+def roofline(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float = 1.0) -> RooflineCosts:
+    """Step costs of a model on a GPU, or on the share of one that a replica has."""
+    parts = {"model": model, "gpu": gpu, "roofline": config}
+    described = {name: part.model_dump(mode="json") for name, part in parts.items()} | {"gpus_per_replica": share}
+    return RooflineCosts(
+        {storage: _phases(model, gpu, config, share, storage) for storage in get_args(Storage)}, described
+    )
+
+
+def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, storage: Storage) -> PhaseCosts:
+    operation = 1 / (gpu.flops * share * config.flops_efficiency)  # seconds
+    byte = 1 / (gpu.bandwidth * share * config.bandwidth_efficiency)  # seconds
+    overhead = config.overhead_seconds
+    token, logits = 2 * model.active_weights * operation, 2 * model.head_weights * operation
+    pair = 4 * model.layers * model.heads * model.head_dim * operation
+    weights = byte * model.dtype_bytes * (model.layer_weights + model.head_weights)
+    rows = byte * model.layers * model.kv_heads
+    kv = rows * entry_bytes("model", model.head_dim, model.dtype_bytes)
+    entry = rows * entry_bytes(storage, model.head_dim, model.dtype_bytes)
+    # A chunk has the logits of its last token. Its tokens do not attend to those after them: near half of its square.
+    prefill = StepCost(overhead + logits, token + pair / 2, 0.0, pair, -pair / 2)
+    # Sequences that decode attend each to its own entries: there are as many pairs as entries.
+    decode = StepCost(overhead, token + logits, pair)
+    return PhaseCosts(
+        prefill=Roofline((prefill, StepCost(overhead + weights, kv, kv))),
+        decode=Roofline((decode, StepCost(overhead + weights, entry, entry))),
+        hand_off=StepCost(0.0, entry, kv),
+    )
