@@ -332,6 +332,12 @@ class SimulatorConfig(Section):
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)
+    overhead_seconds: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="of a request outside its replica: HTTP, tokenizing, routing; a fit to a log finds its own",
+    )
     layers: int = Field(6, ge=1)
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=1)

@@ -57,6 +57,7 @@ def simulate(
     *,
     fast_forward: bool = True,
     by_runs: bool = True,
+    as_placed: bool = False,
     seed: int = 0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
@@ -66,7 +67,8 @@ def simulate(
 
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
-    follows every block by itself where runs of blocks would do; both are slower, with equal results.
+    follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
+    every request to the replica that its record names, and takes those replicas for the cluster.
     """
     env = simpy.Environment()
     index, slots, stored, removals = PrefixIndex(), Level(), Level(), Removals()
@@ -93,13 +95,16 @@ def simulate(
     def ended(job: Job) -> None:
         following = job.following
         if following is not None:
-            following.arrival = env.now + following.think
-            env.timeout(following.think).callbacks.append(lambda _: arrive(following))
+            wait = times.overhead + following.think
+            following.arrival = env.now + wait
+            env.timeout(wait).callbacks.append(lambda _: arrive(following))
 
     run_caches: dict[str, RunCache] = {}
     levels = tuple(by_tier.values())
-    for number in range(config.cluster.replicas):
-        name = f"replica-{number}"
+    names = [f"replica-{number}" for number in range(config.cluster.replicas)]
+    if as_placed:
+        names = sorted({job.record.replica for job in jobs})
+    for name in names:
         cache: ReplicaCache | RunCache
         if found is None:
             share = config.prefix_cache.tenant_share
@@ -117,7 +122,7 @@ def simulate(
             return index.longest_match(hashes)
         return {name: blocks.depths(hashes) for name, blocks in run_caches.items()}
 
-    choose = _chooser(replicas, warm, config, random.Random(seed))
+    choose = _as_placed if as_placed else _chooser(replicas, warm, config, random.Random(seed))
     env.process(_arrivals(env, [job for job in jobs if not job.waits], arrive))
     env.run()
     end = max((job.finished for job in jobs), default=0.0)
@@ -145,6 +150,10 @@ def _arrivals(
         if job.arrival > env.now:
             yield env.timeout(job.arrival - env.now)
         arrive(job)
+
+
+def _as_placed(job: Job) -> Sequence[str]:
+    return (job.record.replica,)
 
 
 def _chooser(

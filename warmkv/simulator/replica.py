@@ -115,6 +115,7 @@ class Replica:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
         self._fast_forward, self._ended = fast_forward, ended
+        self._overhead = times.overhead
         self.in_flight = 0
         self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
@@ -245,7 +246,7 @@ class Replica:
         self.cache.release(job.match)
         self._used -= job.workspace_bytes
         self._prefilling = None
-        job.first = now
+        job.first = now + self._overhead
         steps = job.decode_steps
         if not steps:
             self._finish(job)
@@ -264,9 +265,10 @@ class Replica:
             heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
-        job.finished = self._env.now
+        now: float = self._env.now
+        job.finished = now + self._overhead
         self._used -= job.slot_bytes
-        self._slots.change(-job.slot_bytes, job.finished)
+        self._slots.change(-job.slot_bytes, now)
         self.in_flight -= 1
         self._ended(job)
 
