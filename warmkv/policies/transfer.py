@@ -6,6 +6,8 @@ decides by what it lacks and by times that it measured itself (`TransferTimes`).
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +16,10 @@ from warmkv.policies.routing import View, fetchable_blocks, worth_fetching
 
 PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
+
+
+PATIENCE = 8
+"""How much less than a measurement a fetch counts that was not made."""
 
 
 class Fetch(NamedTuple):
@@ -33,6 +39,18 @@ def plan(view: View, config: RoutingConfig) -> Fetch | None:
         return None
     donors = [name for name, depths in view.warm.items() if depths[1] == blocks and name in view.replicas]
     return Fetch(min(donors, key=lambda name: view.load.get(name, 0)), blocks)
+
+
+def heir(chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]) -> tuple[str, int]:
+    """Who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
+
+    Who holds most of it, so that it stays together; if nobody does, rendezvous hashing of its first key, so that
+    chains that begin alike stay together, and all are spread.
+    """
+    for held in range(len(chain), 0, -1):
+        if known := [peer for peer in holders.get(chain[held - 1], ()) if peer in peers]:
+            return min(known), held
+    return max(peers, key=lambda peer: hashlib.blake2b(chain[0] + peer.encode(), digest_size=8).digest()), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +99,30 @@ class RunningLine:
 class TransferTimes:
     """What a replica knows of its own speed: seconds of prefill by tokens, seconds of a fetch by bytes."""
 
+    config: TransferConfig
     prefill: RunningLine
     fetch: RunningLine
-    half_life: float
 
     @classmethod
     def of(cls, config: TransferConfig) -> TransferTimes:
         return cls(
+            config,
             RunningLine.guessed(0.0, config.token_seconds, PRIOR_TOKENS),
             RunningLine.guessed(config.start_seconds, config.byte_seconds, PRIOR_BYTES),
-            config.half_life,
         )
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
         """After a prefill of `tokens` tokens."""
-        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.half_life))
+        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.config.half_life))
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
         """After a fetch of `nbytes` bytes."""
-        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.half_life))
+        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.config.half_life))
+
+    def declined(self) -> TransferTimes:
+        """After a fetch that did not seem worth it. A bad moment is not believed for ever: it is tried again."""
+        guess = self.config.start_seconds + self.config.byte_seconds * PRIOR_BYTES
+        return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * self.config.half_life))
 
     def gain(self, tokens: int, nbytes: int) -> float:
         """Seconds that fetching these tokens saves; negative if computing them is faster."""
