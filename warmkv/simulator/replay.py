@@ -18,7 +18,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.prefixes.breakpoints import Breakpoint, bill
+from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, kv_shape, simulate
@@ -32,12 +32,14 @@ NO_TURNS: Mapping[int, Turn] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class Amount:
+    """A level over time."""
+
     peak: int
     mean: float
 
     @classmethod
-    def of(cls, level: Level, end: float) -> Bytes:
+    def of(cls, level: Level, end: float) -> Amount:
         return cls(level.peak, level.mean(end))
 
 
@@ -49,6 +51,8 @@ class Result:
     ttl: float | None  # seconds; None as recorded
     requests: int
     refused: int  # too large for any replica, or every queue was full
+    retries: int  # of requests whose replica failed before their first token
+    resumptions: int  # and after it
     seconds: float  # virtual time from the first arrival to the last end
     prompt_tokens: int  # of the served requests
     reused_tokens: int  # prompt tokens whose KV was reused, whatever was billed
@@ -58,16 +62,17 @@ class Result:
     dollars: float  # that the tenants are billed
     dollars_uncached: float  # the same requests at the plain input price
     bills: Mapping[str, float]  # dollars by tenant
-    slots: Bytes
-    stored: Bytes  # in all tiers
-    tiers: Mapping[str, Bytes]  # device, host, disk
+    slots: Amount
+    stored: Amount  # in all tiers
+    tiers: Mapping[str, Amount]  # device, host, disk
     evictions: int  # blocks and tails
     expirations: int
     ttft: Percentiles
     tpot: Percentiles  # of requests with at least two tokens
     e2e: Percentiles
     in_slo: int  # served within simulator.slo
-    gpu_hours: float  # of all replicas, from the first arrival to the last end
+    replicas: Amount  # that are alive, starting or not
+    gpu_hours: float  # of all replicas that are alive, from the first arrival to the last end
     gpu_dollars: float
 
     @property
@@ -151,7 +156,7 @@ def prepare(
     sizes: dict[tuple[int, int, int, int], dict[str, Any]] = {}
     start = records[0].arrival if records else 0.0
     jobs = []
-    for record in records:
+    for number, record in enumerate(records):
         spec = variant.policy or recorded(record)
         marks = record.marks if cache.enabled else ()
         if tier:
@@ -167,7 +172,7 @@ def prepare(
         alike = (id(spec), record.input_tokens, allowed, len(marks))
         if alike not in sizes:
             sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0)
-        jobs.append(Job(record=record, arrival=record.arrival - start, marks=marks, **sizes[alike]))
+        jobs.append(Job(number=number, record=record, arrival=record.arrival - start, marks=marks, **sizes[alike]))
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
@@ -194,9 +199,8 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     if job.record.api != "messages":
         prompt = job.record.input_tokens
         return Usage(prompt - job.reused, job.reused, {}, job.record.output_tokens)
-    stored = max(job.match.hit, job.written)  # what memory did not suffice for is not billed as written
-    marks = [Breakpoint(mark.position, mark.ttl) for mark in job.marks if mark.position <= stored]
-    usage = bill(job.record.input_tokens, marks, job.match.hit, lifetimes.ttls)
+    record, found = job.record, job.match.hit
+    usage = breakpoints.billed(record.input_tokens, job.marks, found, job.written, job.read, lifetimes.ttls)
     return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
 
 
@@ -229,13 +233,15 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     ttfts = [job.first - job.arrival for job in served]
     tpots = [(job.finished - job.first) / job.decode_steps if job.decode_steps else 0.0 for job in served]
     slo = config.simulator.slo
-    gpus = config.cluster.replicas * gpus_per_replica(config)
-    gpu_hours = gpus * outcome.end / 3600
+    alive = Amount.of(outcome.alive, outcome.end)
+    gpu_hours = gpus_per_replica(config) * alive.mean * outcome.end / 3600
     result = Result(
         policy=variant.label,
         ttl=variant.ttl,
         requests=len(jobs),
         refused=len(jobs) - len(served),
+        retries=sum(job.retries for job in jobs),
+        resumptions=sum(job.resumptions for job in jobs),
         seconds=outcome.end,
         prompt_tokens=prompt,
         reused_tokens=reused,
@@ -245,15 +251,16 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
         bills={tenant: price(own, config.prices).total for tenant, own in bills.items()},
-        slots=Bytes.of(outcome.slots, outcome.end),
-        stored=Bytes.of(outcome.stored, outcome.end),
-        tiers={tier: Bytes.of(level, outcome.end) for tier, level in outcome.tiers.items()},
+        slots=Amount.of(outcome.slots, outcome.end),
+        stored=Amount.of(outcome.stored, outcome.end),
+        tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
         evictions=outcome.removals.evicted,
         expirations=outcome.removals.expired,
         ttft=percentiles(ttfts),
         tpot=percentiles([tpot for tpot, job in zip(tpots, served, strict=True) if job.decode_steps]),
         e2e=percentiles([job.finished - job.arrival for job in served]),
         in_slo=sum(ttft <= slo.ttft and tpot <= slo.tpot for ttft, tpot in zip(ttfts, tpots, strict=True)),
+        replicas=alive,
         gpu_hours=gpu_hours,
         gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
     )

@@ -33,6 +33,7 @@ NO_COSTS = PhaseCosts(FREE, FREE)
 class Job:
     """A request on its way through the cluster, and what became of it. Times are virtual seconds."""
 
+    number: int  # among all, in the order of the records
     record: RequestRecord
     arrival: float
     marks: tuple[Mark, ...]
@@ -44,19 +45,33 @@ class Job:
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
+    gateway: int = 0  # the one that it comes to
     waits: bool = False  # for the turn before it: its arrival is not known before that ends
     think: float = 0.0  # seconds from that end to its arrival
     following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
 
-    replica: str = ""  # stays empty if it was refused
+    replica: str = ""  # the last that had it; stays empty if it was refused
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
-    costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
-    match: Match = NO_MATCH
+    match: Match = NO_MATCH  # found at its start
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
+    read: int = 0  # position up to which it is billed as a reader
+    retries: int = 0  # how often its replica failed before its first token
+    resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
+
+    # On the replica that has it now.
+    submitted: float = NEVER
+    costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
+    found: Match = NO_MATCH
+    warm: int = 0  # prompt tokens that need not be computed
     computed: int = 0  # prompt tokens that are warm or computed so far
+
+    @property
+    def shares(self) -> bool:
+        """Whether it reads or writes prefixes that are billed by breakpoint."""
+        return bool(self.marks or self.record.reads) and self.record.api == "messages"
 
     @property
     def work(self) -> int:
@@ -111,10 +126,11 @@ class Replica:
         slots: Level,
         fast_forward: bool = True,
         ended: Callable[[Job], None] = lambda job: None,
+        began: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
-        self._fast_forward, self._ended = fast_forward, ended
+        self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self.in_flight = 0
         self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
@@ -148,7 +164,7 @@ class Replica:
         return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
 
     def submit(self, job: Job) -> None:
-        job.replica = self.name
+        job.replica, job.submitted = self.name, self._env.now
         self.in_flight += 1
         self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
@@ -156,6 +172,14 @@ class Replica:
             self._set_alarm(0.0)
         elif self._run_steps and self.waiting.peek() is job and self._fits(job):
             self._cut_run()
+
+    def fail(self) -> list[Job]:
+        """Stop for good and lose everything; the requests that it had."""
+        self._alarms += 1  # whatever was to happen next does not
+        computing = [] if self._prefilling is None else [self._prefilling]
+        decoding = [job for _, _, job in self._ends]
+        self._slots.change(-sum(job.slot_bytes for job in computing + decoding), self._env.now)
+        return decoding + computing + list(self.waiting)
 
     # --- the process
 
@@ -223,14 +247,15 @@ class Replica:
             return None
         now: float = self._env.now
         job = self._prefilling = self.waiting.pop()
-        job.started = now
         job.costs = self._times.of(job.kind)
         self.cache.expire(now)
-        job.match = self.cache.match(job.record, now)
-        job.reused = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
+        job.found = self.cache.match(job.record, now)
+        job.warm = max(0, min(job.found.tokens, job.record.input_tokens - job.recomputed))
         if job.sum_bytes:
-            job.reused = self.cache.sums(job.match, job.record, job.reused, now)
-        job.computed = job.reused
+            job.warm = self.cache.sums(job.found, job.record, job.warm, now)
+        job.computed = job.warm
+        if job.first == NEVER:
+            job.started, job.match, job.reused = now, job.found, job.warm
         self._used += job.slot_bytes + job.workspace_bytes
         self._slots.change(job.slot_bytes, now)
         return job
@@ -239,13 +264,15 @@ class Replica:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
         now: float = self._env.now
         self.cache.expire(now)
-        job.written = self.cache.store(job.record, job.marks, now, job.match, job.arrival)
+        written = self.cache.store(job.record, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
-            self.cache.store_sums(job.record, job.marks, job.reused, job.sum_bytes, now)
-        self.cache.release(job.match)
+            self.cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
+        self.cache.release(job.found)
         self._used -= job.workspace_bytes
         self._prefilling = None
-        job.first = now
+        if job.first == NEVER:
+            job.first, job.written = now, written
+            self._began(job)
         steps = job.decode_steps
         if not steps:
             self._finish(job)

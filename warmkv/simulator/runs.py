@@ -260,3 +260,11 @@ class RunCache:
                 total += difference
         if total:
             self._stored.change(total, now)
+
+    def drop(self, now: float) -> None:
+        """Everything is gone, with the replica."""
+        for place in self._places:
+            place.untold -= sum(place.held)
+            place.held = [0] * len(place.held)
+            place.order.clear()
+        self._tell(now)

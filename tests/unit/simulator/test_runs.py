@@ -55,14 +55,17 @@ ROOMS = st.integers(0, 14).map(lambda blocks: blocks * BLOCK * 2 + 3)  # bytes
     st.sampled_from([0.5, 1.0, 4.0, 16.0, 1e9, float("inf")]),
     st.sampled_from([1, 1, 3]),
     st.sampled_from([EXACT, INSTANT, SLOW]),
+    st.sampled_from(["[]", "[]", "[{at: 0.25, seconds: 0}, {at: 2, seconds: 0.5}]"]),
 )
-def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost):
+def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost, failures):
     device, host, disk = (room if tier < tiers else 0 for tier, room in enumerate(rooms))
     settings = config(
         f"prefix_cache.memory_bytes={device}",
         f"prefix_cache.host.memory_bytes={host}",
         f"prefix_cache.disk={{memory_bytes: {disk + 4096 * 6 if disk else 0}, path: {'disk' if disk else 'null'}}}",
         f"cluster.replicas={replicas}",
+        f"simulator.failures={failures}",
+        "simulator.startup_seconds=0.5",
     )
     slow, fast = (outcome(rows, settings, Variant(ttl=ttl), cost, by_runs=by_runs) for by_runs in (False, True))
     assert slow == fast
