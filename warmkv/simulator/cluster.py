@@ -193,7 +193,8 @@ class Cluster:
 
     def _warm(self, hashes: tuple[bytes, ...]) -> Mapping[str, Depths]:
         if self._layout is not None:
-            return {name: blocks.depths(hashes) for name, blocks in self._run_caches.items()}
+            runs = self._layout.runs[hashes]
+            return {name: blocks.depths(runs) for name, blocks in self._run_caches.items()}
         index = self._index if self._late is None else self._late.at(self._env.now)
         return index.longest_match(hashes)
 
