@@ -56,6 +56,11 @@ class ReplicaCache:
         """Of all tiers together."""
         return sum(ledger.bytes for ledger in self._cache.tiers.ledgers)
 
+    @property
+    def due(self) -> float:
+        """Nothing expires before this time."""
+        return self._cache.tiers.next_deadline
+
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each entry at the time it ended."""
         tiers = self._cache.tiers

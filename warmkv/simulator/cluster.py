@@ -119,6 +119,7 @@ class Cluster:
         self._wanted = config.cluster.replicas
         self._replicas: dict[str, Replica] = {}  # those that take requests
         self._names: list[str] = []  # theirs
+        self._caches: list[ReplicaCache | RunCache] = []  # likewise
         self._starting: dict[str, Replica] = {}
         self._run_caches: dict[str, RunCache] = {}
         self._places: dict[int, str] = {}  # the names of all that are there or not known to be lost
@@ -159,8 +160,9 @@ class Cluster:
         if not self._replicas and len(self._unplaced) < self._config.cluster.max_queued_requests * len(self._gateways):
             self._unplaced.append(job)
             return
-        for replica in self._replicas.values():
-            replica.cache.expire(now)
+        for cache in self._caches:
+            if cache.due <= now:
+                cache.expire(now)
         for name in gateway.rank(job, self._names, now):
             replica = self._replicas[name]
             if not replica.full and replica.ever_fits(job):
@@ -237,6 +239,7 @@ class Cluster:
             return
         self._replicas[replica.name] = replica
         self._names = list(self._replicas)
+        self._caches = [replica.cache for replica in self._replicas.values()]
         waiting, self._unplaced = self._unplaced, deque()
         for job in waiting:
             self._send(job)
@@ -265,6 +268,7 @@ class Cluster:
         self._starting.pop(replica.name, None)
         self._run_caches.pop(replica.name, None)
         self._names = list(self._replicas)
+        self._caches = [replica.cache for replica in self._replicas.values()]
         if self._late is not None:
             self._late.drop_replica(replica.name)
         for gateway in self._gateways:

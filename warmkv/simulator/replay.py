@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, describe
@@ -97,9 +98,14 @@ class Run:
     """A finished simulation of a variant: what became of the requests, and what it adds up to."""
 
     jobs: Sequence[Job]  # all, in the order of the records
-    usages: Sequence[Usage]  # of those that were served, in that order
+    lifetimes: Lifetimes
     outcome: Outcome
     result: Result
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Of those that were served, in that order."""
+        return [billed(job, self.lifetimes) for job in self.jobs if job.replica]
 
 
 def replay(
@@ -153,7 +159,8 @@ def prepare(
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
     shape, recorded = kv_shape(config), recorded_policy()
-    sizes: dict[tuple[int, int, int, int], dict[str, Any]] = {}
+    sizes: dict[tuple[int, int, int, int], tuple[Any, ...]] = {}
+    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
     start = records[0].arrival if records else 0.0
     jobs = []
     for number, record in enumerate(records):
@@ -171,34 +178,47 @@ def prepare(
         allowed = max(record.output_tokens, record.max_tokens)
         alike = (id(spec), record.input_tokens, allowed, len(marks))
         if alike not in sizes:
-            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0)
-        jobs.append(Job(number=number, record=record, arrival=record.arrival - start, marks=marks, **sizes[alike]))
+            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0, forced)
+        jobs.append(Job(number, record, record.arrival - start, marks, *sizes[alike]))
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
 
 
-def _sizes(spec: PolicySpec, prompt: int, allowed: int, marks: int, shape: KVShape, max_context: int) -> dict[str, Any]:
-    """What a job takes that may draw `allowed` tokens: fields of `Job`."""
+def _sizes(
+    spec: PolicySpec,
+    prompt: int,
+    allowed: int,
+    marks: int,
+    shape: KVShape,
+    max_context: int,
+    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
+) -> tuple[StepKind, int, int, int, int, int, int, bool]:
+    """What a job takes that may draw `allowed` tokens: fields of `Job`, from `kind` on.
+
+    `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
+    """
     spec = budgets.in_force(spec, prompt, allowed)
-    return {
-        "kind": StepKind.of(spec),
-        "kept": budgets.kept_tokens(spec, prompt),
-        "capacity": budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
-        "recomputed": budgets.recomputed_tokens(spec, prompt),
-        "slot_bytes": slot_sizes.slot_bytes(spec, shape, prompt, allowed) if allowed > 1 else 0,
-        "workspace_bytes": slot_sizes.workspace_bytes(spec, shape, prompt, marks),
-        "sum_bytes": slot_sizes.column_sum_bytes(spec, shape, prompt),
-        "endless": budgets.is_endless(spec, prompt, allowed, max_context),
-    }
+    if id(spec) not in forced:
+        forced[id(spec)] = (spec, StepKind.of(spec), {})
+    _, kind, rows = forced[id(spec)]
+    return (
+        kind,
+        budgets.kept_tokens(spec, prompt),
+        budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
+        budgets.recomputed_tokens(spec, prompt),
+        slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
+        slot_sizes.workspace_bytes(spec, shape, prompt, marks),
+        slot_sizes.column_sum_bytes(spec, shape, prompt),
+        budgets.is_endless(spec, prompt, allowed, max_context),
+    )
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     """The usage of a served job: by breakpoints, or in the OpenAI APIs by what was reused."""
     if job.record.api != "messages":
-        prompt = job.record.input_tokens
-        return Usage(prompt - job.reused, job.reused, {}, job.record.output_tokens)
+        return _billed_as_reused([job])
     record, found = job.record, job.match.hit
     usage = breakpoints.billed(record.input_tokens, job.marks, found, job.written, job.read, lifetimes.ttls)
     return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
@@ -222,16 +242,18 @@ def run(
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
     """Totals and percentiles of a finished simulation."""
     served = [job for job in jobs if job.replica]
-    usages = [billed(job, lifetimes) for job in served]
-    by_tenant: dict[str, list[Usage]] = defaultdict(list)
-    for job, used in zip(served, usages, strict=True):
-        by_tenant[job.record.tenant].append(used)
-    bills = {tenant: _total(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
+    by_tenant: dict[str, list[Job]] = defaultdict(list)
+    for job in served:
+        by_tenant[job.record.tenant].append(job)
+    bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
     usage = _total(bills.values(), lifetimes)
-    prompt, reused = usage.prompt, sum(job.reused for job in served)
-    blocks = sum(len(job.record.hashes) for job in served)
-    ttfts = [job.first - job.arrival for job in served]
-    tpots = [(job.finished - job.first) / job.decode_steps if job.decode_steps else 0.0 for job in served]
+    prompt, reused = usage.prompt, sum([job.reused for job in served])
+    blocks = sum([len(job.record.hashes) for job in served])
+    arrival = np.array([job.arrival for job in served])
+    first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
+    steps = np.array([job.decode_steps for job in served])
+    ttft, decoded = first - arrival, steps > 0
+    tpot = np.divide(end - first, steps, out=np.zeros(len(served)), where=decoded)
     slo = config.simulator.slo
     alive = Amount.of(outcome.alive, outcome.end)
     gpu_hours = gpus_per_replica(config) * alive.mean * outcome.end / 3600
@@ -246,7 +268,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         prompt_tokens=prompt,
         reused_tokens=reused,
         token_hit_rate=reused / prompt if prompt else 0.0,
-        block_hit_rate=sum(job.match.blocks for job in served) / blocks if blocks else 0.0,
+        block_hit_rate=sum([job.match.blocks for job in served]) / blocks if blocks else 0.0,
         usage=usage,
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
@@ -256,15 +278,27 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
         evictions=outcome.removals.evicted,
         expirations=outcome.removals.expired,
-        ttft=percentiles(ttfts),
-        tpot=percentiles([tpot for tpot, job in zip(tpots, served, strict=True) if job.decode_steps]),
-        e2e=percentiles([job.finished - job.arrival for job in served]),
-        in_slo=sum(ttft <= slo.ttft and tpot <= slo.tpot for ttft, tpot in zip(ttfts, tpots, strict=True)),
+        ttft=percentiles(ttft),
+        tpot=percentiles(tpot[decoded]),
+        e2e=percentiles(end - arrival),
+        in_slo=int(np.count_nonzero((ttft <= slo.ttft) & (tpot <= slo.tpot))),
         replicas=alive,
         gpu_hours=gpu_hours,
         gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
     )
-    return Run(jobs, usages, outcome, result)
+    return Run(jobs, lifetimes, outcome, result)
+
+
+def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
+    """What served jobs are billed together."""
+    marked = [billed(job, lifetimes) for job in jobs if job.record.api == "messages"]
+    return _total([*marked, _billed_as_reused([job for job in jobs if job.record.api != "messages"])], lifetimes)
+
+
+def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
+    """The usage of jobs of the OpenAI APIs, all together: nobody marks what is written, and what is reused is read."""
+    prompt, reused = sum([job.record.input_tokens for job in jobs]), sum([job.reused for job in jobs])
+    return Usage(prompt - reused, reused, {}, sum([job.record.output_tokens for job in jobs]))
 
 
 def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
