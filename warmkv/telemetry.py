@@ -51,6 +51,14 @@ STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails
 PREFIX_BYTES = Metric(
     "warmkv_prefix_bytes", "gauge", "Bytes of stored prefixes by tier: device, host, disk", "bytes", ("tier",)
 )
+FETCHES = Metric("warmkv_fetches", "counter", "Fetches of blocks from another replica", "requests", ("result",))
+FETCHED_BYTES = Metric("warmkv_fetched_bytes", "counter", "Bytes of blocks fetched from other replicas", "bytes")
+FETCH_SECONDS = Metric(
+    "warmkv_fetch_seconds", "histogram", "Time of a fetch from another replica", "seconds", (), _SECONDS
+)
+HANDED_BYTES = Metric(
+    "warmkv_handed_bytes", "counter", "Bytes of blocks that replicas took over from one that was stopped", "bytes"
+)
 # Recorded by the router.
 ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
 FOLLOWING = Metric(
@@ -75,9 +83,10 @@ DIRECTORY_LEFT_OUT = Metric(
 
 GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT, POLICY_VERSION)
 REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
+TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
-ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *ROUTER, *DIRECTORY)
+ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY)
 
 
 class Recorder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.dispatcher import Dispatcher
 from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
 from warmkv.prefixes.index import Shard
-from warmkv.replicas.protocol import GenerateRequest
+from warmkv.replicas.protocol import GenerateRequest, ToReplica
 
 log = logging.getLogger("ray.serve")
 
@@ -46,6 +47,9 @@ class PrefixRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         try:
+            request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+            if pending_request is not None and isinstance(request, ToReplica):
+                return self._named(request.replica, candidate_replicas, pending_request)
             self._follow_directory()
             return self._choose(candidate_replicas, pending_request)
         except Exception:  # an exception here would hang the request
@@ -79,9 +83,20 @@ class PrefixRouter(RequestRouter):
         pending.future.add_done_callback(
             lambda future: self._dispatcher.bookings.release(key) if future.cancelled() else None
         )
+        if choice.fetch is not None:
+            pending.args[0] = replace(request, fetch=choice.fetch)
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
         asyncio.get_running_loop().call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]
+
+    def _named(
+        self, name: str, candidates: list[RunningReplica], pending: PendingRequest
+    ) -> list[list[RunningReplica]]:
+        """The replica of that name and no other: who asks for one that is gone hears of it at once."""
+        found = [replica for replica in candidates if replica.replica_id.unique_id == name]
+        if not found and not pending.future.done():
+            pending.future.set_exception(LookupError(f"replica {name} is gone"))
+        return [found]
 
     def _queues(self, candidates: list[RunningReplica]) -> dict[str, int]:
         """Requests in flight as the replicas last told Serve, which counts those of other gateways, too."""

@@ -161,6 +161,13 @@ class Tiers:
         for ledger in self.ledgers:  # a chain that lives longer now does so wherever it is
             ledger.prolong(chain, ttl, now)
 
+    def adopt(self, path: Sequence[Entry], now: float) -> Iterator[Step]:
+        """Keep a chain that another replica has, with what is left of its lives there; where, as `store` says."""
+        for tier, ledger in enumerate(self.ledgers):
+            yield from self._apply(tier, ledger.adopt(path, now), now)
+            if all(entry.key in ledger for entry in path):
+                break
+
     def promote(self, chain: Sequence[bytes], now: float) -> Iterator[Step]:
         """Keep in the first tier what was found further down."""
         found = [self._lowest(key) for key in chain[: self.match(chain, now)]]

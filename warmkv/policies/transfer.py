@@ -16,6 +16,10 @@ PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
 
 
+PATIENCE = 8
+"""How much less than a measurement a fetch counts that was not made."""
+
+
 class Fetch(NamedTuple):
     """Where a request's prefix is warm: whoever else gets the request may fetch what it lacks from there."""
 
@@ -81,25 +85,30 @@ class RunningLine:
 class TransferTimes:
     """What a replica knows of its own speed: seconds of prefill by tokens, seconds of a fetch by bytes."""
 
+    config: TransferConfig
     prefill: RunningLine
     fetch: RunningLine
-    half_life: float
 
     @classmethod
     def of(cls, config: TransferConfig) -> TransferTimes:
         return cls(
+            config,
             RunningLine.guessed(0.0, config.token_seconds, PRIOR_TOKENS),
             RunningLine.guessed(config.start_seconds, config.byte_seconds, PRIOR_BYTES),
-            config.half_life,
         )
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
         """After a prefill of `tokens` tokens."""
-        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.half_life))
+        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.config.half_life))
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
         """After a fetch of `nbytes` bytes."""
-        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.half_life))
+        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.config.half_life))
+
+    def declined(self) -> TransferTimes:
+        """After a fetch that did not seem worth it. A bad moment is not believed for ever: it is tried again."""
+        guess = self.config.start_seconds + self.config.byte_seconds * PRIOR_BYTES
+        return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * self.config.half_life))
 
     def gain(self, tokens: int, nbytes: int) -> float:
         """Seconds that fetching these tokens saves; negative if computing them is faster."""

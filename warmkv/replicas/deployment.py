@@ -18,9 +18,10 @@ from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
-from warmkv.replicas.protocol import BlockEvents, Event, GenerateRequest
+from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.streaming import stream
+from warmkv.replicas.transfer import BlocksLent, Transfers
 
 
 class Replica:
@@ -59,7 +60,12 @@ class Replica:
             )
             for number, actor in enumerate(directory)
         ]
-        self._recorder = telemetry.Recorder(*telemetry.REPLICA)
+        self._recorder = telemetry.Recorder(*telemetry.REPLICA, *telemetry.TRANSFER)
+        self._peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
+        self._lend = self._peers.options(method_name="lend")
+        self._transfers = Transfers(
+            self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
+        )
         self._engine.warm_up(say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
         loop = asyncio.get_running_loop()
@@ -74,8 +80,24 @@ class Replica:
 
         Raises EngineError where the request cannot be taken. A client that leaves cancels the request.
         """
+        await self._transfers.prepare(request)
         async for event in stream(self._engine, request, self._decode):
+            if isinstance(event, Started):
+                self._transfers.started(request, event)
             yield event
+
+    async def lend(self, wanted: BlocksWanted) -> BlocksLent:
+        """Blocks for another replica, as far as they are in memory here."""
+        return await self._transfers.lend(wanted)
+
+    async def _ask(self, wanted: BlocksWanted) -> BlocksLent:
+        response = self._lend.remote(wanted)
+        try:
+            lent: BlocksLent = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        return lent
 
     def status(self) -> dict[str, Any]:
         """What the replica holds and does now."""

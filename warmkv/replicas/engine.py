@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.slots import SlotPool
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
 FAILURES_IN_A_ROW = 5  # failed steps after which the device is taken for lost
@@ -140,18 +142,24 @@ class Engine:
         """Run something in the engine's thread, between two steps."""
         self._inbox.put(action)
 
+    def between_steps(self, action: Callable[[], T]) -> Future[T]:
+        """The same, with what it returns or raises; not at all if the result is cancelled before."""
+        result: Future[T] = Future()
+
+        def act() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        self._inbox.put(act)
+        return result
+
     def drop_prefixes(self, tenant: str) -> Future[int]:
         """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
-        freed: Future[int] = Future()
-
-        def drop() -> None:
-            try:
-                freed.set_result(self.store.drop(tenant))
-            except Exception as error:
-                freed.set_exception(error)
-
-        self._inbox.put(drop)
-        return freed
+        return self.between_steps(lambda: self.store.drop(tenant))
 
     def stop(self) -> None:
         """End `run` after the step it is in."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.transfer import Fetch
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Candidate, Mark
 
@@ -50,6 +51,7 @@ class GenerateRequest:
     replica: str | None = None  # id of the replica that the client prefers
     tenant: str = ""  # whose request it is, for fairness among those that wait
     terms: Terms | None = None  # those of the configuration if absent
+    fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows
 
     @property
     def lifetimes(self) -> Lifetimes | None:
@@ -96,6 +98,23 @@ class Failed:
 
 
 Event = Started | Delta | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class ToReplica:
+    """What one replica asks of another, by its name: the router sends it nowhere else."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWanted(ToReplica):
+    """Blocks that a replica would rather fetch than compute."""
+
+    identity: Mapping[str, Any]  # of the KV
+    keys: tuple[bytes, ...]  # of consecutive full blocks of a chain
+    tails: tuple[bytes, ...]  # behind them, at breakpoints that the request may read
+    sums: bool  # whether they are of no use without column sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,3 +109,12 @@ def test_a_fetch_is_worth_it_while_computing_takes_longer():
         fast_model = fast_model.computed(tokens, 0.1 + 1e-6 * tokens)
     assert fast_model.gain(1000, 1 << 20) < 0  # what a prefill takes by itself is not saved
     assert times.gain(1000, 1 << 20) > 0
+
+
+def test_what_went_badly_is_tried_again_after_a_while():
+    times = TransferTimes.of(TransferConfig()).fetched(0, 60.0)
+    assert times.gain(4096, 1 << 20) < 0
+    tries = 0
+    while times.gain(4096, 1 << 20) < 0:
+        times, tries = times.declined(), tries + 1
+    assert 10 < tries < 1000

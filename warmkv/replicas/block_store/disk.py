@@ -59,6 +59,7 @@ class Header:
     mark_ttl: float | None  # 0 where there is no mark
     mark_expires_at: float | None
     storage: BlockStorage
+    reads: int = 0
 
     @property
     def parent_key(self) -> bytes | None:
@@ -80,6 +81,7 @@ def header(entry: Entry, storage: BlockStorage, now: float, wall: float) -> Head
         mark_ttl=_finite(entry.mark_ttl) if is_marked else 0.0,
         mark_expires_at=_finite(entry.mark_expires_at + wall - now) if is_marked else 0.0,
         storage=storage,
+        reads=entry.reads,
     )
 
 
@@ -109,6 +111,7 @@ def entry(header: Header, now: float, wall: float) -> Entry:
         expires_at=_infinite(header.expires_at) + now - wall,
         mark_ttl=_infinite(header.mark_ttl),
         mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else -math.inf,
+        reads=header.reads,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, spans
-from warmkv.policies.tiers import Copied, Left, Step, Stored, tiers_of
+from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
 from warmkv.prefixes.index import TIERS
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
@@ -66,8 +67,8 @@ class BlockStore:
         lanes: Lanes | None = None,
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
-        self._dtype, self._device = identity.torch_dtype, device
-        self._clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
+        self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
+        self.clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
         self._lanes = lanes or Threads()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
@@ -124,6 +125,17 @@ class BlockStore:
             found[tier].append(key)
         return found
 
+    @property
+    def tiers(self) -> Tiers:
+        """The rules that it carries out."""
+        return self._cache.tiers
+
+    def leading(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
+        tier_of = self._published.get
+        memory = bisect_left(hashes, True, key=lambda key: tier_of(key, "disk") == "disk")
+        return memory, bisect_left(hashes, True, lo=memory, key=lambda key: tier_of(key) is None)
+
     # --- a request's way
 
     def match(
@@ -136,13 +148,13 @@ class BlockStore:
         """
         if not self.enabled:
             return WarmPrefix()
-        now, cache = self._clock(), self._cache
+        now, cache = self.clock(), self._cache
         match = cache.match(hashes, reads, self.block_size, now)
         warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens), since=now)
         if sums:
             warm.reused, warm.sums = cache.match_sums(match, self.block_size, warm.reused, now)
         for key in self._keys_to_attach(warm):
-            packed = self._find(key)
+            packed = self.find(key)
             if packed is None:
                 warm.pending.add(key)
             elif key == warm.sums or not any(key in place.blocks for place in self.places):
@@ -153,7 +165,7 @@ class BlockStore:
 
     def ready(self, warm: WarmPrefix) -> bool:
         """Whether everything has been read, or has been waited for long enough; the others may decode until then."""
-        return not warm.pending or self._clock() - warm.since >= self._patience
+        return not warm.pending or self.clock() - warm.since >= self._patience
 
     def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
         """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim].
@@ -211,27 +223,29 @@ class BlockStore:
             return 0
         sums = column_sums or {}
 
-        def computed(span: Span) -> Tensor:
+        def computed(tier: int, key: bytes, span: Span | None) -> Packed:
+            assert span is not None
             if span.sums:
-                return sums[span.end]
+                return Packed("model", 0, (sums[span.end],))
             at = slice(span.start, span.end)
-            return torch.stack([keys[:, :, at], values[:, :, at]])
+            block = torch.stack([keys[:, :, at], values[:, :, at]])
+            return pack(block, span.end - span.start, self.places[tier].tier.storage if tier == 0 else "model")
 
-        match, now, size = warm.match if warm is not None else None, self._clock(), self.block_size
-        self._apply(self._cache.store(hashes, marks, size, now, tenant, match, begun, lifetimes), computed)
+        match, now, size = warm.match if warm is not None else None, self.clock(), self.block_size
+        self.apply(self._cache.store(hashes, marks, size, now, tenant, match, begun, lifetimes), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
             steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, size, now, tenant, lifetimes)
-            self._apply(steps, computed)
-        return self._cache.highest_mark(marks, self._clock())
+            self.apply(steps, computed)
+        return self._cache.highest_mark(marks, self.clock())
 
     # --- beside the requests
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
         if self.enabled:
-            self._apply((step, None) for step in self._cache.tiers.expire(self._clock()))
+            self.apply((step, None) for step in self._cache.tiers.expire(self.clock()))
 
     def drop(self, tenant: str) -> int:
         """Forget a tenant's entries, packs aside; the bytes freed in all tiers. Takes time in the number of entries."""
@@ -239,7 +253,7 @@ class BlockStore:
             return 0
         tiers, before = self._cache.tiers, sum(self.tier_bytes.values())
         keys = {key for ledger in tiers.ledgers for key in ledger.keys_of(tenant)} - self._packed_keys
-        self._apply((step, None) for step in tiers.drop(list(keys)))
+        self.apply((step, None) for step in tiers.drop(list(keys)))
         return before - sum(self.tier_bytes.values())
 
     def settle(self) -> None:
@@ -259,34 +273,38 @@ class BlockStore:
         """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
         written = {}
         for key in chain:
-            packed, entry = self._find(key), self._cache.tiers.ledgers[0].entry(key)
+            packed, entry = self.find(key), self._cache.tiers.ledgers[0].entry(key)
             if packed is None or entry is None:
                 raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
             held = packed.map(lambda part: part.cpu())
-            folder.write(held, disk.lasting_header(entry, packed.storage, marked=entry.mark_expires_at > self._clock()))
+            folder.write(held, disk.lasting_header(entry, packed.storage, marked=entry.mark_expires_at > self.clock()))
             written[key] = held.nbytes
         return written
 
     # --- steps
 
-    def _apply(
-        self, steps: Iterable[tuple[Step, Span | None]], computed: Callable[[Span], Tensor] | None = None
+    def apply(
+        self,
+        steps: Iterable[tuple[Step, Span | None]],
+        made: Callable[[int, bytes, Span | None], Packed | None] = lambda tier, key, span: None,
     ) -> None:
-        """Do what the rules say, step by step; if keeping a block fails, the ledger promises none that is not there."""
+        """Do what the rules say, step by step; if keeping a block fails, the ledger promises none that is not there.
+
+        `made(tier, key, span)` is asked for what is to be kept.
+        """
         changed: list[bytes] = []
         failure: Exception | None = None
         for step, span in steps:
             changed.append(step.key)
             match step:
                 case Stored(key, tier):
+                    packed = None
                     try:
-                        if failure is None:
-                            assert span is not None
-                            assert computed is not None
-                            self._put(key, tier, computed(span), 0 if span.sums else span.end - span.start)
+                        if failure is None and (packed := made(tier, key, span)) is not None:
+                            self._put(key, tier, packed)
                     except Exception as error:  # out of memory, say
                         failure = error
-                    if failure is not None:
+                    if failure is not None or packed is None:
                         self._lose(key, tier)
                 case Copied(key, source, tier):
                     packed = self.places[source].find(key)
@@ -327,11 +345,10 @@ class BlockStore:
             for ledger in self._cache.tiers.ledgers
         )
 
-    def _put(self, key: bytes, tier: int, block: Tensor, tokens: int) -> None:
-        place = self.places[tier]
-        packed = pack(block, tokens, place.tier.storage if tier == 0 else "model")
+    def _put(self, key: bytes, tier: int, packed: Packed) -> None:
         if tier == 0:
-            place.blocks[key] = packed
+            place = self.places[tier]
+            place.blocks[key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
         else:
             self._move(key, tier, packed)
             self._leave_alone(key, tier, packed)
@@ -345,7 +362,7 @@ class BlockStore:
         move = place.arriving[key] = Move(packed)
         folder, entry = place.folder, self._cache.tiers.ledgers[tier].entry(key)
         assert entry is not None
-        header = disk.header(entry, place.storage_of(packed), self._clock(), self._wall_clock())
+        header = disk.header(entry, place.storage_of(packed), self.clock(), self._wall_clock())
 
         def job() -> Packed | None:
             wanted = move.packed  # the engine's thread may give it up meanwhile
@@ -413,7 +430,8 @@ class BlockStore:
         keys = [span.key for span in chain if span.start < warm.reused]
         return [*keys, warm.sums] if warm.sums else keys
 
-    def _find(self, key: bytes) -> Packed | None:
+    def find(self, key: bytes) -> Packed | None:
+        """An entry that can be read without a file."""
         return next((packed for place in self.places if (packed := place.find(key)) is not None), None)
 
     def _parts(self, warm: WarmPrefix) -> list[tuple[Span, Packed, str]]:

@@ -1,0 +1,299 @@
+"""Two replicas and what moves between them, without Ray: the same answers and bills, or a prompt that is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request
+from warmkv import telemetry
+from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
+from warmkv.policies.transfer import Fetch
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
+from warmkv.replicas.streaming import stream
+from warmkv.replicas.transfer import BlocksLent, Transfers
+
+TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)
+ALWAYS = {"token_seconds": 100.0, "start_seconds": 0.0, "byte_seconds": 0.0, "timeout_seconds": 60.0}
+
+
+class Recorded:
+    """What was counted and observed, by metric and labels."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None:
+        self.counts[counter.name, *labels.values()] += value  # type: ignore[assignment]
+
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
+        self.counts[histogram.name, *labels.values()] += 1
+
+    def fetches(self) -> dict[str, int]:
+        return {key[1]: count for key, count in self.counts.items() if key[0] == telemetry.FETCHES.name}
+
+
+class Pair:
+    """Replica "b" asks replica "a"; `ask` may be replaced by a fault."""
+
+    def __init__(self, model: Any, transfer: dict[str, Any], cache: dict[str, Any]) -> None:
+        config, self.recorded, self.asked = TransferConfig(**ALWAYS | transfer), Recorded(), 0
+        settings = PrefixCacheConfig(**{"block_size": BLOCK, "min_tokens": 1, **cache})
+        self.engines = [
+            Engine(model, EngineConfig(prefill_chunk=16, kv_bytes=1 << 26), settings, clock=lambda: 0.0, name=name)
+            for name in "ab"
+        ]
+        self.a, self.b = (
+            Transfers(engine, engine.name, config, self._ask, self.recorded, clock=asyncio.get_running_loop().time)
+            for engine in self.engines
+        )
+        self.ask: Callable[[BlocksWanted], Any] = self.a.lend
+
+    async def _ask(self, wanted: BlocksWanted) -> BlocksLent:
+        """As through a network: nothing is shared."""
+        self.asked += 1
+        lent: BlocksLent = pickle.loads(pickle.dumps(await self.ask(pickle.loads(pickle.dumps(wanted)))))
+        return lent
+
+    async def run(self, at: int, request: GenerateRequest) -> tuple[list[int], Started]:
+        """The tokens of a request at a replica, and what it said when it started."""
+        transfers = (self.a, self.b)[at]
+        await transfers.prepare(request)
+        text, started = "", None
+        async for event in stream(self.engines[at], request, lambda ids: "".join(f"{one}," for one in ids)):
+            if isinstance(event, Started):
+                started = event
+                transfers.started(request, event)
+            text += getattr(event, "text", "")
+        assert started is not None
+        return [int(one) for one in text.split(",") if one], started
+
+
+@asynccontextmanager
+async def pair(models: Any, transfer: dict[str, Any] | None = None, **cache: Any) -> AsyncIterator[Pair]:
+    made = Pair(models["llama"], transfer or {}, cache)
+    threads = [threading.Thread(target=engine.run) for engine in made.engines]
+    for thread in threads:
+        thread.start()
+    try:
+        yield made
+    finally:
+        for engine in made.engines:
+            engine.stop()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+
+def second(*, policy: str = "full", name: str = "second", blocks: int = 6) -> GenerateRequest:
+    request = make_request(TOKENS, new=12, policy=policy, reads=[53, 48], name=name)
+    return replace(request, fetch=Fetch("a", blocks))
+
+
+def first(policy: str = "full") -> GenerateRequest:
+    return make_request(TOKENS[:53], new=1, policy=policy, marks={48: "1h", 53: "5m"}, name="first")
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv@20", "h2o@20", "expected_attention@20:window=16"])
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_a_fetched_prefix_answers_and_is_billed_as_on_the_donor(models, policy, piece):
+    async def run() -> None:
+        async with pair(models, {"piece_bytes": piece}) as replicas:
+            await replicas.run(0, first(policy))
+            there = await replicas.run(0, second(policy=policy, name="there"))
+            here = await replicas.run(1, second(policy=policy))
+            assert replicas.recorded.fetches() == {"fetched": 1}
+        async with pair(models, enabled=False) as replicas:
+            fresh = await replicas.run(0, second(policy=policy))
+        assert here[0] == there[0] == fresh[0]
+        for told in ("hit", "cached_tokens", "tiers", "written"):
+            assert getattr(here[1], told) == getattr(there[1], told)
+        assert here[1].cached_tokens > 40
+
+    asyncio.run(run())
+
+
+def test_fetched_blocks_are_those_of_the_donor_bit_by_bit(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, first())
+            await replicas.b.prepare(second())
+            a, b = (engine.store.places[0].blocks for engine in replicas.engines)
+            assert set(b) == set(a)
+            assert all(torch.equal(b[key].parts[0], a[key].parts[0]) for key in a)
+
+    asyncio.run(run())
+
+
+def test_who_wants_the_same_waits_for_one_fetch(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, first())
+            requests = [second(name=str(number)) for number in range(8)] + [second(name="short", blocks=4)]
+            expected, _ = await replicas.run(0, second(name="there"))
+            answers = await asyncio.gather(*(replicas.run(1, request) for request in requests))
+            assert replicas.asked == 1
+            assert replicas.recorded.fetches() == {"fetched": 1}
+            assert all(tokens == expected for tokens, _ in answers)
+            assert {started.hit for _, started in answers} == {53}
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_waiting_does_not_stop_the_fetch_for_others(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, first())
+            asked, go = asyncio.Event(), asyncio.Event()
+
+            async def slowly(wanted: BlocksWanted) -> BlocksLent:
+                asked.set()
+                await go.wait()
+                return await replicas.a.lend(wanted)
+
+            replicas.ask = slowly
+            leaves = asyncio.create_task(replicas.b.prepare(second(name="leaves")))
+            await asked.wait()
+            stays = asyncio.create_task(replicas.run(1, second(name="stays")))
+            leaves.cancel()
+            await asyncio.gather(leaves, return_exceptions=True)
+            go.set()
+            _, started = await stays
+            assert started.hit == 53
+            assert replicas.asked == 1
+
+    asyncio.run(run())
+
+
+async def raises(wanted: BlocksWanted) -> BlocksLent:
+    raise ConnectionError("the donor has died")
+
+
+async def never(wanted: BlocksWanted) -> BlocksLent:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def nothing(wanted: BlocksWanted) -> BlocksLent:
+    return BlocksLent()
+
+
+def spoilt(replicas: Pair) -> Callable[[BlocksWanted], Any]:
+    async def lend(wanted: BlocksWanted) -> BlocksLent:
+        lent = await replicas.a.lend(wanted)
+        return replace(lent, parcels=tuple(replace(one, arrays=(one.arrays[0][:-1],)) for one in lent.parcels))
+
+    return lend
+
+
+def shuffled(replicas: Pair) -> Callable[[BlocksWanted], Any]:
+    async def lend(wanted: BlocksWanted) -> BlocksLent:
+        return replace(lent := await replicas.a.lend(wanted), parcels=lent.parcels[::-1], more=True)
+
+    return lend
+
+
+@pytest.mark.parametrize(
+    ("fault", "result"),
+    [
+        (lambda replicas: raises, "failed"),
+        (lambda replicas: never, "late"),
+        (lambda replicas: nothing, "empty"),
+        (spoilt, "failed"),
+        (shuffled, "fetched"),
+    ],
+)
+def test_any_fault_means_computing_and_is_counted(models, fault, result):
+    async def run() -> None:
+        async with pair(models, {"timeout_seconds": 0.2 if result == "late" else 60.0}) as replicas:
+            await replicas.run(0, first())
+            expected, _ = await replicas.run(0, second(name="there"))
+            replicas.ask = fault(replicas)
+            tokens, started = await replicas.run(1, second())
+            assert tokens == expected
+            assert started.cached_tokens <= 8  # a block that happened to be the first
+            assert started.hit == 0
+            assert replicas.recorded.fetches() == {result: 1}
+            replicas.ask = replicas.a.lend
+            assert replicas.b._flights == {}
+
+    asyncio.run(run())
+
+
+def test_kv_of_other_weights_is_not_lent(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, first())
+            replicas.engines[1].store.identity = replace(replicas.engines[1].store.identity, weights="others")
+            _, started = await replicas.run(1, second())
+            assert started.cached_tokens == 0
+            assert replicas.recorded.fetches() == {"empty": 1}
+
+    asyncio.run(run())
+
+
+def test_a_replica_asks_nobody_for_what_it_has_or_computes_faster(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, first())
+            await replicas.run(0, second(name="itself"))
+            await replicas.b.prepare(replace(second(), fetch=None))
+            await replicas.run(1, first())
+            await replicas.b.prepare(second())  # has it by now
+            assert (replicas.asked, replicas.recorded.fetches()) == (0, {})
+        async with pair(models, {"token_seconds": 1e-9, "start_seconds": 1.0}) as replicas:
+            await replicas.run(0, first())
+            await replicas.b.prepare(second())
+            assert (replicas.asked, replicas.recorded.fetches()) == (0, {"slower": 1})
+        async with pair(models, enabled=False) as replicas:
+            await replicas.b.prepare(second())
+            assert await replicas.a.lend(BlocksWanted("a", {}, (), (), False)) == BlocksLent()
+            assert replicas.asked == 0
+
+    asyncio.run(run())
+
+
+def test_a_replica_learns_its_own_speed(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            guess = replicas.b.times
+            await replicas.run(0, first())
+            await replicas.run(1, second())
+            assert replicas.b.times.fetch != guess.fetch
+            assert replicas.b.times.prefill != guess.prefill
+            assert replicas.a.times.fetch == guess.fetch
+
+    asyncio.run(run())
+
+
+def test_only_so_many_fetches_run_at_a_time(models):
+    async def run() -> None:
+        async with pair(models, {"concurrent": 2}) as replicas:
+            running, most = 0, 0
+            for number in range(6):
+                await replicas.run(0, make_request([number, *TOKENS], new=1, name=f"write {number}"))
+
+            async def lend(wanted: BlocksWanted) -> BlocksLent:
+                nonlocal running, most
+                running, most = running + 1, max(most, running + 1)
+                lent = await replicas.a.lend(wanted)
+                running -= 1
+                return lent
+
+            replicas.ask = lend
+            wanted = [make_request([number, *TOKENS], name=str(number)) for number in range(6)]
+            await asyncio.gather(*(replicas.b.prepare(replace(one, fetch=Fetch("a", 7))) for one in wanted))
+            assert most == 2
+            assert replicas.recorded.fetches() == {"fetched": 6}
+
+    asyncio.run(run())

@@ -1,0 +1,160 @@
+"""Fetching warm blocks from another replica, beside the engine, where that is faster than to compute them.
+
+Nothing here can fail a request: whatever goes wrong, or takes too long, is counted, and the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from warmkv import telemetry
+from warmkv.config import TransferConfig
+from warmkv.policies import budgets
+from warmkv.policies.transfer import TransferTimes
+from warmkv.replicas.block_store.exchange import Lent, Parcel, lend, seal, take, unseal
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
+
+log = logging.getLogger(__name__)
+
+Result = Literal["fetched", "empty", "slower", "late", "failed"]
+"""Of a fetch: something came; the donor had nothing; computing is faster, so it was not made; too slow; a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLent:
+    """What a donor has of the blocks that were wanted, and whether there is more to ask for."""
+
+    parcels: tuple[Parcel, ...] = ()
+    more: bool = False
+
+
+class Recorder(Protocol):
+    """Where metrics go (`telemetry.Recorder` in the service)."""
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
+
+
+class Transfers:
+    """What a replica fetches from others and lends to them. Belongs to one event loop.
+
+    `ask` sends a question to the replica that it names and returns the answer; it may raise anything. `clock` is in
+    seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        config: TransferConfig,
+        ask: Callable[[BlocksWanted], Awaitable[BlocksLent]],
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._name, self._config, self._ask = engine, name, config, ask
+        self._recorder, self._clock = recorder, clock
+        self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the blocks that they are to bring
+        self._room = asyncio.Semaphore(config.concurrent)
+        self.times = TransferTimes.of(config)
+
+    # --- who fetches
+
+    def started(self, request: GenerateRequest, started: Started) -> None:
+        """Learn from a prompt how long prefill takes here."""
+        if computed := len(request.token_ids) - started.cached_tokens:
+            self.times = self.times.computed(computed, started.prefill_seconds)
+
+    async def prepare(self, request: GenerateRequest) -> None:
+        """Fetch what a request lacks, if its router knows where that is; return within the time limit."""
+        store, plan = self._engine.store, request.fetch
+        if plan is None or plan.donor == self._name or not store.enabled:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.timeout_seconds):
+                await self._bring(request, plan.donor, request.hashes[: plan.blocks])
+
+    async def _bring(self, request: GenerateRequest, donor: str, keys: Sequence[bytes]) -> None:
+        """Wait for others who fetch the same, then fetch what is lacking still."""
+        store = self._engine.store
+        size = store.block_size
+        block_bytes = store.places[0].tier.weigh(size * store.identity.shape.token_bytes, size)
+        while (known := store.leading(keys))[1] < len(keys):
+            memory, held = known
+            flight = self._flights.get(keys[memory])
+            if flight is None:
+                if self.times.gain((len(keys) - held) * size, (len(keys) - memory) * block_bytes) <= 0:
+                    self.times = self.times.declined()
+                    self._count("slower")
+                else:
+                    flight = asyncio.create_task(self._fly(request, donor, keys))
+                    self._flights |= dict.fromkeys(keys[memory:], flight)
+                    await asyncio.shield(flight)
+                return
+            if not await asyncio.shield(flight):
+                return
+
+    async def _fly(self, request: GenerateRequest, donor: str, keys: Sequence[bytes]) -> bool:
+        """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
+        store, nbytes, more, began = self._engine.store, 0, True, self._clock()
+        result: Result = "empty"
+        try:
+            async with asyncio.timeout(self._config.timeout_seconds), self._room:
+                began = self._clock()
+                while more and (first := store.leading(keys)[0]) < len(keys):
+                    lent = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
+                    blocks = await asyncio.to_thread(self._unpack, lent.parcels)
+                    held = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
+                    nbytes += sum(parcel.nbytes for parcel in lent.parcels)
+                    more = lent.more and held == len(blocks)  # the store's limits may not let all of it in
+            result = "fetched" if nbytes else "empty"
+        except TimeoutError:
+            result = "late"
+        except Exception as error:
+            log.warning("blocks could not be fetched and are computed: %s: %s", type(error).__name__, error)
+            result = "failed"
+        finally:
+            this = asyncio.current_task()
+            self._flights = {key: flight for key, flight in self._flights.items() if flight is not this}
+        seconds = self._clock() - began
+        if result != "failed":
+            self.times = self.times.fetched(nbytes, seconds)
+            self._recorder.observe(telemetry.FETCH_SECONDS, seconds)
+        self._count(result)
+        self._recorder.add(telemetry.FETCHED_BYTES, nbytes)
+        return nbytes > 0
+
+    def _wanted(self, request: GenerateRequest, donor: str, keys: tuple[bytes, ...]) -> BlocksWanted:
+        store, tokens = self._engine.store, len(request.token_ids)
+        tails = tuple(read.key for read in request.reads if read.position % store.block_size)
+        policy = budgets.in_force(request.policy, tokens, request.sampling.max_tokens)
+        return BlocksWanted(donor, store.identity.document(), keys, tails, budgets.needs_column_sums(policy, tokens))
+
+    def _unpack(self, parcels: Sequence[Parcel]) -> list[Lent]:
+        """Blocks as the first tier keeps them, in a thread beside the engine's. Raises ParcelError."""
+        place, identity = self._engine.store.places[0], self._engine.store.identity
+        blocks = [unseal(parcel, identity, ("model", place.tier.storage)) for parcel in parcels]
+        return [(header, place.converted(packed)) for header, packed in blocks]
+
+    def _count(self, result: Result) -> None:
+        self._recorder.add(telemetry.FETCHES, 1, result=result)
+
+    # --- who lends
+
+    async def lend(self, wanted: BlocksWanted) -> BlocksLent:
+        """What another replica may have of the blocks that it wants; nothing if its KV is of another kind."""
+        store = self._engine.store
+        if not store.enabled or store.identity.differs(wanted.identity):
+            return BlocksLent()
+        most = int(self._config.piece_bytes)
+        choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
+        blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
+        parcels: list[Any] = await asyncio.to_thread(lambda: [seal(block) for block in blocks])  # copies from a GPU
+        return BlocksLent(tuple(parcels), more)
