@@ -9,7 +9,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from warmkv.config import parse
+from warmkv.config import ClusterConfig, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.prefix_directory import start_directory
@@ -30,11 +30,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     replicas = serve.deployment(
         Replica,
         name="replica",
-        num_replicas=cluster.replicas,
+        **_size(cluster),
         max_ongoing_requests=cluster.max_ongoing_requests,
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=cluster.drain_seconds + config.transfer.handover_seconds,
         request_router_config=RequestRouterConfig(  # whatever the policy: it may be changed while this runs
             request_router_class=PrefixRouter, request_router_kwargs={"settings": args}
         ),
@@ -44,9 +44,27 @@ def build(args: dict[str, Any]) -> serve.Application:
         name="gateway",
         num_replicas=cluster.gateways,
         # Room for what the replicas compute and for what waits for them, and some for health checks and counting.
-        max_ongoing_requests=cluster.max_ongoing_requests * cluster.replicas + cluster.max_queued_requests + 64,
+        max_ongoing_requests=cluster.max_ongoing_requests * cluster.most_replicas + cluster.max_queued_requests + 64,
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
     )
     return gateway.bind(args, secret, replicas, directory)
+
+
+def _size(cluster: ClusterConfig) -> dict[str, Any]:
+    """How many replicas there are, as Serve wants it said."""
+    scaling = cluster.autoscaling
+    if scaling is None:
+        return {"num_replicas": cluster.replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "initial_replicas": cluster.replicas,
+            "max_replicas": scaling.max_replicas,
+            "target_ongoing_requests": scaling.target_ongoing_requests,
+            "upscale_delay_s": scaling.upscale_delay_seconds,
+            "downscale_delay_s": scaling.downscale_delay_seconds,
+            "look_back_period_s": scaling.look_back_seconds,
+        },
+    }

@@ -78,7 +78,7 @@ def start_ray(config: Config) -> None:
     ray.init(
         address="local",
         namespace="serve",
-        num_cpus=max(os.cpu_count() or 1, int(cluster.replicas * cluster.cpus_per_replica) + 1),
+        num_cpus=max(os.cpu_count() or 1, int(cluster.most_replicas * cluster.cpus_per_replica) + 1),
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,

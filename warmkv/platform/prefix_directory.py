@@ -123,6 +123,12 @@ class PrefixDirectory:
             return Update(self._epoch, self._version, tuple(self._everything()), whole=True)
         return Update(self._epoch, self._version, tuple(self._log[-back] for back in range(behind, 0, -1)))
 
+    async def elsewhere(self, replica: str, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
+        """The other replicas that hold each of these blocks; those that none holds are left out."""
+        self._forget_silent()
+        found = {key: [name for name in self._index.holders(key) if name != replica] for key in keys}
+        return {key: names for key, names in found.items() if names}
+
     async def configure(self, config: DirectoryConfig) -> None:
         """Take new settings: the actor outlives the application that started it."""
         self._config = config

@@ -274,6 +274,11 @@ class BlockLedger:
             if entry.expires_at != LOST and (tenant is None or entry.tenant == tenant)
         ]
 
+    def by_worth(self) -> list[Entry]:
+        """Ends of chains that can be found, what would be evicted last first. Takes O(n log n)."""
+        ends = [entry for entry in self._entries.values() if not entry.children and entry.expires_at != LOST]
+        return sorted(ends, key=lambda entry: self._order(entry, self._reuse), reverse=True)
+
     # --- inside
 
     def _admit(

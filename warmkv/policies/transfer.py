@@ -6,6 +6,8 @@ decides by what it lacks and by times that it measured itself (`TransferTimes`).
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,6 +39,18 @@ def plan(view: View, config: RoutingConfig) -> Fetch | None:
         return None
     donors = [name for name, depths in view.warm.items() if depths[1] == blocks and name in view.replicas]
     return Fetch(min(donors, key=lambda name: view.load.get(name, 0)), blocks)
+
+
+def heir(chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]) -> tuple[str, int]:
+    """Who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
+
+    Who holds most of it, so that it stays together; if nobody does, rendezvous hashing of its first key, so that
+    chains that begin alike stay together, and all are spread.
+    """
+    for held in range(len(chain), 0, -1):
+        if known := [peer for peer in holders.get(chain[held - 1], ()) if peer in peers]:
+            return min(known), held
+    return max(peers, key=lambda peer: hashlib.blake2b(chain[0] + peer.encode(), digest_size=8).digest()), 0
 
 
 @dataclass(frozen=True, slots=True)

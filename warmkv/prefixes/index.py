@@ -76,6 +76,11 @@ class PrefixIndex:
     def holds(self, replica: str, key: bytes) -> bool:
         return bool(replica in self._shifts and self._masks.get(key[:KEY_BYTES], 0) >> self._shifts[replica] & _FIELD)
 
+    def holders(self, key: bytes) -> list[str]:
+        """The replicas that hold a block."""
+        mask = self._masks.get(key[:KEY_BYTES], 0)
+        return [replica for replica, _ in self._holders.get(mask) or self._decode(mask)]
+
     def add(self, replica: str, keys: Iterable[bytes], tier: str = "device") -> None:
         """A replica holds these blocks, and `tier` is the fastest that has them; it may have been another before."""
         code = _CODES[tier]

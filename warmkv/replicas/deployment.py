@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -21,7 +22,9 @@ from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.streaming import stream
-from warmkv.replicas.transfer import BlocksLent, Transfers
+from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
+
+log = logging.getLogger("ray.serve")
 
 
 class Replica:
@@ -34,8 +37,8 @@ class Replica:
         from ray import serve
 
         config = parse(settings)
-        context = serve.get_replica_context()
-        self._config, self._name = config, context.replica_id.unique_id
+        self._context = context = serve.get_replica_context()
+        self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
         say = partial(self._say, directory[0])
         say("loading the model")
@@ -61,8 +64,8 @@ class Replica:
             for number, actor in enumerate(directory)
         ]
         self._recorder = telemetry.Recorder(*telemetry.REPLICA, *telemetry.TRANSFER)
-        self._peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
-        self._lend = self._peers.options(method_name="lend")
+        peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
+        self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
         self._transfers = Transfers(
             self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
         )
@@ -90,6 +93,10 @@ class Replica:
         """Blocks for another replica, as far as they are in memory here."""
         return await self._transfers.lend(wanted)
 
+    async def take_over(self, offered: BlocksOffered) -> int:
+        """Blocks of a replica that leaves; how many are held now."""
+        return await self._transfers.take_over(offered)
+
     async def _ask(self, wanted: BlocksWanted) -> BlocksLent:
         response = self._lend.remote(wanted)
         try:
@@ -113,8 +120,41 @@ class Replica:
         if not any(thread.name == "engine" for thread in threading.enumerate()):
             raise RuntimeError("the engine thread has died")
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
+        """Called by Serve when the replica is stopped and no request is in flight any more."""
+        try:
+            await self._hand_over()
+        except Exception:
+            log.exception("the blocks of this replica are not handed over")
         self._engine.stop()
+
+    async def _hand_over(self) -> None:
+        """Leave the hottest blocks to the other replicas, if any will go on."""
+        if not self._config.transfer.handover_seconds or not await asyncio.to_thread(self._others_run):
+            return
+        known = await asyncio.gather(*(shard.status.remote() for shard in self._directory))
+        names = {name for shard in known for name, replica in shard["replicas"].items() if "phase" not in replica}
+        began = time.monotonic()
+        taken = await self._transfers.hand_over(sorted(names - {self._name}), self._holders, self._offer.remote)
+        log.info("%d blocks were handed over in %.1f s", taken, time.monotonic() - began)
+
+    def _others_run(self) -> bool:
+        """Whether Serve goes on with replicas of this deployment."""
+        from ray import serve
+
+        application = serve.status().applications.get(self._context.app_name)
+        deployment = application.deployments.get(self._context.deployment) if application is not None else None
+        return deployment is not None and deployment.replica_states.get("RUNNING", 0) > 0
+
+    async def _holders(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
+        """The other replicas that hold these blocks, as the directory knows."""
+        parts = await asyncio.gather(
+            *(
+                actor.elsewhere.remote(self._name, list(filter(Shard(number, len(self._directory)).owns, keys)))
+                for number, actor in enumerate(self._directory)
+            )
+        )
+        return {key: names for part in parts for key, names in part.items()}
 
     def _decode(self, ids: Any) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -149,4 +189,4 @@ class Replica:
 
 def threads_per_replica(config: Config, cores: int) -> int:
     """Torch threads of one replica: as configured, or the machine's cores shared among the replicas."""
-    return config.engine.threads or max(1, cores // config.cluster.replicas)
+    return config.engine.threads or max(1, cores // config.cluster.most_replicas)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 from warmkv import telemetry
 from warmkv.config import TransferConfig
 from warmkv.policies import budgets
-from warmkv.policies.transfer import TransferTimes
-from warmkv.replicas.block_store.exchange import Lent, Parcel, lend, seal, take, unseal
+from warmkv.policies.transfer import TransferTimes, heir
+from warmkv.replicas.block_store.exchange import Lent, Parcel, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine import Engine
-from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
+from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ class BlocksLent:
 
     parcels: tuple[Parcel, ...] = ()
     more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOffered(ToReplica):
+    """Blocks for another replica, from one that is stopped."""
+
+    identity: Mapping[str, Any]  # of the KV
+    parcels: tuple[Parcel, ...]
 
 
 class Recorder(Protocol):
@@ -158,3 +166,61 @@ class Transfers:
         blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
         parcels: list[Any] = await asyncio.to_thread(lambda: [seal(block) for block in blocks])  # copies from a GPU
         return BlocksLent(tuple(parcels), more)
+
+    # --- who leaves, and who stays
+
+    async def hand_over(
+        self,
+        peers: Sequence[str],
+        holders: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, Sequence[str]]]],
+        offer: Callable[[BlocksOffered], Awaitable[int]],
+    ) -> int:
+        """Give the hottest chains to other replicas, within the limits; how many blocks and tails they took.
+
+        `holders` tells which replicas hold the blocks that some hold. A replica that fails is left out from then on.
+        """
+        config, taken = self._config, 0
+        remaining = list(peers)
+        batches: dict[str, dict[bytes, Lent]] = {}
+
+        async def send(peer: str) -> None:
+            nonlocal taken
+            batch = batches.pop(peer, {})
+            try:
+                parcels = await asyncio.to_thread(lambda: tuple(seal(block) for block in batch.values()))
+                async with asyncio.timeout(config.timeout_seconds):
+                    taken += await offer(BlocksOffered(peer, self._engine.store.identity.document(), parcels))
+            except Exception as error:
+                log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
+                remaining.remove(peer)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(config.handover_seconds):
+                choose = partial(hottest, self._engine.store, int(config.handover_bytes))
+                chains, blocks = await asyncio.wrap_future(self._engine.between_steps(choose))
+                held = dict(await holders(list(blocks)))
+                for chain in chains:
+                    if not remaining:
+                        break
+                    peer, known = heir(chain, remaining, held)
+                    batch = batches.setdefault(peer, {})
+                    batch |= {key: blocks[key] for key in chain[known:]}
+                    held |= {key: [*held.get(key, ()), peer] for key in chain[known:]}
+                    if sum(packed.nbytes for _, packed in batch.values()) >= config.piece_bytes:
+                        await send(peer)
+                for peer in list(batches):
+                    await send(peer)
+        return taken
+
+    async def take_over(self, offered: BlocksOffered) -> int:
+        """Keep blocks of a replica that leaves, within all limits; how many are held now.
+
+        Raises ParcelError where they are not what they should be.
+        """
+        store = self._engine.store
+        if not store.enabled or store.identity.differs(offered.identity):
+            return 0
+        blocks = await asyncio.to_thread(self._unpack, offered.parcels)
+        taken = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
+        self._recorder.add(telemetry.HANDED_BYTES, sum(parcel.nbytes for parcel in offered.parcels))
+        return taken

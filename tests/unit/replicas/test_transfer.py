@@ -7,7 +7,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from warmkv.policies.transfer import Fetch
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
 from warmkv.replicas.streaming import stream
-from warmkv.replicas.transfer import BlocksLent, Transfers
+from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)
 ALWAYS = {"token_seconds": 100.0, "start_seconds": 0.0, "byte_seconds": 0.0, "timeout_seconds": 60.0}
@@ -295,5 +295,126 @@ def test_only_so_many_fetches_run_at_a_time(models):
             await asyncio.gather(*(replicas.b.prepare(replace(one, fetch=Fetch("a", 7))) for one in wanted))
             assert most == 2
             assert replicas.recorded.fetches() == {"fetched": 6}
+
+    asyncio.run(run())
+
+
+# --- a replica that leaves
+
+
+async def nobody(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[str]]:
+    return {}
+
+
+def offers(replicas: Pair, seen: list[BlocksOffered]) -> Callable[[BlocksOffered], Any]:
+    async def offer(offered: BlocksOffered) -> int:
+        seen.append(offered)
+        return await replicas.b.take_over(pickle.loads(pickle.dumps(offered)))
+
+    return offer
+
+
+def written(tokens: list[int], name: str) -> GenerateRequest:
+    return make_request(tokens, new=1, name=name, marks={len(tokens): "1h"})
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_what_a_replica_hands_over_is_read_and_billed_as_it_was_there(models, piece):
+    async def run() -> None:
+        async with pair(models, {"piece_bytes": piece}) as replicas:
+            prompts = [[number, *TOKENS] for number in range(5)] + [[1, *TOKENS[:30], 5, 6, 7]]
+            for number, tokens in enumerate(prompts):
+                await replicas.run(0, written(tokens, f"write {number}"))
+            seen: list[BlocksOffered] = []
+            taken = await replicas.a.hand_over(["b"], nobody, offers(replicas, seen))
+            assert taken == len(replicas.engines[0].store) == len(replicas.engines[1].store)
+            assert len(seen) > 3 if piece == 1 else len(seen) == 1
+            assert replicas.recorded.counts[telemetry.HANDED_BYTES.name,] == replicas.engines[0].store.resident_bytes
+            for number, tokens in enumerate(prompts):
+                request = make_request(tokens, reads=[len(tokens)], name=f"read {number}")
+                there, here = await replicas.run(0, request), await replicas.run(1, request)
+                assert here[0] == there[0]
+                assert here[1].hit == there[1].hit == len(tokens)
+                assert here[1].cached_tokens == there[1].cached_tokens
+
+    asyncio.run(run())
+
+
+def test_the_hottest_chains_go_first_and_no_more_than_the_limit(models):
+    async def run() -> None:
+        limit = 16 * BLOCK * models["llama"].kv_shape.token_bytes
+        async with pair(models, {"handover_bytes": limit}) as replicas:
+            requests = [make_request([number, *TOKENS], new=1, name=str(number)) for number in range(4)]
+            for request in requests:
+                await replicas.run(0, request)
+            await replicas.run(0, replace(requests[1], id="again"))
+            await replicas.a.hand_over(["b"], nobody, offers(replicas, []))
+            store = replicas.engines[1].store
+            assert [store.leading(request.hashes)[0] for request in requests] == [0, 7, 0, 7]
+            assert 0 < store.resident_bytes <= limit
+
+    asyncio.run(run())
+
+
+def test_what_another_replica_holds_is_left_out_and_the_rest_goes_there(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            request = written(TOKENS, "all")
+            await replicas.run(0, request)
+            await replicas.run(1, make_request(TOKENS[:32], new=1, name="beginning"))
+
+            async def holders(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[str]]:
+                return {key: ["b"] for key in request.hashes[:4]}
+
+            seen: list[BlocksOffered] = []
+            assert await replicas.a.hand_over(["b", "c", "d"], holders, offers(replicas, seen)) == 4
+            assert [(one.replica, len(one.parcels)) for one in seen] == [("b", 4)]  # three blocks and the tail
+            _, started = await replicas.run(1, make_request(TOKENS, reads=[61], name="read"))
+            assert started.hit == 61
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_does_not_answer_is_left_out_and_the_others_get_their_part(models):
+    async def run() -> None:
+        async with pair(models, {"piece_bytes": 1}) as replicas:
+            for number in range(12):
+                await replicas.run(0, written([number, *TOKENS[:15]], str(number)))
+            asked: Counter[str] = Counter()
+
+            async def offer(offered: BlocksOffered) -> int:
+                asked[offered.replica] += 1
+                if offered.replica == "dead":
+                    raise ConnectionError
+                return await replicas.b.take_over(offered)
+
+            taken = await replicas.a.hand_over(["b", "dead"], nobody, offer)
+            assert asked["dead"] == 1
+            assert taken == len(replicas.engines[1].store) == 22
+
+    asyncio.run(run())
+
+
+def test_handing_over_ends_with_its_time(models):
+    async def run() -> None:
+        async with pair(models, {"handover_seconds": 0.1}) as replicas:
+            await replicas.run(0, written(TOKENS, "all"))
+
+            async def offer(offered: BlocksOffered) -> int:
+                await asyncio.Event().wait()
+                return 0
+
+            assert await replicas.a.hand_over(["b"], nobody, offer) == 0
+
+    asyncio.run(run())
+
+
+def test_nothing_is_taken_over_from_a_replica_with_other_weights(models):
+    async def run() -> None:
+        async with pair(models) as replicas:
+            await replicas.run(0, written(TOKENS, "all"))
+            replicas.engines[1].store.identity = replace(replicas.engines[1].store.identity, weights="others")
+            assert await replicas.a.hand_over(["b"], nobody, offers(replicas, [])) == 0
+            assert len(replicas.engines[1].store) == 0
 
     asyncio.run(run())

@@ -142,6 +142,25 @@ def take(store: BlockStore, blocks: Sequence[Lent]) -> int:
     return sum(key in store.tiers for key in arrived)
 
 
+def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, Lent]]:
+    """Chains in memory, what would be evicted last first, and their entries, of which together at most `most` bytes."""
+    chains: list[tuple[bytes, ...]] = []
+    found: dict[bytes, Lent] = {}
+    total = 0
+    ledgers = [ledger for place, ledger in zip(store.places, store.tiers.ledgers, strict=True) if place.folder is None]
+    for end in (end for ledger in ledgers for end in ledger.by_worth()):
+        chain = tuple(entry.key for entry in end.path())
+        new = {key: lent for key in chain if key not in found and (lent := _find(store, key)) is not None}
+        size = sum(packed.nbytes for _, packed in new.values())
+        if total + size > most:
+            break
+        if all(key in found or key in new for key in chain) and new:
+            total += size
+            found |= new
+            chains.append(chain)
+    return chains, found
+
+
 def _find(store: BlockStore, key: bytes) -> Lent | None:
     """A living entry whose bytes are in memory."""
     packed, entry, now = store.find(key), _entry(store, key), store.clock()

@@ -1,0 +1,173 @@
+"""Warm prefixes move between real replicas: fetched under load, replicated when hot, handed over by one that leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import pytest
+import requests
+
+from tests.e2e.conftest import Cluster
+from warmkv.config import parse
+from warmkv.platform.document import serve_document
+from warmkv.platform.local import start_document
+
+pytestmark = pytest.mark.cluster
+
+TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 40
+# What the replicas believe of their speed here does not depend on the machine: fetching is faster.
+TRANSFER = {"token_seconds": 1.0, "half_life": 1e9, "timeout_seconds": 30.0, "handover_seconds": 30.0}
+
+
+@dataclass(frozen=True)
+class Service:
+    """An application of its own on the session's Ray."""
+
+    name: str
+    url: str
+    model: str
+
+    def ask(self, text: str, question: str = "?", **options: Any) -> Any:
+        """The usage of an answer; `text` ends in a breakpoint."""
+        marked = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        client = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
+        return client.messages.create(
+            model=self.model,
+            max_tokens=options.pop("max_tokens", 6),
+            messages=[{"role": "user", "content": [marked, {"type": "text", "text": question}]}],
+            extra_body={"temperature": 0, "warmkv": {"seed": 1, **options}},
+        )
+
+    def replicas(self) -> dict[str, Any]:
+        found = requests.get(f"{self.url}/v1/warmkv/replicas", timeout=30).json()["replicas"]
+        return {name: known for name, known in found.items() if "phase" not in known}
+
+    def running(self) -> int:
+        from ray import serve
+
+        states = serve.status().applications[self.name].deployments["replica"].replica_states
+        return states.get("RUNNING", 0) if set(states) <= {"RUNNING"} else 0
+
+
+@contextmanager
+def service(session: Cluster, name: str, **sections: Any) -> Iterator[Service]:
+    from ray import serve
+
+    port = session.config.gateway.port
+    config = parse(
+        {
+            **sections,
+            "cluster": {"application": name, "cpus_per_replica": 0, **sections["cluster"]},
+            "gateway": {"host": "127.0.0.1", "port": port, "route_prefix": f"/{name}"},
+            "engine": {"threads": 1},
+            "transfer": TRANSFER,
+        }
+    )
+    start_document(serve_document(config))
+    try:
+        yield Service(name, f"http://127.0.0.1:{port}/{name}", config.model.name)
+    finally:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="module")
+def two(cluster: Cluster) -> Iterator[Service]:
+    with service(cluster, "transfer", cluster={"replicas": 2}, routing={"overload": 2}) as started:
+        yield started
+
+
+Eventually = Callable[[Callable[[], Any], str], Any]
+
+
+def write(two: Service, replica: str, text: str, eventually: Eventually) -> Any:
+    """Have a replica compute a prompt, and the directory know of it."""
+    before = two.replicas()[replica]["blocks"]
+    answer = two.ask(text, replica=replica)
+    assert answer.usage.warmkv["replica"] == replica
+    eventually(lambda: two.replicas()[replica]["blocks"] > before, "the directory hears of the blocks")
+    return answer
+
+
+def test_a_replica_fetches_what_another_holds_and_bills_it_as_a_read(two, eventually):
+    a, b = sorted(eventually(lambda: len(found := two.replicas()) == 2 and found, "both replicas report"))
+    tries = iter(range(100))
+
+    def fetched() -> Any:  # the gateway's router may hear of the blocks a moment after the directory
+        text = f"{next(tries)} {TEXT}"
+        there = write(two, a, text, eventually)
+        here = two.ask(text, replica=b)
+        assert here.usage.warmkv["replica"] == b
+        assert here.content[0].text == there.content[0].text
+        return here.usage.cache_read_input_tokens and (here.usage, there.usage)
+
+    here, there = eventually(fetched, "the second replica reads what the first wrote")
+    assert here.cache_read_input_tokens == there.cache_creation_input_tokens > 8 * 64
+    assert here.cache_creation_input_tokens == 0
+    assert sum(here.warmkv["tiers"].values()) >= here.cache_read_input_tokens
+
+
+def test_a_hot_prefix_comes_to_all_replicas_and_stays_a_hit(two, eventually):
+    text = "hot " + TEXT
+    write(two, min(two.replicas()), text, eventually)
+    barrier = threading.Barrier(8)
+
+    def one(number: int) -> Any:
+        barrier.wait()
+        return two.ask(text, f"question {number}?", max_tokens=40).usage
+
+    with ThreadPoolExecutor(8) as pool:
+        usages = [usage for _ in range(3) for usage in pool.map(one, range(8))]
+    used = [usage.warmkv["replica"] for usage in usages]
+    assert min(used.count(name) for name in two.replicas()) >= 3
+    warm = [usage for usage in usages if usage.cache_read_input_tokens > 0]
+    assert len(warm) >= len(usages) - 2  # whoever comes before the router knows of the blocks
+
+
+def test_a_donor_that_is_gone_costs_no_answer(two, eventually):
+    import ray
+
+    a, b = sorted(two.replicas())
+    text = "gone " + TEXT
+    expected = write(two, a, text, eventually).content[0].text
+    ray.kill(ray.get_actor(f"SERVE_REPLICA::{two.name}#replica#{a}", namespace="serve"))
+    answers = [two.ask(text, replica=b).content[0].text for _ in range(3)]
+    assert answers == [expected] * 3
+
+
+def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster, eventually):
+    """1 -> 2 -> 1: no request fails, and what the replica that left had computed is warm on the other one."""
+    scaling = {"max_replicas": 2, "target_ongoing_requests": 2, "look_back_seconds": 11}
+    delays = {"upscale_delay_seconds": 0, "downscale_delay_seconds": 3}
+    with service(cluster, "scaling", cluster={"autoscaling": {**scaling, **delays}}) as scaled:
+        assert scaled.running() == 1
+        enough = threading.Event()
+
+        def load(number: int) -> int:
+            asked = 0
+            while not enough.is_set():
+                scaled.ask(f"load {number}", max_tokens=100)
+                asked += 1
+            return asked
+
+        with ThreadPoolExecutor(8) as pool:
+            loading = [pool.submit(load, number) for number in range(8)]
+            try:
+                eventually(lambda: scaled.running() == 2, "there are two replicas under load")
+                names = eventually(lambda: len(found := scaled.replicas()) == 2 and sorted(found), "both report")
+                texts = {f"{name} {number} {TEXT}": name for name in names for number in range(3)}
+                for text, name in texts.items():
+                    write(scaled, name, text, eventually)
+            finally:
+                enough.set()
+            assert sum(future.result() for future in loading) > 8  # raises what a request raised
+        eventually(lambda: scaled.running() == 1, "there is one replica without load")
+        usages = {text: scaled.ask(text, "warm?").usage for text in texts}
+        (stayed,) = {usage.warmkv["replica"] for usage in usages.values()}
+        assert stayed in names
+        assert all(usage.cache_read_input_tokens > 8 * 64 for usage in usages.values())
