@@ -442,11 +442,8 @@ class Config(Section):
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:
-            if failure.replica >= self.cluster.replicas:
-                raise ValueError(
-                    f"simulator.failures: no replica {failure.replica} of cluster.replicas {self.cluster.replicas}; "
-                    "the first is 0"
-                )
+            if failure.replica >= (most := self.cluster.most_replicas):
+                raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
         return self
 
 

@@ -18,6 +18,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import Depths, PrefixIndex
+from warmkv.simulator.autoscaler import REPORT_SECONDS, Autoscaler
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.gateways import Gateway
 from warmkv.simulator.late_index import LateIndex
@@ -117,10 +118,13 @@ class Cluster:
         self._left = len(jobs)  # jobs that have not ended
 
         self._wanted = config.cluster.replicas
+        scaling = config.cluster.autoscaling
+        self._autoscaler = Autoscaler(scaling, self._wanted) if scaling is not None else None
         self._replicas: dict[str, Replica] = {}  # those that take requests
         self._names: list[str] = []  # theirs
         self._caches: list[ReplicaCache | RunCache] = []  # likewise
         self._starting: dict[str, Replica] = {}
+        self._draining: dict[str, Replica] = {}  # take no more requests, and go when those that they have are over
         self._run_caches: dict[str, RunCache] = {}
         self._places: dict[int, str] = {}  # the names of all that are there or not known to be lost
         self._generations: Counter[int] = Counter()  # replicas that each place has had
@@ -131,6 +135,8 @@ class Cluster:
             self._ready(self._start())
         for failure in self._config.simulator.failures:
             self._after(failure.at, partial(self._fail, failure))
+        if self._autoscaler is not None:
+            self._after(REPORT_SECONDS, self._report)
         first = [job for job in self._jobs if not job.waits]
         self._env.process(_arrivals(self._env, first, self._arrive))
         self._env.run()
@@ -150,6 +156,8 @@ class Cluster:
             self._progress(self._arrived)
         job.gateway = self._arrived % len(self._gateways)
         self._arrived += 1
+        if self._autoscaler is not None:
+            self._autoscaler.changed(1, self._env.now)
         if job.shares:
             self._gateways[job.gateway].writers.arrived(str(job.number), self._env.now)
         self._send(job)
@@ -183,9 +191,13 @@ class Cluster:
     def _ended(self, job: Job) -> None:
         self._gateways[job.gateway].over(job.replica)
         self._over(job)
+        if (replica := self._draining.get(job.replica)) is not None and not replica.in_flight:
+            self._gone(replica)
 
     def _over(self, job: Job) -> None:
         self._left -= 1
+        if self._autoscaler is not None:
+            self._autoscaler.changed(-1, self._env.now)
         if job.shares:
             self._gateways[job.gateway].writers.left(str(job.number))
         following = job.following
@@ -247,12 +259,19 @@ class Cluster:
     def _fail(self, failure: FailureConfig) -> None:
         """A replica dies with all it holds; its requests go elsewhere, and after a while another takes its place."""
         name = self._places.get(failure.replica)
-        replica = self._replicas.get(name or "") or self._starting.get(name or "")
-        if replica is None or not self._left:
+        replica = next((some[name] for some in (self._replicas, self._starting, self._draining) if name in some), None)
+        if replica is None or name is None or not self._left:
             return
+        wanted = name not in self._draining
         lost = replica.fail()
         self._gone(replica)
-        self._after(failure.seconds, partial(self._noticed, failure.replica))
+        if wanted:
+            self._places[failure.replica] = name  # until it is known that it is lost
+            self._after(failure.seconds, partial(self._noticed, failure.replica))
+        self._send_again(lost)
+
+    def _send_again(self, lost: Sequence[Job]) -> None:
+        """Requests whose replica is gone go elsewhere."""
         for job in sorted(lost, key=lambda job: job.number):
             if job.first == NEVER:
                 job.retries += 1
@@ -262,10 +281,13 @@ class Cluster:
 
     def _gone(self, replica: Replica) -> None:
         """A replica is there no more, nor what it held."""
-        replica.cache.drop(self._env.now)
-        self._alive.change(-1, self._env.now)
-        self._replicas.pop(replica.name, None)
-        self._starting.pop(replica.name, None)
+        now = self._env.now
+        replica.cache.expire(now)
+        replica.cache.drop(now)
+        self._alive.change(-1, now)
+        for some in (self._replicas, self._starting, self._draining):
+            some.pop(replica.name, None)
+        self._places = {place: name for place, name in self._places.items() if name != replica.name}
         self._run_caches.pop(replica.name, None)
         self._names = list(self._replicas)
         self._caches = [replica.cache for replica in self._replicas.values()]
@@ -275,11 +297,52 @@ class Cluster:
             gateway.drop(replica.name)
 
     def _noticed(self, place: int) -> None:
-        """That the replica in a place is lost is known: as many are started as are missing."""
+        """That the replica in a place is lost is known."""
         del self._places[place]
-        while self._left and len(self._places) < self._wanted:
-            replica = self._start()
-            self._after(self._config.simulator.startup_seconds, partial(self._ready, replica))
+        self._resize()
+
+    def _resize(self) -> None:
+        """Start as many replicas as are missing, or stop as many as are too many."""
+        if not self._left:
+            return
+        missing = self._wanted - (len(self._places) - len(self._draining))
+        for _ in range(missing):
+            self._after(self._config.simulator.startup_seconds, partial(self._ready, self._start()))
+        newest = [*reversed(self._starting.values()), *reversed(self._replicas.values())]  # first, as in Ray Serve
+        for replica in newest[: max(0, -missing)]:
+            self._stop(replica)
+
+    def _stop(self, replica: Replica) -> None:
+        """A replica takes no more requests and goes when those that it has are over, or after a while."""
+        if not replica.in_flight:
+            self._gone(replica)
+            return
+        del self._replicas[replica.name]
+        self._names = list(self._replicas)
+        self._draining[replica.name] = replica
+        self._after(self._config.cluster.drain_seconds, partial(self._kill, replica))
+
+    def _kill(self, replica: Replica) -> None:
+        if replica.name in self._draining:
+            lost = replica.fail()
+            self._gone(replica)
+            self._send_again(lost)
+
+    # --- autoscaling
+
+    def _report(self) -> None:
+        """The gateways tell how many requests are in flight."""
+        if self._autoscaler is not None and self._left:
+            self._wanted = self._autoscaler.report(self._env.now)
+            self._resize()
+            if (wait := self._autoscaler.due - self._env.now) < REPORT_SECONDS:
+                self._after(wait, self._decide)
+            self._after(REPORT_SECONDS, self._report)
+
+    def _decide(self) -> None:
+        if self._autoscaler is not None:
+            self._wanted = self._autoscaler.decide(self._env.now)
+            self._resize()
 
 
 def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
