@@ -344,6 +344,18 @@ class RooflineConfig(Section):
     overhead_seconds: float = Field(0.001, ge=0, allow_inf_nan=False, description="of each step besides")
 
 
+class FailureConfig(Section):
+    """A replica that dies, with its blocks and the slots of its requests."""
+
+    at: float = Field(ge=0, allow_inf_nan=False, description="seconds after the first arrival")
+    replica: int = Field(
+        0, ge=0, description="its place: replicas are numbered from 0, and a new one takes a free place"
+    )
+    seconds: float = Field(
+        5.0, ge=0, allow_inf_nan=False, description="until that is known and another one is started in its place"
+    )
+
+
 class SimulatorConfig(Section):
     """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step.
 
@@ -374,6 +386,17 @@ class SimulatorConfig(Section):
     head_dim: int = Field(32, ge=1)
     dtype_bytes: int = Field(4, ge=1)
     slo: SloConfig = SloConfig()
+    index_delay: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds until routers know what a replica sent, which it does at most every "
+        "directory.publish_seconds; 0: they know everything at once",
+    )
+    startup_seconds: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="until a replica takes requests that was started during the run"
+    )
+    failures: tuple[FailureConfig, ...] = Field((), description="replicas that die in the course of the run")
 
     @model_validator(mode="before")
     @classmethod
@@ -424,6 +447,9 @@ class Config(Section):
     def _check(self) -> Config:
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
+        for failure in self.simulator.failures:
+            if failure.replica >= (most := self.cluster.most_replicas):
+                raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
         return self
 
 

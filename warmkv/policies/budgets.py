@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
-from warmkv.policy_spec import PROTECT, PolicySpec
+from warmkv.policy_spec import PROTECT, RESIDUAL, PolicyName, PolicySpec, Storage
 
 SHORT, MEDIUM, LONG = 8_192, 32_768, 131_072
 REASONING_FLOOR = 0.3
@@ -25,8 +28,13 @@ def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpe
 
 def _whole(spec: PolicySpec) -> PolicySpec:
     """The full cache in the storage of a policy."""
-    packed = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
-    return PolicySpec(name="full", storage=spec.storage, **packed)
+    return _made("full", 1.0, spec.storage, residual=spec.residual if spec.storage.startswith("kivi") else RESIDUAL)
+
+
+@lru_cache(maxsize=256)
+def _made(name: PolicyName, budget: float, storage: Storage, **knobs: Any) -> PolicySpec:
+    """A policy that stands for another. Few do, for many requests, and checking one takes as long as many sizes."""
+    return PolicySpec(name=name, budget=budget, storage=storage, **knobs)
 
 
 def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
@@ -38,18 +46,18 @@ def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
     """
     if spec.name != "auto":
         return spec
-    storage = "kivi4" if spec.storage == "model" and prompt_tokens > LONG else spec.storage
-    common = {"storage": storage, "shots": spec.task == "few_shot", "protect": PROTECT}
+    if prompt_tokens < SHORT:
+        return _whole(spec)
+    storage: Storage = "kivi4" if spec.storage == "model" and prompt_tokens > LONG else spec.storage
+    common: dict[str, Any] = {"shots": spec.task == "few_shot", "protect": PROTECT}
     if storage.startswith("kivi"):
         common["residual"] = spec.residual
     lossy = REASONING_FLOOR if spec.task == "reasoning" else 0.0
-    if prompt_tokens < SHORT:
-        return _whole(spec)
     if prompt_tokens <= MEDIUM:
-        return PolicySpec(name="h2o", budget=0.5, **common)
+        return _made("h2o", 0.5, storage, **common)
     if prompt_tokens <= LONG:
-        return PolicySpec(name="snapkv", budget=max(0.2, lossy), window=64, **common)
-    return PolicySpec(name="snapkv", budget=max(0.1, lossy), window=128, **common)
+        return _made("snapkv", max(0.2, lossy), storage, window=64, **common)
+    return _made("snapkv", max(0.1, lossy), storage, window=128, **common)
 
 
 def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
@@ -68,7 +76,7 @@ def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
 
 def share(part: float, tokens: int) -> int:
     """`part` of some tokens, rounded up: 0.07 * 100 is 7.000000000000001 in floats and must give 7, not 8."""
-    return math.ceil(round(part * tokens, 6))
+    return math.ceil(part * tokens - 5e-7)
 
 
 def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
@@ -100,6 +108,13 @@ def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int
         assert spec.beta is not None
         return with_room(spec, pyramid(kept, spec.window, prompt_tokens, layers, spec.beta), kept)
     return [kept] * layers
+
+
+def layer_counts(spec: PolicySpec, prompt_tokens: int, layers: int) -> dict[int, int]:
+    """How many layers keep how many tokens per KV head."""
+    if spec.name == "pyramidkv":
+        return Counter(layer_budgets(spec, prompt_tokens, layers))
+    return {kept_tokens(spec, prompt_tokens): layers}
 
 
 def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
@@ -187,10 +202,9 @@ def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
         return 1
     if spec.window is None or not is_compressed(spec, prompt_tokens):
         return 0
-    kept = kept_tokens(spec, prompt_tokens)
     if spec.name == "expected_attention":
         return min(spec.window, prompt_tokens)
-    return spec.window if spec.window < kept else 0
+    return spec.window if spec.window < kept_tokens(spec, prompt_tokens) else 0
 
 
 def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from warmkv.policy_spec import DecodeRule, PolicyName, PolicySpec, Storage
 
@@ -80,8 +81,7 @@ class PhaseCosts:
     hand_off: Cost = FREE
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(NamedTuple):
     """What of a policy decides how long its steps take; its budget counts through the context."""
 
     method: PolicyName
@@ -183,3 +183,22 @@ def run_seconds(lines: Sequence[Line], steps: int) -> float:
     after = steps - before
     total = before * first + growth * (before * (before - 1) / 2)
     return total + after * (later + steep * before) + steep * (after * (after - 1) / 2)
+
+
+def steps_until(lines: Sequence[Line], since: float, until: float, most: int) -> int:
+    """The least number of steps begun at `since` after which it is `until` or later, from 1 to `most`."""
+
+    def end(steps: int) -> float:
+        return since + run_seconds(lines, steps)
+
+    if len(lines) > 1:
+        return 1 + bisect_left(range(1, most), until, key=end)
+    ((first, growth),) = lines  # a quadratic equation gives the number, but for rounding
+    half, left = growth / 2, max(0.0, until - since)
+    root = first - half + math.sqrt((first - half) ** 2 + 4 * half * left)
+    steps = max(1, math.ceil(min(most, 2 * left / root))) if root > 0 else 1
+    while steps > 1 and end(steps - 1) >= until:
+        steps -= 1
+    while steps < most and end(steps) < until:
+        steps += 1
+    return steps

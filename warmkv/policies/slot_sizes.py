@@ -7,7 +7,6 @@ have the same capacity, storage and decode rule.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from warmkv.policies import budgets
@@ -125,14 +124,23 @@ def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, marks:
     return prompt_tokens * shape.token_bytes + observed * shape.dtype_bytes + sums
 
 
-def slot_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
-    """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content."""
+def slot_bytes(
+    spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, rows: dict[int, int] | None = None
+) -> int:
+    """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content.
+
+    `rows` keeps the bytes of rows by size class, for whoever asks often about one policy and shape.
+    """
     spec = budgets.concrete(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
-        total = 0
-        for kept, layers in Counter(budgets.layer_budgets(spec, prompt_tokens, shape.layers)).items():
-            kind = row_kind(spec, prompt_tokens, budgets.slot_limit(spec, kept, prompt_tokens, new_tokens))
-            total += layers * row_bytes(kind, shape)
+        by_class = not spec.storage.startswith("kivi") and spec.name != "rocketkv"  # or other things count, too
+        rows, total = rows if rows is not None and by_class else {}, 0
+        for kept, layers in budgets.layer_counts(spec, prompt_tokens, shape.layers).items():
+            limit = budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
+            like = size_class(limit) if by_class else limit
+            if like not in rows:
+                rows[like] = row_bytes(row_kind(spec, prompt_tokens, limit), shape)
+            total += layers * rows[like]
         return shape.kv_heads * total
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
     kind = row_kind(spec, prompt_tokens, limit)

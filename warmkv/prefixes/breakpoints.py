@@ -106,7 +106,18 @@ def plan(
     return Plan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)
 
 
-def bill(prompt_tokens: int, marks: Sequence[Breakpoint], hit: int, lifetimes: Mapping[str, float]) -> Usage:
+def billed(
+    prompt_tokens: int, marks: Sequence[Mark], found: int, written: int, read: int, lifetimes: Mapping[str, float]
+) -> Usage:
+    """The prompt of a request with breakpoints, as its answer begins.
+
+    `found` is the highest breakpoint that was there, `written` the highest that is stored now, `read` the position up
+    to which the request is a reader (`Writers.began`). What memory did not suffice for is not billed as written.
+    """
+    return bill(prompt_tokens, [mark for mark in marks if mark.position <= max(found, written)], read, lifetimes)
+
+
+def bill(prompt_tokens: int, marks: Sequence[Breakpoint | Mark], hit: int, lifetimes: Mapping[str, float]) -> Usage:
     """Split a prompt for billing: read up to `hit`, then write up to the last mark of each TTL, longest first.
 
     With TTLs 5m and 1h: A = hit, B = the last 1h mark after A (else A), C = the last mark (else A); A is read, B-A is

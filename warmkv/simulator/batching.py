@@ -15,7 +15,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import Line, StepCost, run_seconds, steps_until
 
 NEVER = -1.0
 WAITING = -1  # admission number of a sequence that is not in the batch
@@ -155,31 +155,15 @@ class Server:
         """Steps until a sequence ends, a block is missing, or one begins at `until` or later."""
         steps = self._ends[0][0] - self._steps
         if until < math.inf:
-            steps = min(steps, self._steps_until(until, steps))
+            steps = steps_until(self._lines(), 0.0, until - self.now, steps)
         if self._free is not None:
             steps = min(steps, self._steps_with_blocks(steps))
         return steps
 
-    def _seconds(self, steps: int) -> float:
-        """What that many decode steps of the batch take: every step reads a token more of each sequence."""
+    def _lines(self) -> list[Line]:
+        """Seconds of the next decode step of the batch, and what every further one takes more."""
         cost, batch = self._cost, self._batch
-        first = cost.seconds(batch, self._context + batch)
-        return steps * first + (cost.c + cost.d * batch) * batch * (steps * (steps - 1) / 2)
-
-    def _steps_until(self, until: float, most: int) -> int:
-        """The least number of steps, up to `most`, after which it is `until` or later."""
-        left = until - self.now
-        if self._seconds(most) < left:
-            return most
-        half = (self._cost.c + self._cost.d * self._batch) * self._batch / 2
-        linear = self._seconds(1) - half
-        root = math.sqrt(linear * linear + 4 * half * left)
-        steps = min(most, max(1, math.ceil(2 * left / (linear + root)))) if linear + root > 0 else most
-        while steps > 1 and self._seconds(steps - 1) >= left:  # rounding may be a step off
-            steps -= 1
-        while self._seconds(steps) < left:
-            steps += 1
-        return steps
+        return [(cost.seconds(batch, self._context + batch), (cost.c + cost.d * batch) * batch)]
 
     def _steps_with_blocks(self, most: int) -> int:
         """The largest number of steps, up to `most`, for which there are blocks."""
@@ -199,7 +183,7 @@ class Server:
         return rounds * self._batch + sum(self._phases[(self._steps + step) % size] for step in range(rest))
 
     def _advance(self, steps: int) -> None:
-        self.now += self._seconds(steps)
+        self.now += run_seconds(self._lines(), steps)
         if self._free is not None:
             self._free -= self._blocks_for(steps)
         self._steps += steps

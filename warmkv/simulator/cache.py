@@ -9,7 +9,10 @@ from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, su
 from warmkv.policies.tiers import Left, Step, Stored, Tier
 from warmkv.prefixes.index import TIERS, PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.simulator.late_index import LateIndex
 from warmkv.simulator.measures import Level
+
+Key = bytes
 
 
 @dataclass(slots=True)
@@ -23,7 +26,8 @@ class Removals:
 class ReplicaCache:
     """Blocks of one replica in its tiers, known to the router through `index`. Times are virtual seconds.
 
-    `stored` and, tier by tier, `by_tier` are told of all bytes that come and go.
+    `stored` and, tier by tier, `by_tier` are told of all bytes that come and go, and `late`, if there is one, of what
+    the index is told.
 
     What moves between tiers is there at once: a fetch from a lower tier takes no time.
     """
@@ -39,16 +43,23 @@ class ReplicaCache:
         removals: Removals,
         share: float = 0.0,
         by_tier: Sequence[Level] = (),
+        late: LateIndex | None = None,
     ) -> None:
         self._replica, self._index, self._stored, self._removals = replica, index, stored, removals
         self._cache = PrefixCache(tiers, token_bytes, lifetimes, share)
         self._levels = by_tier or [Level() for _ in tiers]
         self._known = [0] * len(tiers)
+        self._late = late
 
     @property
     def bytes(self) -> int:
         """Of all tiers together."""
         return sum(ledger.bytes for ledger in self._cache.tiers.ledgers)
+
+    @property
+    def due(self) -> float:
+        """Nothing expires before this time."""
+        return self._cache.tiers.next_deadline
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each entry at the time it ended."""
@@ -89,14 +100,14 @@ class ReplicaCache:
         for step, span in steps:
             tiers, key = self._cache.tiers, step.key
             if isinstance(step, Stored) and span is not None and not span.sums:
-                self._index.add(self._replica, (key,), tiers.fastest(key) or TIERS[0])
+                self._tell(key, tiers.fastest(key) or TIERS[0], now)
             elif isinstance(step, Left):
                 self._removals.expired += step.expired
                 self._removals.evicted += not step.expired
                 if (below := tiers.fastest(key)) is None:
-                    self._index.remove(self._replica, (key,))
+                    self._tell(key, None, now)
                 elif self._index.holds(self._replica, key):
-                    self._index.add(self._replica, (key,), below)
+                    self._tell(key, below, now)
         total = 0
         for tier, ledger in enumerate(self._cache.tiers.ledgers):
             if (difference := ledger.bytes - self._known[tier]) != 0:
@@ -105,3 +116,20 @@ class ReplicaCache:
                 total += difference
         if total:
             self._stored.change(total, now)
+
+    def drop(self, now: float) -> None:
+        """Everything is gone, with the replica."""
+        self._index.drop_replica(self._replica)
+        for level, known in zip(self._levels, self._known, strict=True):
+            level.change(-known, now)
+        self._stored.change(-sum(self._known), now)
+        self._known = [0] * len(self._known)
+
+    def _tell(self, key: Key, tier: str | None, now: float) -> None:
+        """The fastest tier that has a block, or None: it is held no more."""
+        if tier is None:
+            self._index.remove(self._replica, (key,))
+        else:
+            self._index.add(self._replica, (key,), tier)
+        if self._late is not None:
+            self._late.happened(self._replica, (key,), tier, now)

@@ -56,7 +56,7 @@ class Percentiles:
     p99: float = 0.0
 
 
-def percentiles(values: Sequence[float]) -> Percentiles:
+def percentiles(values: Sequence[float] | NDArray[np.float64]) -> Percentiles:
     """p50, p90, p95 and p99 with linear interpolation; zeros if there are no values."""
     import numpy as np
 

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, describe
@@ -18,7 +19,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.prefixes.breakpoints import Breakpoint, bill
+from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, kv_shape, simulate
@@ -32,12 +33,14 @@ NO_TURNS: Mapping[int, Turn] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class Amount:
+    """A level over time."""
+
     peak: int
     mean: float
 
     @classmethod
-    def of(cls, level: Level, end: float) -> Bytes:
+    def of(cls, level: Level, end: float) -> Amount:
         return cls(level.peak, level.mean(end))
 
 
@@ -49,6 +52,8 @@ class Result:
     ttl: float | None  # seconds; None as recorded
     requests: int
     refused: int  # too large for any replica, or every queue was full
+    retries: int  # of requests whose replica failed before their first token
+    resumptions: int  # and after it
     seconds: float  # virtual time from the first arrival to the last end
     prompt_tokens: int  # of the served requests
     reused_tokens: int  # prompt tokens whose KV was reused, whatever was billed
@@ -58,16 +63,17 @@ class Result:
     dollars: float  # that the tenants are billed
     dollars_uncached: float  # the same requests at the plain input price
     bills: Mapping[str, float]  # dollars by tenant
-    slots: Bytes
-    stored: Bytes  # in all tiers
-    tiers: Mapping[str, Bytes]  # device, host, disk
+    slots: Amount
+    stored: Amount  # in all tiers
+    tiers: Mapping[str, Amount]  # device, host, disk
     evictions: int  # blocks and tails
     expirations: int
     ttft: Percentiles
     tpot: Percentiles  # of requests with at least two tokens
     e2e: Percentiles
     in_slo: int  # served within simulator.slo
-    gpu_hours: float  # of all replicas, from the first arrival to the last end
+    replicas: Amount  # that are alive, starting or not
+    gpu_hours: float  # of all replicas that are alive, from the first arrival to the last end
     gpu_dollars: float
 
     @property
@@ -92,9 +98,14 @@ class Run:
     """A finished simulation of a variant: what became of the requests, and what it adds up to."""
 
     jobs: Sequence[Job]  # all, in the order of the records
-    usages: Sequence[Usage]  # of those that were served, in that order
+    lifetimes: Lifetimes
     outcome: Outcome
     result: Result
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Of those that were served, in that order."""
+        return [billed(job, self.lifetimes) for job in self.jobs if job.replica]
 
 
 def replay(
@@ -148,10 +159,11 @@ def prepare(
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
     shape, recorded = kv_shape(config), recorded_policy()
-    sizes: dict[tuple[int, int, int, int], dict[str, Any]] = {}
+    sizes: dict[tuple[int, int, int, int], tuple[Any, ...]] = {}
+    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
     start = records[0].arrival if records else 0.0
     jobs = []
-    for record in records:
+    for number, record in enumerate(records):
         spec = variant.policy or recorded(record)
         marks = record.marks if cache.enabled else ()
         if tier:
@@ -166,37 +178,49 @@ def prepare(
         allowed = max(record.output_tokens, record.max_tokens)
         alike = (id(spec), record.input_tokens, allowed, len(marks))
         if alike not in sizes:
-            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0)
-        jobs.append(Job(record=record, arrival=record.arrival - start, marks=marks, **sizes[alike]))
+            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0, forced)
+        jobs.append(Job(number, record, record.arrival - start, marks, *sizes[alike]))
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
 
 
-def _sizes(spec: PolicySpec, prompt: int, allowed: int, marks: int, shape: KVShape, max_context: int) -> dict[str, Any]:
-    """What a job takes that may draw `allowed` tokens: fields of `Job`."""
+def _sizes(
+    spec: PolicySpec,
+    prompt: int,
+    allowed: int,
+    marks: int,
+    shape: KVShape,
+    max_context: int,
+    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
+) -> tuple[StepKind, int, int, int, int, int, int, bool]:
+    """What a job takes that may draw `allowed` tokens: fields of `Job`, from `kind` on.
+
+    `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
+    """
     spec = budgets.in_force(spec, prompt, allowed)
-    return {
-        "kind": StepKind.of(spec),
-        "kept": budgets.kept_tokens(spec, prompt),
-        "capacity": budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
-        "recomputed": budgets.recomputed_tokens(spec, prompt),
-        "slot_bytes": slot_sizes.slot_bytes(spec, shape, prompt, allowed) if allowed > 1 else 0,
-        "workspace_bytes": slot_sizes.workspace_bytes(spec, shape, prompt, marks),
-        "sum_bytes": slot_sizes.column_sum_bytes(spec, shape, prompt),
-        "endless": budgets.is_endless(spec, prompt, allowed, max_context),
-    }
+    if id(spec) not in forced:
+        forced[id(spec)] = (spec, StepKind.of(spec), {})
+    _, kind, rows = forced[id(spec)]
+    return (
+        kind,
+        budgets.kept_tokens(spec, prompt),
+        budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
+        budgets.recomputed_tokens(spec, prompt),
+        slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
+        slot_sizes.workspace_bytes(spec, shape, prompt, marks),
+        slot_sizes.column_sum_bytes(spec, shape, prompt),
+        budgets.is_endless(spec, prompt, allowed, max_context),
+    )
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     """The usage of a served job: by breakpoints, or in the OpenAI APIs by what was reused."""
     if job.record.api != "messages":
-        prompt = job.record.input_tokens
-        return Usage(prompt - job.reused, job.reused, {}, job.record.output_tokens)
-    stored = max(job.match.hit, job.written)  # what memory did not suffice for is not billed as written
-    marks = [Breakpoint(mark.position, mark.ttl) for mark in job.marks if mark.position <= stored]
-    usage = bill(job.record.input_tokens, marks, job.match.hit, lifetimes.ttls)
+        return _billed_as_reused([job])
+    record, found = job.record, job.match.hit
+    usage = breakpoints.billed(record.input_tokens, job.marks, found, job.written, job.read, lifetimes.ttls)
     return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
 
 
@@ -223,46 +247,63 @@ def run(
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
     """Totals and percentiles of a finished simulation."""
     served = [job for job in jobs if job.replica]
-    usages = [billed(job, lifetimes) for job in served]
-    by_tenant: dict[str, list[Usage]] = defaultdict(list)
-    for job, used in zip(served, usages, strict=True):
-        by_tenant[job.record.tenant].append(used)
-    bills = {tenant: _total(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
+    by_tenant: dict[str, list[Job]] = defaultdict(list)
+    for job in served:
+        by_tenant[job.record.tenant].append(job)
+    bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
     usage = _total(bills.values(), lifetimes)
-    prompt, reused = usage.prompt, sum(job.reused for job in served)
-    blocks = sum(len(job.record.hashes) for job in served)
-    ttfts = [job.first - job.arrival for job in served]
-    tpots = [(job.finished - job.first) / job.decode_steps if job.decode_steps else 0.0 for job in served]
+    prompt, reused = usage.prompt, sum([job.reused for job in served])
+    blocks = sum([len(job.record.hashes) for job in served])
+    arrival = np.array([job.arrival for job in served])
+    first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
+    steps = np.array([job.decode_steps for job in served])
+    ttft, decoded = first - arrival, steps > 0
+    tpot = np.divide(end - first, steps, out=np.zeros(len(served)), where=decoded)
     slo = config.simulator.slo
-    gpus = config.cluster.replicas * gpus_per_replica(config)
-    gpu_hours = gpus * outcome.end / 3600
+    alive = Amount.of(outcome.alive, outcome.end)
+    gpu_hours = gpus_per_replica(config) * alive.mean * outcome.end / 3600
     result = Result(
         policy=variant.label,
         ttl=variant.ttl,
         requests=len(jobs),
         refused=len(jobs) - len(served),
+        retries=sum(job.retries for job in jobs),
+        resumptions=sum(job.resumptions for job in jobs),
         seconds=outcome.end,
         prompt_tokens=prompt,
         reused_tokens=reused,
         token_hit_rate=reused / prompt if prompt else 0.0,
-        block_hit_rate=sum(job.match.blocks for job in served) / blocks if blocks else 0.0,
+        block_hit_rate=sum([job.match.blocks for job in served]) / blocks if blocks else 0.0,
         usage=usage,
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
         bills={tenant: price(own, config.prices).total for tenant, own in bills.items()},
-        slots=Bytes.of(outcome.slots, outcome.end),
-        stored=Bytes.of(outcome.stored, outcome.end),
-        tiers={tier: Bytes.of(level, outcome.end) for tier, level in outcome.tiers.items()},
+        slots=Amount.of(outcome.slots, outcome.end),
+        stored=Amount.of(outcome.stored, outcome.end),
+        tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
         evictions=outcome.removals.evicted,
         expirations=outcome.removals.expired,
-        ttft=percentiles(ttfts),
-        tpot=percentiles([tpot for tpot, job in zip(tpots, served, strict=True) if job.decode_steps]),
-        e2e=percentiles([job.finished - job.arrival for job in served]),
-        in_slo=sum(ttft <= slo.ttft and tpot <= slo.tpot for ttft, tpot in zip(ttfts, tpots, strict=True)),
+        ttft=percentiles(ttft),
+        tpot=percentiles(tpot[decoded]),
+        e2e=percentiles(end - arrival),
+        in_slo=int(np.count_nonzero((ttft <= slo.ttft) & (tpot <= slo.tpot))),
+        replicas=alive,
         gpu_hours=gpu_hours,
         gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
     )
-    return Run(jobs, usages, outcome, result)
+    return Run(jobs, lifetimes, outcome, result)
+
+
+def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
+    """What served jobs are billed together."""
+    marked = [billed(job, lifetimes) for job in jobs if job.record.api == "messages"]
+    return _total([*marked, _billed_as_reused([job for job in jobs if job.record.api != "messages"])], lifetimes)
+
+
+def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
+    """The usage of jobs of the OpenAI APIs, all together: nobody marks what is written, and what is reused is read."""
+    prompt, reused = sum([job.record.input_tokens for job in jobs]), sum([job.reused for job in jobs])
+    return Usage(prompt - reused, reused, {}, sum([job.record.output_tokens for job in jobs]))
 
 
 def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:

@@ -8,14 +8,13 @@ nothing joins or leaves the batch, many steps are taken at once: their times add
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import simpy
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import FREE, Cost, Line, PhaseCosts, StepKind, StepTimes, run_seconds
+from warmkv.policies.costs import FREE, Line, PhaseCosts, StepCost, StepKind, StepTimes, run_seconds, steps_until
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -33,6 +32,7 @@ NO_COSTS = PhaseCosts(FREE, FREE)
 class Job:
     """A request on its way through the cluster, and what became of it. Times are virtual seconds."""
 
+    number: int  # among all, in the order of the records
     record: RequestRecord
     arrival: float
     marks: tuple[Mark, ...]
@@ -44,19 +44,33 @@ class Job:
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
+    gateway: int = 0  # the one that it comes to
     waits: bool = False  # for the turn before it: its arrival is not known before that ends
     think: float = 0.0  # seconds from that end to its arrival
     following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
 
-    replica: str = ""  # stays empty if it was refused
+    replica: str = ""  # the last that had it; stays empty if it was refused
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
-    costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
-    match: Match = NO_MATCH
+    match: Match = NO_MATCH  # found at its start
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
+    read: int = 0  # position up to which it is billed as a reader
+    retries: int = 0  # how often its replica failed before its first token
+    resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
+
+    # On the replica that has it now.
+    submitted: float = NEVER
+    costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
+    found: Match = NO_MATCH
+    warm: int = 0  # prompt tokens that need not be computed
     computed: int = 0  # prompt tokens that are warm or computed so far
+
+    @property
+    def shares(self) -> bool:
+        """Whether it reads or writes prefixes that are billed by breakpoint."""
+        return bool(self.marks or self.record.reads) and self.record.api == "messages"
 
     @property
     def work(self) -> int:
@@ -68,17 +82,12 @@ class Job:
         """Steps after the one that gives the first token."""
         return max(0, self.record.output_tokens - 1)
 
-    @property
-    def grown(self) -> int:
-        """Entries that its slot takes while it decodes: it may end before the slot is full."""
-        return min(self.capacity - self.kept, self.decode_steps)
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Load:
     """Sequences that decode at one cost, in numbers that advance without touching them."""
 
-    cost: Cost
+    roofs: Sequence[StepCost]  # of that cost
     batch: int = 0
     context: int = 0  # entries they hold
     growing: int = 0  # how many take one more entry per step
@@ -87,11 +96,12 @@ class Load:
 class Alarm(simpy.Event):
     """Rings after some seconds, behind all arrivals of that moment. Its value is the number it was given."""
 
+    _ok = True
+
     def __init__(
-        self, env: simpy.Environment, seconds: float, number: int, ring: Callable[[simpy.Event], None]
+        self, env: simpy.Environment, seconds: float, number: int, ring: list[simpy.events.EventCallback]
     ) -> None:
-        self.env, self.callbacks = env, [ring]  # what Event's own __init__ does, as SimPy's Timeout has it
-        self._ok, self._value = True, number
+        self.callbacks, self._value = ring, number  # of what Event's own __init__ does, what the loop needs
         env.schedule(self, LATE, seconds)
 
 
@@ -111,10 +121,11 @@ class Replica:
         slots: Level,
         fast_forward: bool = True,
         ended: Callable[[Job], None] = lambda job: None,
+        began: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
-        self._fast_forward, self._ended = fast_forward, ended
+        self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self._overhead = times.overhead
         self.in_flight = 0
         self.waiting: FairQueue[Job] = FairQueue()
@@ -124,15 +135,19 @@ class Replica:
         # The batch that decodes.
         self._steps = 0  # decode steps taken so far
         self._batch = 0
-        self._loads: dict[Cost, Load] = {}  # by the cost of their decode steps
-        self._ends: list[tuple[int, int, Job]] = []  # (step after which it ends, order, job)
+        self._kinds: dict[StepKind, tuple[PhaseCosts, Load]] = {}  # of all requests so far
+        self._loads: list[Load] = []  # those that have sequences now
+        self._ends: list[tuple[int, int, Job, Load, int, bool]] = []
+        """(step after which it ends, order, job, its load, entries that it holds then, whether it grows till then)"""
         self._fulls: list[tuple[int, int, Load]] = []  # (step after which a slot grows no more, order, its load)
         self._order = 0
 
         # The sleep that an arrival may cut short.
         self._alarms = 0  # only the last one that was set counts
+        self._bell: list[simpy.events.EventCallback] = [self._ring]
         self._idle = True
         self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
+        self._run_lines: Sequence[Line] = ()
         self._life = self._process()
 
     @property
@@ -149,7 +164,7 @@ class Replica:
         return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
 
     def submit(self, job: Job) -> None:
-        job.replica = self.name
+        job.replica, job.submitted = self.name, self._env.now
         self.in_flight += 1
         self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
@@ -157,6 +172,14 @@ class Replica:
             self._set_alarm(0.0)
         elif self._run_steps and self.waiting.peek() is job and self._fits(job):
             self._cut_run()
+
+    def fail(self) -> list[Job]:
+        """Stop for good and lose everything; the requests that it had."""
+        self._alarms += 1  # whatever was to happen next does not
+        computing = [] if self._prefilling is None else [self._prefilling]
+        decoding = [end[2] for end in self._ends]
+        self._slots.change(-sum(job.slot_bytes for job in computing + decoding), self._env.now)
+        return decoding + computing + list(self.waiting)
 
     # --- the process
 
@@ -177,13 +200,14 @@ class Replica:
                 self._set_alarm(self._last_chunk_seconds(job, left))
                 yield
                 self._hand_off(job)
-                if self._batch:
+                if self._batch and self.waiting and self._fits(self.waiting.peek()):  # else the run has this step, too
                     self._set_alarm(self._decode_seconds(1))
                     yield
                     self._advance(1)
             elif self._batch:
                 self._run_since, self._run_steps = self._env.now, self._limit(self._ends[0][0] - self._steps)
-                self._set_alarm(self._decode_seconds(self._run_steps))
+                self._run_lines = self._lines()
+                self._set_alarm(run_seconds(self._run_lines, self._run_steps))
                 yield
                 steps, self._run_steps = self._run_steps, 0
                 self._advance(steps)
@@ -194,7 +218,7 @@ class Replica:
     def _set_alarm(self, seconds: float) -> None:
         """Go on after `seconds`; this takes the place of an alarm that has not rung yet."""
         self._alarms += 1
-        Alarm(self._env, seconds, self._alarms, self._ring)
+        Alarm(self._env, seconds, self._alarms, self._bell)
 
     def _ring(self, alarm: simpy.Event) -> None:
         if alarm._value == self._alarms:
@@ -203,15 +227,10 @@ class Replica:
     def _cut_run(self) -> None:
         """A request arrived that fits: end the run at the first step that ends at or after this moment."""
         now, since = self._env.now, self._run_since
-        lines = self._lines()
-
-        def ends(steps: int) -> float:
-            return since + run_seconds(lines, steps)
-
-        steps = 1 + bisect_left(range(1, self._run_steps), now, key=ends)
+        steps = steps_until(self._run_lines, since, now, self._run_steps)
         if steps < self._run_steps:
             self._run_steps = steps
-            self._set_alarm(max(0.0, ends(steps) - now))
+            self._set_alarm(max(0.0, since + run_seconds(self._run_lines, steps) - now))
 
     # --- requests come and go
 
@@ -224,45 +243,56 @@ class Replica:
             return None
         now: float = self._env.now
         job = self._prefilling = self.waiting.pop()
-        job.started = now
-        job.costs = self._times.of(job.kind)
+        job.costs, _ = self._kinds.get(job.kind) or self._learn(job.kind)
         self.cache.expire(now)
-        job.match = self.cache.match(job.record, now)
-        job.reused = max(0, min(job.match.tokens, job.record.input_tokens - job.recomputed))
+        job.found = self.cache.match(job.record, now)
+        job.warm = max(0, min(job.found.tokens, job.record.input_tokens - job.recomputed))
         if job.sum_bytes:
-            job.reused = self.cache.sums(job.match, job.record, job.reused, now)
-        job.computed = job.reused
+            job.warm = self.cache.sums(job.found, job.record, job.warm, now)
+        job.computed = job.warm
+        if job.first == NEVER:
+            job.started, job.match, job.reused = now, job.found, job.warm
         self._used += job.slot_bytes + job.workspace_bytes
         self._slots.change(job.slot_bytes, now)
         return job
+
+    def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
+        """What the steps of a kind take, and its load: that of all kinds which decode at the same cost."""
+        costs = self._times.of(kind)
+        alike = (load for _, load in self._kinds.values() if load.roofs == costs.decode.roofs)
+        found = self._kinds[kind] = (costs, next(alike, None) or Load(costs.decode.roofs))
+        return found
 
     def _hand_off(self, job: Job) -> None:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
         now: float = self._env.now
         self.cache.expire(now)
-        job.written = self.cache.store(job.record, job.marks, now, job.match, job.arrival)
+        written = self.cache.store(job.record, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
-            self.cache.store_sums(job.record, job.marks, job.reused, job.sum_bytes, now)
-        self.cache.release(job.match)
+            self.cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
+        self.cache.release(job.found)
         self._used -= job.workspace_bytes
         self._prefilling = None
-        job.first = now + self._overhead
+        if job.first == NEVER:
+            job.first, job.written = now + self._overhead, written
+            self._began(job)
         steps = job.decode_steps
         if not steps:
             self._finish(job)
             return
-        cost = job.costs.decode
-        load = self._loads.get(cost)
-        if load is None:
-            load = self._loads[cost] = Load(cost)
+        _, load = self._kinds[job.kind]
+        if not load.batch:
+            self._loads.append(load)
+        grown = min(job.capacity - job.kept, steps)  # entries that its slot takes yet: it may end before that is full
         self._batch += 1
         load.batch += 1
         load.context += job.kept
         self._order += 1
-        heapq.heappush(self._ends, (self._steps + steps, self._order, job))
-        if (grown := job.grown) > 0:
+        heapq.heappush(self._ends, (self._steps + steps, self._order, job, load, job.kept + grown, grown == steps))
+        if grown > 0:
             load.growing += 1
-            heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
+            if grown < steps:
+                heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
         now: float = self._env.now
@@ -286,12 +316,11 @@ class Replica:
 
     def _lines(self) -> list[Line]:
         """Under each roof the seconds of the batch's next decode step, and what every further one takes more."""
-        loads = list(self._loads.values())
-        lines = []
-        for roof in range(len(loads[0].cost.roofs)):
+        loads, lines = self._loads, []
+        for roof in range(len(loads[0].roofs)):
             empty = added = growth = 0.0
             for load in loads:  # `batch_seconds`, which this is, would take generators for every run
-                cost, batch = load.cost.roofs[roof], load.batch
+                cost, batch = load.roofs[roof], load.batch
                 entry = cost.c + cost.d * batch  # seconds for each entry of a slot
                 empty = max(empty, cost.a)
                 added += cost.b * batch + entry * (load.context + load.growing)
@@ -320,20 +349,16 @@ class Replica:
         if not self._batch:
             return
         self._steps += steps
-        for load in self._loads.values():
+        for load in self._loads:
             load.context += load.growing * steps
         while self._fulls and self._fulls[0][0] == self._steps:
             heapq.heappop(self._fulls)[2].growing -= 1
         while self._ends and self._ends[0][0] == self._steps:
-            _, _, job = heapq.heappop(self._ends)
-            self._leave(job)
+            _, _, job, load, entries, growing = heapq.heappop(self._ends)
+            self._batch -= 1
+            load.batch -= 1
+            load.context -= entries
+            load.growing -= growing
+            if not load.batch:
+                self._loads.remove(load)
             self._finish(job)
-
-    def _leave(self, job: Job) -> None:
-        """Take a sequence out of the batch, with what its slot has come to hold."""
-        load = self._loads[job.costs.decode]
-        self._batch -= 1
-        load.batch -= 1
-        load.context -= job.kept + job.grown
-        if not load.batch:
-            del self._loads[load.cost]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from warmkv.policies.costs import StepTimes
 from warmkv.simulator.measures import Percentiles
-from warmkv.simulator.replay import Bytes, Result
+from warmkv.simulator.replay import Amount, Result
 from warmkv.simulator.summary import figures
 
 
@@ -121,7 +121,7 @@ def _count(number: int) -> str:
     return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
 
 
-def _level(level: Bytes) -> str:
+def _level(level: Amount) -> str:
     """Mean and peak in MiB, or in GiB where there are many."""
     size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
     return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"

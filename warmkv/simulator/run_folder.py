@@ -67,7 +67,7 @@ def write(folder: Path, run: Run, meta: Mapping[str, Any], prices: Prices) -> No
 
 
 def timeseries(run: Run) -> dict[str, Any]:
-    """Columns over time. Requests `waiting` and `running`, bytes by place; the others count up from 0."""
+    """Columns over time. Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0."""
     served = [job for job in run.jobs if job.replica]
     times = np.linspace(0.0, run.result.seconds, POINTS + 1)
 
@@ -89,6 +89,7 @@ def timeseries(run: Run) -> dict[str, Any]:
         "running": started - finished,
         "prompt_tokens": until(firsts, [job.record.input_tokens for job in served]),
         "reused_tokens": until(firsts, [job.reused for job in served]),
+        "replicas": run.outcome.alive.at(times),
         "slot_bytes": run.outcome.slots.at(times),
         **{f"{tier}_bytes": level.at(times) for tier, level in run.outcome.tiers.items()},
     }

@@ -72,6 +72,7 @@ def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("slots: at most", _bytes(result.slots.peak)),
         ("evicted, expired", f"{result.evictions:,}, {result.expirations:,}"),
         ("refused", f"{result.refused:,}"),
+        *_disturbances(result),
         (f"TTFT within {slo['ttft']:g} s and TPOT within {slo['tpot']:g} s", f"{in_time:.1%}"),
         ("goodput", f"{result.goodput:.3g} requests/s"),
         ("GPU hours", f"{result.gpu_hours:,.2f}"),
@@ -81,6 +82,16 @@ def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("without caching they would be", f"${result.dollars_uncached:,.2f}"),
         ("so caching saves them", f"{result.saving:.1%}"),
     ]
+
+
+def _disturbances(result: Result) -> list[tuple[str, str]]:
+    """Only what there was."""
+    rows = []
+    if result.retries or result.resumptions:
+        rows.append(("sent again before, after the first token", f"{result.retries:,}, {result.resumptions:,}"))
+    if result.replicas.mean != result.replicas.peak:
+        rows.append(("replicas on average, at most", f"{result.replicas.mean:.2f}, {result.replicas.peak}"))
+    return rows
 
 
 def _latencies(result: Result) -> list[tuple[str, ...]]:
@@ -126,8 +137,10 @@ def _time_chart(series: Mapping[str, Any]) -> str:
         ("GiB", lambda ax: _lines(ax, times, {n: c / 2**30 for n, c in series.items() if n.endswith("_bytes")})),
         ("prompt tokens\nnot computed", lambda ax: _hit_rate(ax, series)),
     ]
+    if len(set(series["replicas"].tolist())) > 1:
+        panels.append(("replicas", lambda ax: _lines(ax, times, {"alive": series["replicas"]})))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 5.4), layout="constrained")
+        figure = Figure(figsize=(8.4, 1.8 * len(panels)), layout="constrained")
         axes = figure.subplots(len(panels), 1, sharex=True)
         for ax, (label, draw) in zip(axes, panels, strict=True):
             draw(ax)

@@ -10,9 +10,9 @@ recently used run of a tier that nobody reads is always the end of a chain.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter, OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,44 +23,61 @@ from warmkv.simulator.cache import Removals
 from warmkv.simulator.measures import Level
 
 Hashes = tuple[bytes, ...]
+Runs = tuple[int, ...]
 NONE = -1
+NOTHING = Match()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Every prompt's blocks as runs, by number; the blocks in each run, and the run before it (NONE at a beginning)."""
 
-    runs: Mapping[Hashes, tuple[int, ...]]
+    runs: Mapping[Hashes, Runs]
     lengths: Sequence[int]
     parents: Sequence[int]
 
 
 def layout(prompts: Iterable[Hashes]) -> Layout | None:
     """The longest runs that no prompt ends in or leaves; None if some block has no one block before it."""
-    distinct = dict.fromkeys(prompts)
-    before: dict[bytes, bytes] = {}
-    for hashes in distinct:
-        before.update(zip(hashes, (b"", *hashes), strict=False))
-    if any(list(map(before.__getitem__, hashes)) != [b"", *hashes][:-1] for hashes in distinct):
-        return None
-    ends = {block for block, followers in Counter(before.values()).items() if followers > 1}
-    ends.update(hashes[-1] for hashes in distinct if hashes)
+    runs: dict[Hashes, Runs] = dict.fromkeys(prompts, ())
+    distinct = list(runs)
+    first: dict[bytes, int] = {}  # the prompt that each block is in first: the others branch off from that one
+    starts: list[int] = []  # leading blocks of each prompt that were in one before it
+    cuts: list[list[int] | None] = [None] * len(distinct)  # where others leave it or end, behind its start
+    for number, hashes in enumerate(distinct):
+        start = bisect_left(hashes, True, key=lambda block: block not in first)
+        if start:
+            origin = first[hashes[start - 1]]
+            if hashes[:start] != distinct[origin][:start]:
+                return None
+            if (places := cuts[origin]) is None:
+                cuts[origin] = [start]
+            else:
+                places.append(start)
+        new = hashes[start:]
+        known = len(first)
+        first.update(dict.fromkeys(new, number))
+        if len(first) < known + len(new):
+            return None
+        starts.append(start)
 
-    numbers: dict[bytes, int] = {}  # of runs, by their last block
     lengths: list[int] = []
     parents: list[int] = []
-    runs: dict[Hashes, tuple[int, ...]] = {}
-    for hashes in distinct:
-        start, found = 0, [NONE]
-        for end in [at for at, block in enumerate(hashes, start=1) if block in ends]:
-            last = hashes[end - 1]
-            if last not in numbers:
-                numbers[last] = len(lengths)
-                lengths.append(end - start)
-                parents.append(found[-1])
-            found.append(numbers[last])
+    ends: list[list[int]] = []  # of the runs of each prompt, behind its start
+    for number, (hashes, start) in enumerate(zip(distinct, starts, strict=True)):
+        found: list[int] = []
+        if start:
+            origin = first[hashes[start - 1]]
+            inherited = runs[distinct[origin]]
+            behind = ends[origin]
+            found = list(inherited[: len(inherited) - len(behind) + bisect_left(behind, start) + 1])
+        ends.append(sorted({*(cuts[number] or ()), len(hashes)} if start < len(hashes) else ()))
+        for end in ends[-1]:
+            parents.append(found[-1] if found else NONE)
+            found.append(len(lengths))
+            lengths.append(end - start)
             start = end
-        runs[hashes] = tuple(found[1:])
+        runs[hashes] = tuple(found)
     return Layout(runs, lengths, parents)
 
 
@@ -99,51 +116,48 @@ class RunCache:
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
         self._tiers = [TIERS.index(name) for name in tiers]
-        self._deadlines: OrderedDict[int, float] = OrderedDict()  # of runs, the first to expire first
-        self._due = math.inf  # nothing expires before
-        self._reading: tuple[int, ...] = ()  # runs that do not expire
+        self.due = math.inf  # nothing expires before
+        self._used = [-math.inf] * len(layout.lengths)  # when each run was used last
+        self._uses: deque[tuple[float, Runs]] = deque()  # in order; a run expires a TTL after the last that names it
+        self._reading: Runs = ()  # runs that do not expire
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each run at the time it ended."""
-        while self._due <= now:
-            run, self._due = next(iter(self._deadlines.items()), (NONE, math.inf))
-            if self._due > now or run in self._reading:
-                return
-            del self._deadlines[run]
-            for place in self._places:
-                if gone := place.held[run]:
-                    self._removals.expired += gone
-                    self._shorten(place, run, gone)
-            self._tell(self._due)
+        while self.due <= now:
+            at, runs = self._uses.popleft()
+            for run in reversed(runs):
+                if self._used[run] == at and run not in self._reading:
+                    for place in self._places:
+                        if gone := place.held[run]:
+                            self._removals.expired += gone
+                            self._shorten(place, run, gone)
+            self._tell(self.due)
+            self.due = self._uses[0][0] + self._ttl if self._uses else math.inf
 
-    def leading(self, hashes: Hashes) -> int:
-        """Leading blocks of a prompt that some tier holds."""
-        return self.depths(hashes)[-1]
-
-    def depths(self, hashes: Hashes) -> Depths:
+    def depths(self, runs: Runs) -> Depths:
         """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
-        runs, lengths, found = self._layout.runs[hashes], self._layout.lengths, [0] * len(TIERS)
+        device = host = anywhere = 0
         for tier, place in zip(self._tiers, self._places, strict=True):
-            count, blocks = 0, place.held
-            for run in runs:
-                held = blocks[run]
-                count += held
-                if held < lengths[run]:
-                    break
-            found[tier] = count
-        device, host, anywhere = itertools.accumulate(found, max)
+            anywhere = max(anywhere, self._leading(place, runs))
+            if tier < 2:
+                host = anywhere
+            if tier < 1:
+                device = anywhere
         return device, host, anywhere
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
-        blocks = self.leading(record.hashes)
-        if blocks:
-            self._reading = self._prolong(self._layout.runs[record.hashes], now)
-            for place in self._places:
-                for run in reversed(self._reading):
-                    if place.held[run]:
-                        place.order.move_to_end(run)
-                        place.pinned[run] = place.held[run]
+        runs = self._layout.runs[record.hashes]
+        blocks = max([self._leading(place, runs) for place in self._places])
+        if not blocks:
+            return NOTHING
+        self._reading = reading = self._use(runs, now)
+        for place in self._places:
+            held = place.held
+            for run in reversed(reading):
+                if held[run]:
+                    place.order.move_to_end(run)
+                    place.pinned[run] = held[run]
         return Match(blocks=blocks, tokens=blocks * record.block_size)
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
@@ -151,25 +165,28 @@ class RunCache:
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.
         """
+        runs = self._layout.runs[record.hashes]
+        if not runs:
+            return 0
         lengths = self._layout.lengths
-        chain = [(run, lengths[run]) for run in self._layout.runs[record.hashes]]
-        left, found = match.blocks if match is not None else 0, []
-        for run, length in chain:
-            if left > 0:
-                found.append((run, min(left, length)))
-                left -= length
-        self._keep(0, found)
+        if match is not None and match.blocks > self._leading(self._places[0], runs):
+            left, found = match.blocks, 0
+            while left > lengths[runs[found]]:
+                left -= lengths[runs[found]]
+                found += 1
+            self._keep(0, runs[: found + 1], left)
         for tier in range(len(self._places)):
-            if self._keep(tier, chain):
+            if self._keep(tier, runs, lengths[runs[-1]]):
                 break
-        self._prolong(self._layout.runs[record.hashes], now)
+        self._use(runs, now)
         self._tell(now)
         return 0
 
     def release(self, match: Match) -> None:
-        self._reading = ()
-        for place in self._places:
-            place.pinned.clear()
+        if self._reading:
+            self._reading = ()
+            for place in self._places:
+                place.pinned.clear()
 
     def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
         """None are kept: no request needs them."""
@@ -180,69 +197,84 @@ class RunCache:
     ) -> None:
         """Likewise."""
 
-    def _prolong(self, runs: tuple[int, ...], now: float) -> tuple[int, ...]:
-        """Let what is held of a chain live its TTL again; those runs."""
-        count = 0
-        while count < len(runs) and any(place.held[runs[count]] for place in self._places):
-            count += 1
-        deadline = now + self._ttl
-        self._due = min(self._due, deadline)
-        for run in reversed(runs[:count]):
-            self._deadlines[run] = deadline
-            self._deadlines.move_to_end(run)
-        return runs[:count]
+    def _leading(self, place: Place, runs: Runs) -> int:
+        """Leading blocks of a chain that a tier holds."""
+        held, lengths, count = place.held, self._layout.lengths, 0
+        for run in runs:
+            count += held[run]
+            if held[run] < lengths[run]:
+                break
+        return count
 
-    def _keep(self, tier: int, chain: Sequence[tuple[int, int]]) -> bool:
-        """Hold so many blocks of each run, as far as they fit, as the most recent of a tier; whether all fit.
+    def _use(self, runs: Runs, now: float) -> Runs:
+        """Let what is held of a chain live its TTL again; those runs."""
+        for count, run in enumerate(runs):
+            for place in self._places:
+                if place.held[run]:
+                    break
+            else:
+                runs = runs[:count]
+                break
+            self._used[run] = now
+        if runs and self._ttl < math.inf:
+            self._uses.append((now, runs))
+            self.due = min(self.due, now + self._ttl)
+        return runs
+
+    def _keep(self, tier: int, runs: Runs, last: int) -> bool:
+        """Hold a chain, of whose last run so many blocks, as far as it fits, as the most recent of a tier; whether all
+        fits.
 
         What gives way goes down a tier, together with the chain before it.
         """
-        place, whole = self._places[tier], True
-        stays = {run for run, _ in chain}
+        place, whole, kept = self._places[tier], True, len(runs)
+        held, lengths = place.held, self._layout.lengths
         evicted: list[tuple[int, int]] = []
-        kept: list[int] = []
-        for run, blocks in chain:
-            missing = blocks - place.held[run]
-            if missing > 0:
-                self._make_room(place, missing, stays, evicted)
-                new = min(missing, place.free)
-                whole = new == missing
-                place.free -= new
-                place.untold += new
-                place.held[run] += new
-            if place.held[run]:
-                kept.append(run)
-            if not whole:
+        for at, run in enumerate(runs, start=1):
+            missing = (lengths[run] if at < len(runs) else last) - held[run]
+            if missing <= 0:
+                continue
+            if missing > place.free:
+                self._make_room(place, missing, runs, evicted)
+            new = min(missing, place.free)
+            place.free -= new
+            place.untold += new
+            held[run] += new
+            if new < missing:
+                whole, kept = False, at if held[run] else at - 1
                 break
-        for run in reversed(kept):
-            place.order[run] = None
-            place.order.move_to_end(run)
+        order = place.order
+        for run in reversed(runs[:kept]):
+            order[run] = None
+            order.move_to_end(run)
         if tier + 1 < len(self._places):
             below = self._places[tier + 1]
             for run, blocks in evicted:
                 if below.held[run] < blocks:
-                    self._keep(tier + 1, self._path(run, blocks))
+                    self._keep(tier + 1, self._path(run), blocks)
         return whole
 
-    def _make_room(self, place: Place, blocks: int, stays: set[int], evicted: list[tuple[int, int]]) -> None:
+    def _make_room(self, place: Place, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
         """Evict until so many blocks are free, or nothing else can go; notes runs with the blocks they had."""
+        pinned, held = place.pinned, place.held
         while place.free < blocks:
-            pinned, held = place.pinned, place.held
-            run = next((run for run in place.order if run not in stays and held[run] > pinned.get(run, 0)), None)
-            if run is None:
+            for run in place.order:
+                if run not in stays and (loose := held[run] - pinned.get(run, 0)) > 0:
+                    break
+            else:
                 return
-            gone = min(held[run] - pinned.get(run, 0), blocks - place.free)
-            evicted.append((run, place.held[run]))
+            gone = min(loose, blocks - place.free)
+            evicted.append((run, held[run]))
             self._removals.evicted += gone
             self._shorten(place, run, gone)
 
-    def _path(self, run: int, blocks: int) -> list[tuple[int, int]]:
-        """The chain from its beginning to so many blocks of a run."""
-        path, at = [(run, blocks)], self._layout.parents[run]
-        while at != NONE:
-            path.append((at, self._layout.lengths[at]))
-            at = self._layout.parents[at]
-        return path[::-1]
+    def _path(self, run: int) -> Runs:
+        """The chain from its beginning to a run."""
+        path = []
+        while run != NONE:
+            path.append(run)
+            run = self._layout.parents[run]
+        return tuple(reversed(path))
 
     def _shorten(self, place: Place, run: int, blocks: int) -> None:
         place.held[run] -= blocks
@@ -260,3 +292,13 @@ class RunCache:
                 total += difference
         if total:
             self._stored.change(total, now)
+
+    def drop(self, now: float) -> None:
+        """Everything is gone, with the replica."""
+        for place in self._places:
+            place.untold -= sum(place.held)
+            place.held = [0] * len(place.held)
+            place.order.clear()
+        self._uses.clear()
+        self.due = math.inf
+        self._tell(now)

@@ -11,7 +11,8 @@ def figures(result: Result) -> dict[str, float]:
     """Names to numbers. Times are seconds, rates shares, sizes bytes over all replicas.
 
     `dollars` is what the tenants are billed, `gpu_dollars` what the replicas cost. `resident_bytes` are those of stored
-    prefixes, in all tiers and by tier; `slot_bytes` those of decode slots.
+    prefixes, in all tiers and by tier; `slot_bytes` those of decode slots. `retries` and `resumptions` count how often
+    the replica of a request failed, before and after its first token; `replicas` are those that are alive.
     """
     tokens = result.prompt_tokens + result.usage.output
     places = {"slot_bytes": result.slots, "resident_bytes": result.stored}
@@ -20,6 +21,8 @@ def figures(result: Result) -> dict[str, float]:
     return {
         "requests": result.requests,
         "refused": result.refused,
+        "retries": result.retries,
+        "resumptions": result.resumptions,
         "seconds": result.seconds,
         "prompt_tokens": result.prompt_tokens,
         "output_tokens": result.usage.output,
@@ -39,6 +42,8 @@ def figures(result: Result) -> dict[str, float]:
         "dollars_uncached": result.dollars_uncached,
         "dollars_per_million_tokens": result.dollars / tokens * 1e6 if tokens else 0.0,
         "saving": result.saving,
+        "replicas_max": result.replicas.peak,
+        "replicas_mean": result.replicas.mean,
         "gpu_hours": result.gpu_hours,
         "gpu_dollars": result.gpu_dollars,
         "gpu_dollars_per_million_tokens": result.gpu_dollars_per_million_tokens,

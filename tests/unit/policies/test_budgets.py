@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.budgets import kept_tokens, recomputed_tokens, resolve_budget, slot_capacity
-from warmkv.policies.slot_sizes import KVShape
+from warmkv.policies.budgets import in_force, kept_tokens, recomputed_tokens, resolve_budget, slot_capacity
+from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 
 PROMPTS = st.integers(1, 200_000)
@@ -81,3 +81,27 @@ def test_a_streaming_share_keeps_the_sinks_and_one_recent_token():
 @pytest.mark.parametrize(("shape", "size"), [(KVShape(32, 8, 128, 2), 131_072), (KVShape(6, 2, 32, 4), 3072)])
 def test_bytes_of_a_token(shape, size):
     assert shape.token_bytes == size
+
+
+ALL_KINDS = [
+    *("full", "fp8", "kivi", "auto", "snapkv@0.2", "snapkv@512+ring", "snapkv@0.3+kivi4", "streaming_llm@300+kivi2"),
+    *(
+        "h2o@0.3",
+        "tova@200",
+        "pyramidkv@0.2",
+        "pyramidkv@0.2+kivi2",
+        "rocketkv@0.1",
+        "adakv@0.2",
+        "fastgen",
+        "adaptive",
+    ),
+]
+
+
+@given(st.sampled_from(ALL_KINDS), st.lists(st.tuples(PROMPTS, NEW), min_size=2, max_size=12))
+def test_sizes_that_were_found_before_change_none(policy, requests):
+    policy, shape, rows = PolicySpec.model_validate(policy), KVShape(8, 2, 32, 2), {}
+    for prompt, new in requests:
+        spec = in_force(policy, prompt, new)
+        kept = rows.setdefault(id(spec), {})
+        assert slot_bytes(spec, shape, prompt, new, kept) == slot_bytes(spec, shape, prompt, new)

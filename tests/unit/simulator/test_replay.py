@@ -61,6 +61,15 @@ def test_requests_in_parallel_all_write():
     assert result.usage.written["5m"] == 120
 
 
+def test_requests_in_parallel_are_all_billed_as_writers():
+    """They come before the first answer begins, though all but one find the prefix computed when it is their turn."""
+    alike = [record(0.0, [1] * 12, 3, ends=[12], ttls=["5m"], name=str(n)) for n in range(4)]
+    later = record(60.0, [1] * 12, 3, ends=[12], ttls=["5m"], name="later")
+    result = one([*alike, later], config())
+    assert result.reused_tokens == 4 * 11
+    assert (result.usage.total_written, result.usage.read) == (4 * 12, 12)
+
+
 def test_a_disabled_cache_bills_everything_as_input():
     ask = [record(at, [1] * 10, 1, ends=[10], ttls=["5m"]) for at in (0, 9)]
     result = one(ask, config("prefix_cache.enabled=false"))

@@ -128,6 +128,9 @@ def test_a_closed_loop_conserves_requests_and_runs_forward(rows, flags):
     served = [job for job in done.jobs if job.replica]
     assert len(served) + done.result.refused == len(rows)
     assert sum(usage.prompt for usage in done.usages) == sum(job.record.input_tokens for job in served)
+    billed = done.result.usage
+    parts = [(usage.input, usage.read, usage.output) for usage in done.usages]
+    assert (billed.input, billed.read, billed.output) == tuple(map(sum, zip(*parts, strict=True))) or not parts
     for number, job in enumerate(done.jobs):
         if job.replica:
             assert job.arrival <= job.started < job.first <= job.finished <= done.outcome.end

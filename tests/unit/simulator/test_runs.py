@@ -1,6 +1,7 @@
 """Blocks by runs against the ledger of the live stores, block by block."""
 
 import random
+from collections import defaultdict
 from dataclasses import asdict
 
 import pytest
@@ -29,6 +30,50 @@ def test_a_run_ends_where_prompts_end_or_part():
     assert found.runs[A, B, C] == found.runs[A, B, C, D][:2]
 
 
+@st.composite
+def trees(draw):
+    """Prompts over a tree of blocks, or over one in which a block has come to stand behind two others."""
+    parents, blocks = [None], [bytes([number]) for number in range(20)]
+    parents += [draw(st.integers(0, number - 1)) for number in range(1, 20)]
+
+    def path(at):
+        return () if at is None else (*path(parents[at]), blocks[at])
+
+    prompts = [path(at) for at in draw(st.lists(st.integers(0, 19), min_size=1, max_size=12))]
+    if draw(st.booleans()):
+        prompts.append(tuple(draw(st.lists(st.sampled_from(blocks), max_size=4))))
+    return draw(st.permutations(prompts))
+
+
+@given(trees())
+def test_runs_are_laid_out_as_an_obvious_pass_over_all_blocks_does(prompts):
+    before, after = defaultdict(set), defaultdict(set)
+    for prompt in prompts:
+        for parent, block in zip((None, *prompt), (*prompt, None), strict=True):
+            before[block].add(parent)
+            after[parent].add(block)
+    found = layout(prompts)
+    if any(len(parents) > 1 for block, parents in before.items() if block is not None):
+        assert found is None
+        return
+    assert found is not None
+    for prompt in prompts:
+        pieces, start = [], 0
+        for end, block in enumerate(prompt, start=1):
+            if len(after[block]) > 1 or None in after[block]:  # prompts part here, or one ends
+                pieces.append(end - start)
+                start = end
+        runs = found.runs[prompt]
+        assert [found.lengths[run] for run in runs] == pieces
+        assert [found.parents[run] for run in runs] == [-1, *runs][: len(runs)]
+    chains = {
+        (run, prompt[: sum(found.lengths[r] for r in found.runs[prompt][: at + 1])])
+        for prompt in prompts
+        for at, run in enumerate(found.runs[prompt])
+    }
+    assert len(chains) == len({run for run, _ in chains}) == len({chain for _, chain in chains}) == len(found.lengths)
+
+
 @pytest.mark.parametrize("prompts", [[(A, B), (C, B)], [(A, B, A)], [(A, B), (B, C)], [(B, C), (A, B)]])
 def test_blocks_that_stand_for_no_prefix_have_no_runs(prompts):
     assert layout(prompts) is None
@@ -55,14 +100,17 @@ ROOMS = st.integers(0, 14).map(lambda blocks: blocks * BLOCK * 2 + 3)  # bytes
     st.sampled_from([0.5, 1.0, 4.0, 16.0, 1e9, float("inf")]),
     st.sampled_from([1, 1, 3]),
     st.sampled_from([EXACT, INSTANT, SLOW]),
+    st.sampled_from(["[]", "[]", "[{at: 0.25, seconds: 0}, {at: 2, seconds: 0.5}]"]),
 )
-def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost):
+def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost, failures):
     device, host, disk = (room if tier < tiers else 0 for tier, room in enumerate(rooms))
     settings = config(
         f"prefix_cache.memory_bytes={device}",
         f"prefix_cache.host.memory_bytes={host}",
         f"prefix_cache.disk={{memory_bytes: {disk + 4096 * 6 if disk else 0}, path: {'disk' if disk else 'null'}}}",
         f"cluster.replicas={replicas}",
+        f"simulator.failures={failures}",
+        "simulator.startup_seconds=0.5",
     )
     slow, fast = (outcome(rows, settings, Variant(ttl=ttl), cost, by_runs=by_runs) for by_runs in (False, True))
     assert slow == fast

@@ -212,9 +212,7 @@ class Service:
         hit = self._writers.began(
             request.id, started.replica, request.reads, request.marks, started.hit, started.written, self._clock()
         )
-        stored = max(started.hit, started.written)  # what memory did not suffice for is not billed as written
-        marks = [breakpoints.Breakpoint(mark.position, mark.ttl) for mark in request.marks if mark.position <= stored]
-        return breakpoints.bill(tokens, marks, hit, ttls)
+        return breakpoints.billed(tokens, request.marks, started.hit, started.written, hit, ttls)
 
     def _ended(self, answer: Answer, status: Status) -> None:
         usage, started, policy = answer.usage, answer.started, answer.request.policy
