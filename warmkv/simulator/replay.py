@@ -22,10 +22,11 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster import Outcome, gpus_per_replica, kv_shape, simulate
+from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
+from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
 Progress = Callable[[int, int], None]  # told the variant's number and how many of its requests have arrived

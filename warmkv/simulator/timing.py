@@ -17,8 +17,9 @@ from warmkv.policies import budgets, roofline, step_profile
 from warmkv.policies.costs import MeasuredCosts, StepCost, StepKind, StepTimes, fit_step_cost
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.cluster import gpus_per_replica, kv_shape
+from warmkv.simulator.cluster import gpus_per_replica
 from warmkv.simulator.spread_evenly import during
+from warmkv.simulator.stores import kv_shape
 
 Floats = NDArray[np.float64]
 ENOUGH = 20  # measured requests below which a fit says little

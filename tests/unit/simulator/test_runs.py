@@ -12,10 +12,11 @@ from tests.unit.simulator.conversations import EXACT, config
 from tests.unit.simulator.test_requests import BLOCK, INSTANT, sessions, trace_of
 from warmkv.policies.costs import StepCost
 from warmkv.policies.tiers import tiers_of
-from warmkv.simulator.cluster import kv_shape, runs_of, simulate
+from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import prepare, summarise
 from warmkv.simulator.requests import of_trace
 from warmkv.simulator.runs import layout
+from warmkv.simulator.stores import kv_shape, runs_of
 from warmkv.simulator.variants import Variant
 
 A, B, C, D, E = (bytes([n]) for n in range(1, 6))
