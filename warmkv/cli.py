@@ -26,6 +26,7 @@ from warmkv.simulator.command_line import JsonCommand
 from warmkv.simulator.compare_command import compare
 from warmkv.simulator.sweep_command import sweep
 from warmkv.simulator.tune_command import tune
+from warmkv.simulator.verify_command import verify
 from warmkv.simulator.workload_command import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -143,6 +144,7 @@ app.command(cls=JsonCommand)(calibrate)
 app.command(cls=JsonCommand)(sweep)
 app.command(cls=JsonCommand)(compare)
 app.command(cls=JsonCommand)(tune)
+app.command(cls=JsonCommand)(verify)
 app.command("eval")(evaluation_commands.evaluate)
 app.command()(measuring_commands.bench)
 app.command()(measuring_commands.profile)

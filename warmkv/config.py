@@ -223,7 +223,7 @@ class TransferConfig(Section):
 
     timeout_seconds: float = Field(2.0, gt=0, description="longest time a request waits for blocks of another replica")
     piece_bytes: ByteSize = Field(ByteSize(32 << 20), ge=1, description="limit of what a replica hands out at a time")
-    concurrent: int = Field(4, ge=1, description="fetches of a replica at a time; others wait within their time")
+    concurrent: int = Field(4, ge=1, description="fetches that a replica makes, and answers, at a time")
     token_seconds: float = Field(0.0001, gt=0, allow_inf_nan=False, description="prefill, a token")
     start_seconds: float = Field(0.02, ge=0, allow_inf_nan=False, description="a fetch, whatever its size")
     byte_seconds: float = Field(1e-9, ge=0, allow_inf_nan=False, description="a fetch, a byte")
@@ -375,6 +375,12 @@ class SimulatorConfig(Section):
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)
+    overhead_seconds: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="of a request outside its replica: HTTP, tokenizing, routing; a fit to a log finds its own",
+    )
     layers: int = Field(6, ge=1)
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=1)

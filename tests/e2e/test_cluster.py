@@ -82,7 +82,7 @@ def test_the_next_request_lands_where_its_prefix_is_warm(cluster, eventually):
 def test_a_named_replica_is_preferred_and_gives_the_same_answer(cluster):
     answers = {}
     for name in cluster.replicas():
-        message = ask(cluster, marked(TEXT, "What is the size?"), "named", warmkv={"replica": name})
+        message = ask(cluster, marked(TEXT, "What is the size?"), f"named {name}", warmkv={"replica": name})
         assert message.usage.warmkv["replica"] == name
         assert message.usage.cache_read_input_tokens == 0
         answers[name] = [block.text for block in message.content]

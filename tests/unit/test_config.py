@@ -119,6 +119,33 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("routing.host_credit=1.5", r"routing\.host_credit: .*less than or equal to 1"),
         ("routing.disk_credit=-1", r"routing\.disk_credit: .*greater than or equal to 0"),
         ("routing.session_blocks=0", r"routing\.session_blocks: .*greater than or equal to 1"),
+        ("routing.transfer_block=-1", r"routing\.transfer_block: .*greater than or equal to 0"),
+        ("routing.transfer_start=.inf", r"routing\.transfer_start: .*finite"),
+        ("routing.transfer_min_blocks=0", r"routing\.transfer_min_blocks: .*greater than or equal to 1"),
+        ("transfer.timeout_seconds=0", r"transfer\.timeout_seconds: .*greater than 0"),
+        ("transfer.piece_bytes=0", r"transfer\.piece_bytes: .*greater than or equal to 1"),
+        ("transfer.concurrent=0", r"transfer\.concurrent: .*greater than or equal to 1"),
+        ("transfer.token_seconds=0", r"transfer\.token_seconds: .*greater than 0"),
+        ("transfer.start_seconds=-1", r"transfer\.start_seconds: .*greater than or equal to 0"),
+        ("transfer.byte_seconds=.inf", r"transfer\.byte_seconds: .*finite"),
+        ("transfer.half_life=0", r"transfer\.half_life: .*greater than 0"),
+        ("transfer.handover_seconds=-1", r"transfer\.handover_seconds: .*greater than or equal to 0"),
+        ("transfer.handover_bytes=-1", r"transfer\.handover_bytes: "),
+        ("cluster.drain_seconds=-1", r"cluster\.drain_seconds: .*greater than or equal to 0"),
+        ("cluster.autoscaling={}", r"cluster\.autoscaling\.max_replicas: .*required"),
+        ("cluster.autoscaling={max_replicas: 2, min_replicas: 0}", r"min_replicas: .*greater than or equal to 1"),
+        (
+            "cluster.autoscaling={max_replicas: 4, min_replicas: 2}",
+            "replicas must lie between autoscaling.min_replicas",
+        ),
+        ("cluster={replicas: 3, autoscaling: {max_replicas: 2}}", "replicas must lie between"),
+        ("cluster.autoscaling={max_replicas: 2, target_ongoing_requests: 0}", r"target_ongoing_requests: .*than 0"),
+        ("cluster.autoscaling={max_replicas: 2, upscale_delay_seconds: -1}", r"upscale_delay_seconds: .*equal to 0"),
+        (
+            "cluster.autoscaling={max_replicas: 2, downscale_delay_seconds: -1}",
+            r"downscale_delay_seconds: .*equal to 0",
+        ),
+        ("cluster.autoscaling={max_replicas: 2, look_back_seconds: 0}", r"look_back_seconds: .*greater than 0"),
         ("directory.shards=0", r"directory\.shards: .*greater than or equal to 1"),
         ("directory.shards=257", r"directory\.shards: .*less than or equal to 256"),
         ("directory.log_blocks=0", r"directory\.log_blocks: .*greater than or equal to 1"),
@@ -141,6 +168,11 @@ def test_an_unknown_variable_of_ours_is_refused():
 def test_what_cannot_be_used_is_refused(flag, message):
     with pytest.raises(ConfigError, match=message):
         load(flags=[flag], environ={})
+
+
+def test_there_are_never_more_replicas_than_autoscaling_allows():
+    assert parse({"cluster": {"replicas": 3}}).cluster.most_replicas == 3
+    assert parse({"cluster": {"replicas": 3, "autoscaling": {"max_replicas": 5}}}).cluster.most_replicas == 5
 
 
 def test_every_fault_is_told_at_once():

@@ -307,6 +307,34 @@ def build() -> Any:
     ):
         board.with_panel(panel)
 
+    board.with_row(panels.row("Transfer"))
+    for panel in (
+        graph(
+            "Fetches by result",
+            "Fetches of blocks from another replica per second, by what became of them; `slower`: computing was faster "
+            "by the times that the replica measured, so nothing was asked for.",
+            "reqps",
+            [(rate(t.FETCHES, ("result",)), "{{result}}")],
+            stacked=True,
+        ),
+        graph(
+            "Blocks moved between replicas",
+            "Bytes per second that replicas fetched, and took over from those that were stopped.",
+            "Bps",
+            [
+                (rate(t.FETCHED_BYTES), "{{application}} fetched"),
+                (rate(t.HANDED_BYTES), "{{application}} taken over"),
+            ],
+        ),
+        graph(
+            "Time of a fetch",
+            "Percentiles of the time that a fetch from another replica took, blocks stored.",
+            "s",
+            percentiles(t.FETCH_SECONDS, "application"),
+        ),
+    ):
+        board.with_panel(panel)
+
     board.with_row(panels.row("Policy"))
     board.with_panel(
         graph(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from warmkv.policy_spec import DecodeRule, PolicyName, PolicySpec, Storage
 
@@ -27,9 +25,15 @@ class StepCost:
     d: float = 0.0
     e: float = 0.0
 
+    overhead = 0.0  # as `StepTimes` has it
+
     @property
     def roofs(self) -> tuple[StepCost, ...]:
         return (self,)
+
+    def times(self, factor: float) -> StepCost:
+        """Steps that take `factor` times as long."""
+        return StepCost(*(factor * coefficient for coefficient in astuple(self)))
 
     def seconds(self, tokens: float, context: float) -> float:
         return self.a + self.load(tokens, context)
@@ -98,6 +102,11 @@ class StepKind(NamedTuple):
 class StepTimes(Protocol):
     """Where the simulator takes step costs from."""
 
+    @property
+    def overhead(self) -> float:
+        """Seconds of every request outside its replica: HTTP, tokenizing, routing, the way there and back."""
+        ...
+
     def of(self, kind: StepKind) -> PhaseCosts: ...
 
     def figures(self) -> dict[str, Any]:
@@ -106,10 +115,25 @@ class StepTimes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class UniformCosts:
+    """The same step costs for all kinds of policy."""
+
+    costs: PhaseCosts
+    overhead: float = 0.0
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        return self.costs
+
+    def figures(self) -> dict[str, Any]:
+        return {**asdict(self.costs), "overhead_seconds": self.overhead}
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Step costs of the kinds that were measured; any other takes those of the nearest."""
 
     measured: Mapping[StepKind, PhaseCosts]
+    overhead: float = 0.0
 
     def of(self, kind: StepKind) -> PhaseCosts:
         return self.measured[self.nearest(kind)]
@@ -178,23 +202,3 @@ def steps_until(lines: Sequence[Line], since: float, until: float, most: int) ->
     while steps < most and end(steps) < until:
         steps += 1
     return steps
-
-
-def fit_step_cost(tokens: Sequence[float], context: Sequence[float], seconds: Sequence[float]) -> StepCost:
-    """Least squares with coefficients kept non-negative: a negative one is fixed at 0 and the rest fitted again.
-
-    Raises ValueError if there is nothing to fit.
-    """
-    if not len(seconds):
-        raise ValueError("no measured step to fit a step-time model to")
-    design = np.column_stack([np.ones(len(seconds)), tokens, context]).astype(float)
-    target = np.asarray(seconds, dtype=float)
-    free = [0, 1, 2]
-    solution = np.zeros(3)
-    while free:
-        fitted, *_ = np.linalg.lstsq(design[:, free], target, rcond=None)
-        if (fitted >= 0).all():
-            solution[free] = fitted
-            break
-        free.pop(int(np.argmin(fitted * np.abs(design[:, free]).mean(axis=0))))
-    return StepCost(*(float(value) for value in solution))

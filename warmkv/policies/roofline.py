@@ -26,6 +26,7 @@ class RooflineCosts:
 
     by_storage: Mapping[Storage, PhaseCosts]
     described: Mapping[str, Any]  # what they follow from
+    overhead: float = 0.0  # outside the replica
 
     def of(self, kind: StepKind) -> PhaseCosts:
         return self.by_storage[kind.storage]

@@ -70,7 +70,7 @@ class Transfers:
         self._engine, self._name, self._config, self._ask = engine, name, config, ask
         self._recorder, self._clock = recorder, clock
         self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the blocks that they are to bring
-        self._room = asyncio.Semaphore(config.concurrent)
+        self._fetching, self._lending = asyncio.Semaphore(config.concurrent), asyncio.Semaphore(config.concurrent)
         self.times = TransferTimes.of(config)
 
     # --- who fetches
@@ -111,10 +111,11 @@ class Transfers:
 
     async def _fly(self, request: GenerateRequest, donor: str, keys: Sequence[bytes]) -> bool:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
-        store, nbytes, more, began = self._engine.store, 0, True, self._clock()
-        result: Result = "empty"
+        store, nbytes, more = self._engine.store, 0, True
+        began: float | None = None  # not before it is its turn
+        result: Result
         try:
-            async with asyncio.timeout(self._config.timeout_seconds), self._room:
+            async with asyncio.timeout(self._config.timeout_seconds), self._fetching:
                 began = self._clock()
                 while more and (first := store.leading(keys)[0]) < len(keys):
                     lent = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
@@ -131,8 +132,8 @@ class Transfers:
         finally:
             this = asyncio.current_task()
             self._flights = {key: flight for key, flight in self._flights.items() if flight is not this}
-        seconds = self._clock() - began
-        if result != "failed":
+        if began is not None and result != "failed":
+            seconds = self._clock() - began
             self.times = self.times.fetched(nbytes, seconds)
             self._recorder.observe(telemetry.FETCH_SECONDS, seconds)
         self._count(result)
@@ -163,9 +164,10 @@ class Transfers:
             return BlocksLent()
         most = int(self._config.piece_bytes)
         choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
-        blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
-        parcels: list[Any] = await asyncio.to_thread(lambda: [seal(block) for block in blocks])  # copies from a GPU
-        return BlocksLent(tuple(parcels), more)
+        async with self._lending:
+            blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
+            parcels = await asyncio.to_thread(lambda: tuple(seal(block) for block in blocks))  # copies from a GPU
+        return BlocksLent(parcels, more)
 
     # --- who leaves, and who stays
 

@@ -53,6 +53,7 @@ def simulate(
     *,
     fast_forward: bool = True,
     by_runs: bool = True,
+    as_placed: bool = False,
     seed: int = 0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
@@ -62,9 +63,11 @@ def simulate(
 
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
-    follows every block by itself where runs of blocks would do; both are slower, with equal results.
+    follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
+    every request to the replica that its record names, and takes those replicas for the cluster.
     """
-    return Cluster(jobs, config, lifetimes, token_bytes, times, fast_forward, by_runs, seed, progress).run()
+    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs)
+    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()
 
 
 class Cluster:
@@ -74,30 +77,31 @@ class Cluster:
         self,
         jobs: Sequence[Job],
         config: Config,
-        lifetimes: Lifetimes,
-        token_bytes: int,
+        stores: Stores,
         times: StepTimes,
         fast_forward: bool,
-        by_runs: bool,
+        as_placed: bool,
         seed: int,
         progress: Progress,
     ) -> None:
-        self._jobs, self._config, self._times = jobs, config, times
-        self._fast_forward, self._progress = fast_forward, progress
+        self._jobs, self._config, self._stores, self._times = jobs, config, stores, times
+        self._fast_forward, self._as_placed, self._progress = fast_forward, as_placed, progress
         self._env, self._slots = simpy.Environment(), Level()
-        self._stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs)
         count = config.cluster.gateways
         self._gateways = [
             Gateway(config, self._warm, count == 1, random.Random(seed + number)) for number in range(count)
         ]
-        self._fleet = Fleet(self._env, config, self._stores, self._replica, self._ready, self._gone, self._lost)
+        self._fleet = Fleet(self._env, config, stores, self._replica, self._ready, self._gone, self._lost)
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
 
     def run(self) -> Outcome:
         """Until all jobs have ended."""
-        self._fleet.open()
+        if self._as_placed:
+            self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
+        else:
+            self._fleet.open()
         first = [job for job in self._jobs if not job.waits]
         self._env.process(_arrivals(self._env, first, self._arrive))
         self._env.run()
@@ -130,6 +134,8 @@ class Cluster:
             if cache.due <= now:
                 cache.expire(now)
         order, fetch = gateway.rank(job, fleet.names, now)
+        if self._as_placed:
+            order = (job.record.replica,)
         for name in order:
             replica = fleet.serving[name]
             if not replica.full and replica.ever_fits(job):
@@ -158,8 +164,9 @@ class Cluster:
             self._gateways[job.gateway].writers.left(str(job.number))
         following = job.following
         if following is not None:
-            following.arrival = self._env.now + following.think
-            self._env.timeout(following.think).callbacks.append(lambda _: self._arrive(following))
+            wait = self._times.overhead + following.think
+            following.arrival = self._env.now + wait
+            self._env.timeout(wait).callbacks.append(lambda _: self._arrive(following))
         self._left -= 1
         if not self._left:
             self._fleet.close()

@@ -64,6 +64,11 @@ class Fleet:
         if self._autoscaler is not None:
             self._after(REPORT_SECONDS, self._report)
 
+    def open_named(self, names: Sequence[str]) -> None:
+        """Replicas of these names take requests, and neither fail nor change in number."""
+        for place, name in enumerate(names):
+            self._ready(self._add(place, name))
+
     def close(self) -> None:
         """There are no more requests: what was to happen yet does not."""
         self._open = False
@@ -86,7 +91,9 @@ class Fleet:
         place = next(number for number in itertools.count() if number not in self._places)
         generation = self._generations[place]
         self._generations[place] += 1
-        name = f"replica-{place}.{generation}" if generation else f"replica-{place}"
+        return self._add(place, f"replica-{place}.{generation}" if generation else f"replica-{place}")
+
+    def _add(self, place: int, name: str) -> Replica:
         replica = self._starting[name] = self._new(name, self._stores.new(name))
         self.transfers[name] = Transfers(
             self._env, replica, self._config.transfer, self._stores.block_bytes, self._donor, self.moved

@@ -232,11 +232,16 @@ def run(
     times: StepTimes,
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
+    as_placed: bool = False,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
-    """Replay records once, as `replay` does, and keep what became of every request."""
+    """Replay records once, as `replay` does, and keep what became of every request.
+
+    `as_placed` sends each to the replica that its record names.
+    """
     jobs, lifetimes = prepare(records, config, variant, turns)
-    outcome = simulate(jobs, config, lifetimes, kv_shape(config).token_bytes, times, progress=progress)
+    token_bytes = kv_shape(config).token_bytes
+    outcome = simulate(jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, progress=progress)
     return summarise(jobs, outcome, config, lifetimes, variant)
 
 

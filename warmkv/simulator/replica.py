@@ -126,6 +126,7 @@ class Replica:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
         self._fast_forward, self._ended, self._began = fast_forward, ended, began
+        self._overhead = times.overhead
         self.in_flight = 0
         self._expected = 0  # of them, those whose blocks are on their way
         self.waiting: FairQueue[Job] = FairQueue()
@@ -282,7 +283,7 @@ class Replica:
         self._used -= job.workspace_bytes
         self._prefilling = None
         if job.first == NEVER:
-            job.first, job.written = now, written
+            job.first, job.written = now + self._overhead, written
             self._began(job)
         steps = job.decode_steps
         if not steps:
@@ -303,9 +304,10 @@ class Replica:
                 heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
-        job.finished = self._env.now
+        now: float = self._env.now
+        job.finished = now + self._overhead
         self._used -= job.slot_bytes
-        self._slots.change(-job.slot_bytes, job.finished)
+        self._slots.change(-job.slot_bytes, now)
         self.in_flight -= 1
         self._ended(job)
 

@@ -38,13 +38,13 @@ TOLERATED = 3.0  # median errors; rows beyond count less (Huber)
 def fit(requests: Measured, limits: Limits, which: slice, serve: Serve, loss: Loss) -> StepCost:
     """Coefficients fitted to the measured times of some requests; all are served."""
     design, seconds = _as_measured(requests, limits, which)
-    here = _least_squares(design, seconds)
+    here = least_squares(design, seconds, design[:, 0])
     here = np.maximum(here, LEAST_SHARE * (design @ here).mean() / np.maximum(design.mean(axis=0), 1e-300))
     served = serve(StepCost(*here))
     found = [(loss(served), here.tolist())]
     for _ in range(ROUNDS):
         design, seconds = _as_simulated(served, requests, which)
-        there = np.clip(_least_squares(design, seconds), here / FACTOR, here * FACTOR)
+        there = np.clip(least_squares(design, seconds, design[:, 0]), here / FACTOR, here * FACTOR)
         there = np.sqrt(here * there)  # half way: the schedule follows the coefficients, and overshoots
         served = serve(StepCost(*there))
         found.append((loss(served), there.tolist()))
@@ -103,9 +103,11 @@ def _rows(which: slice, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return chosen & some
 
 
-def _least_squares(design: Floats, seconds: Floats) -> Floats:
-    """Three coefficients, none negative. Errors count relative to the time, with a step of grace; wild ones less."""
-    steps = design[:, 0]
+def least_squares(design: Floats, seconds: Floats, steps: Floats) -> Floats:
+    """Coefficients of the columns, none negative, from spans of that many steps.
+
+    Errors count relative to the time, with a step of grace; wild ones less.
+    """
     expected = np.maximum(seconds, 1e-12)
     trust = np.ones(len(seconds))
     for _ in range(6):
@@ -119,13 +121,17 @@ def _least_squares(design: Floats, seconds: Floats) -> Floats:
 
 
 def _nonnegative(design: Floats, target: Floats) -> Floats:
-    """The best of the least squares solutions in which some coefficients are 0 and none is negative."""
-    best, lowest = np.zeros(design.shape[1]), np.inf
+    """The best of the least squares solutions in which some coefficients are 0 and none is negative.
+
+    Of those as good as each other it is the one with the fewest and first columns: steps before their tokens.
+    """
+    best, lowest = np.zeros(design.shape[1]), float(target @ target)
+    better = 1e-12 * lowest
     for count in range(1, design.shape[1] + 1):
         for free in itertools.combinations(range(design.shape[1]), count):
             fitted, *_ = np.linalg.lstsq(design[:, free], target, rcond=None)
             left = target - design[:, free] @ fitted
-            if (fitted >= 0).all() and (loss := float(left @ left)) < lowest:
+            if (fitted >= 0).all() and (loss := float(left @ left)) < lowest - better:
                 best, lowest = np.zeros(design.shape[1]), loss
                 best[list(free)] = fitted
     return best

@@ -57,7 +57,7 @@ class Transfers:
     def computed(self, job: Job) -> None:
         """Learn from a prompt how long prefill takes here."""
         if tokens := job.record.input_tokens - job.reused:
-            self._prefills.append((tokens, job.first - job.started))
+            self._prefills.append((tokens, self._env.now - job.started))
 
     def take(self, job: Job, plan: Fetch | None) -> None:
         """Hand a job to the replica, and before that fetch what it lacks, if its router knows where that is."""

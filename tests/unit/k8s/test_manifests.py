@@ -96,10 +96,12 @@ def test_workers_have_room_for_the_replicas(rendered: list[dict[str, Any]], conf
             continue
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         for box in group["template"]["spec"]["containers"]:
-            cpus += group["replicas"] * float(box["resources"]["limits"]["cpu"])
-            gpus += group["replicas"] * float(box["resources"]["limits"].get("nvidia.com/gpu", 0))
-    assert cpus >= config.cluster.replicas * config.cluster.cpus_per_replica
-    assert gpus >= config.cluster.replicas * config.cluster.gpus_per_replica
+            cpus += group["maxReplicas"] * float(box["resources"]["limits"]["cpu"])
+            gpus += group["maxReplicas"] * float(box["resources"]["limits"].get("nvidia.com/gpu", 0))
+        leaving = config.cluster.drain_seconds + config.transfer.handover_seconds
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > leaving
+    assert cpus >= config.cluster.most_replicas * config.cluster.cpus_per_replica
+    assert gpus >= config.cluster.most_replicas * config.cluster.gpus_per_replica
 
 
 def test_demo_needs_no_gpu_and_no_download() -> None:

@@ -81,6 +81,19 @@ def test_a_block_is_in_the_tier_that_was_told_last():
     run(scenario())
 
 
+def test_who_else_holds_a_block_is_told_to_whoever_leaves():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        await directory.publish("a", [snapshot(0, b"1", b"2", b"3")])
+        await directory.publish("b", [snapshot(0, b"1", b"2")])
+        await directory.publish("c", [BlockEvents(0, (b"1",), snapshot=True, tier="disk")])
+        keys = [b"1", b"2", b"3", b"4"]
+        assert await directory.elsewhere("a", keys) == {b"1": ["b", "c"], b"2": ["b"]}
+        assert await directory.elsewhere("b", keys) == {b"1": ["a", "c"], b"2": ["a"], b"3": ["a"]}
+
+    run(scenario())
+
+
 def test_memory_is_bounded_and_what_is_left_out_is_counted():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig(max_blocks=3))

@@ -257,6 +257,19 @@ def test_each_order_gives_up_another_block():
     assert evicted("cost", history) == [b"d"]
 
 
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_the_ends_of_chains_by_worth_are_the_reverse_of_their_eviction(order):
+    ledger = BlockLedger(5, ORDERS[order])
+    history(ledger)
+    ledger.store([b"x"], [1], 99.0, 7.0)
+    ends = [entry.key for entry in ledger.by_worth()]
+    assert sorted(ends) == [b"ab", b"c", b"d", b"x"]
+    (first,) = ledger.store([b"new"], [1], 99.0, 50.0).evicted
+    assert first.key == ends[-1]
+    ledger.lose(b"ab")
+    assert b"ab" not in [entry.key for entry in ledger.by_worth()]
+
+
 def test_what_is_dear_to_compute_stays_longer_by_cost():
     ledger = BlockLedger(200, ORDERS["cost"])
     ledger.store([b"a", b"ab", b"abc"], [10, 10, 10], 99.0, 0.0, tokens=[8, 8, 8])

@@ -61,6 +61,20 @@ def test_a_chain_too_long_for_the_device_is_kept_whole_below():
     assert (len(of.ledgers[0]), len(of.ledgers[1]), of.match(chain(1, 1, 1, 1, 1), 1.0)) == (2, 5, 5)
 
 
+def test_a_chain_of_another_replica_comes_where_a_computed_one_would():
+    donor, of = tiers(10), tiers(2, 10)
+    store(donor, chain(1, 1, 1, 1), ttl=50.0)
+    donor.mark(bytes([1, 1]), 20.0, 5.0)
+    steps = list(of.adopt(donor.ledgers[0].entry(bytes([1, 1, 1, 1])).path(), 10.0))
+    kept = [(step.key, step.tier) for step in steps if isinstance(step, Stored)]
+    assert kept == [(key, 0) for key in chain(1, 1)] + [(key, 1) for key in chain(1, 1, 1, 1)]
+    for ledger in of.ledgers:
+        assert (ledger.entry(bytes([1])).expires_at, ledger.entry(bytes([1])).ttl) == (50.0, 50.0)
+        assert ledger.has_mark(bytes([1, 1]), 24.0)
+        assert not ledger.has_mark(bytes([1, 1]), 25.0)
+    assert list(of.adopt(donor.ledgers[0].entry(bytes([1, 1])).path(), 11.0)) == []
+
+
 def test_both_copies_live_equally_long():
     of = tiers(2, 10)
     store(of, chain(1, 1), ttl=10.0)

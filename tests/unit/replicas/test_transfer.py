@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request
+from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random_model
 from warmkv import telemetry
 from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
 from warmkv.policies.transfer import Fetch
 from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import prepare
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
 from warmkv.replicas.streaming import stream
 from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
@@ -119,6 +120,28 @@ def test_a_fetched_prefix_answers_and_is_billed_as_on_the_donor(models, policy, 
         for told in ("hit", "cached_tokens", "tiers", "written"):
             assert getattr(here[1], told) == getattr(there[1], told)
         assert here[1].cached_tokens > 40
+
+    asyncio.run(run())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["full", "h2o@20"])
+def test_the_same_between_replicas_on_a_gpu(policy):
+    async def run() -> None:
+        models = {"llama": prepare(random_model("llama").cuda())}
+        async with pair(models, {"piece_bytes": 1}) as replicas:
+            await replicas.run(0, first(policy))
+            there = await replicas.run(0, second(policy=policy, name="there"))
+            here = await replicas.run(1, second(policy=policy))
+            assert here[0] == there[0]
+            assert (here[1].hit, here[1].cached_tokens) == (there[1].hit, there[1].cached_tokens)
+            a, b = (engine.store.places[0].blocks for engine in replicas.engines)
+            for key in first().hashes:
+                assert b[key].parts[0].is_cuda
+                assert torch.equal(b[key].parts[0], a[key].parts[0])
+            await replicas.a.hand_over(["b"], nobody, offers(replicas, []))
+            assert set(b) >= set(a)
 
     asyncio.run(run())
 
@@ -350,8 +373,8 @@ def test_the_hottest_chains_go_first_and_no_more_than_the_limit(models):
             await replicas.run(0, replace(requests[1], id="again"))
             await replicas.a.hand_over(["b"], nobody, offers(replicas, []))
             store = replicas.engines[1].store
-            assert [store.leading(request.hashes)[0] for request in requests] == [0, 7, 0, 7]
-            assert 0 < store.resident_bytes <= limit
+            assert [store.leading(request.hashes)[0] for request in requests] == [0, 7, 2, 7]
+            assert store.resident_bytes == limit
 
     asyncio.run(run())
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from warmkv.config import Config, load
-from warmkv.policies.costs import Cost, PhaseCosts, Roofline, StepCost, StepKind, StepTimes
+from warmkv.policies.costs import Cost, PhaseCosts, Roofline, StepCost, StepTimes, UniformCosts
 from warmkv.prefixes.breakpoints import breakpoints, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
@@ -83,17 +82,27 @@ def run(
     return jobs, outcome
 
 
-@dataclass(frozen=True)
-class Uniform:
+def uniform(cost: Cost) -> UniformCosts:
     """The same cost for every phase and kind of policy."""
+    return UniformCosts(PhaseCosts(cost, cost))
 
-    cost: Cost
 
-    def of(self, kind: StepKind) -> PhaseCosts:
-        return PhaseCosts(self.cost, self.cost)
-
-    def figures(self) -> dict[str, Any]:
-        return {}
+def with_timings(jobs: Iterable[Job], offset: float = 1.7e9, outside: float = 0.0) -> list[RequestRecord]:
+    """The log that the simulated cluster would have written; `outside` seconds pass outside the replica."""
+    return [
+        replace(
+            job.record,
+            arrival=job.arrival + offset,
+            replica=job.replica,
+            cached_tokens=job.reused,
+            resident_bytes=job.slot_bytes,
+            queue=job.started - job.arrival,
+            prefill=job.first - job.started if outside else 0.0,
+            ttft=job.first - job.arrival + outside,
+            e2e=job.finished - job.arrival + outside,
+        )
+        for job in jobs
+    ]
 
 
 @st.composite

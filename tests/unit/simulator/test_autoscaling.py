@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, Uniform, config, logs, record, run
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from tests.unit.simulator.test_failures import FAILURES, times
 from warmkv.config import AutoscalingConfig
 from warmkv.simulator.autoscaler import Autoscaler
@@ -28,7 +28,7 @@ SETTINGS = st.sampled_from(
 )
 
 
-@given(logs(), SCALING, SETTINGS, st.none() | FAILURES, st.sampled_from([EXACT, Uniform(TWO_ROOFS)]))
+@given(logs(), SCALING, SETTINGS, st.none() | FAILURES, st.sampled_from([EXACT, uniform(TWO_ROOFS)]))
 def test_nothing_is_lost_and_fast_forward_equals_stepping(records, scaling, flags, failures, cost):
     failures = [failures.replace("replica: 1", "replica: 0")] if failures else []
     settings = config(scaling, *flags, *failures)

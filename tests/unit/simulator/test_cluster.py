@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, Uniform, config, logs, record, run
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.replay import prepare
@@ -31,7 +31,7 @@ def times(jobs):
     return [(job.replica, job.started, job.first, job.finished, job.reused, job.match.hit) for job in jobs]
 
 
-COSTS = st.sampled_from([EXACT, Uniform(TWO_ROOFS)])
+COSTS = st.sampled_from([EXACT, uniform(TWO_ROOFS)])
 
 
 @given(logs(), LIMITS, COSTS)
@@ -112,7 +112,7 @@ def obvious(records, settings, cost):
 )
 def test_the_replica_equals_an_obvious_one(records, flags, cost):
     settings = config("prefix_cache.enabled=false", *flags)
-    jobs, _ = run(records, settings, cost=Uniform(cost))
+    jobs, _ = run(records, settings, cost=uniform(cost))
     offset = records[0].arrival
     records = [replace(record, arrival=record.arrival - offset) for record in records]
     assert [(job.started, job.first, job.finished) for job in jobs] == obvious(records, settings, cost)

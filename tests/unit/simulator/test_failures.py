@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, Uniform, config, logs, record, run
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.config import ConfigError
 from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import billed, prepare, summarise
@@ -41,7 +41,7 @@ def times(jobs):
     ]
 
 
-@given(logs(), FAILURES, SETTINGS, st.sampled_from([EXACT, Uniform(TWO_ROOFS)]))
+@given(logs(), FAILURES, SETTINGS, st.sampled_from([EXACT, uniform(TWO_ROOFS)]))
 def test_fast_forward_equals_stepping(records, failures, flags, cost):
     settings = failing(failures, *flags)
     fast, fast_outcome = run(records, settings, cost=cost)

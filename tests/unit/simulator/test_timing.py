@@ -1,69 +1,17 @@
 import json
-from dataclasses import astuple, replace
 
-import numpy as np
 import pytest
 
-from tests.unit.simulator.conversations import config, record, run
+from tests.unit.simulator.conversations import config, record, run, uniform, with_timings
 from warmkv.config import load
 from warmkv.policies.costs import StepCost
 from warmkv.policies.roofline import roofline
-from warmkv.simulator import timing, workloads
+from warmkv.simulator import timing
 from warmkv.simulator.replay import recorded_policy, replay
-from warmkv.simulator.sessions import Workload
 from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant
 
 TRUE = StepCost(0.005, 1e-4, 5e-7)
-
-
-def with_timings(jobs, offset=1.7e9):
-    """The log that the simulated cluster would have written."""
-    return [
-        replace(
-            job.record,
-            arrival=job.arrival + offset,
-            replica=job.replica,
-            cached_tokens=job.reused,
-            queue=job.started - job.arrival,
-            ttft=job.first - job.arrival,
-            e2e=job.finished - job.arrival,
-        )
-        for job in jobs
-    ]
-
-
-def busy_log(hours, settings):
-    shape = Workload(sessions=300, hours=hours, think_scale=0.05, length_scale=2)
-    return workloads.generate(shape, np.random.SeedSequence(2), settings)
-
-
-@pytest.mark.parametrize("policy", ["full", "streaming_llm@0.3"])
-@pytest.mark.parametrize("hours", [1.0, 0.2])
-def test_a_fit_recovers_the_step_times_of_a_busy_log(policy, hours):
-    settings = load(flags=[f"compression.policy={policy}", "cluster.replicas=2"], environ={})
-    jobs, _ = run(busy_log(hours, settings), settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy())
-    assert fitted.a == pytest.approx(TRUE.a, rel=0.06)
-    assert fitted.b == pytest.approx(TRUE.b, rel=0.01)
-    assert fitted.c == pytest.approx(TRUE.c, rel=0.08)
-
-
-def test_a_replay_with_fitted_step_times_has_the_latencies_of_the_log():
-    settings = load(flags=["cluster.replicas=2"], environ={})
-    records = busy_log(3.0, settings)
-    jobs, _ = run(records, settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs), settings, recorded_policy())
-    truth, again = (replay(records, settings, [Variant()], cost)[0] for cost in (TRUE, fitted))
-    for figure in ("ttft", "tpot", "e2e"):
-        assert astuple(getattr(again, figure)) == pytest.approx(astuple(getattr(truth, figure)), rel=0.05)
-
-
-def test_one_request_alone_is_fitted_exactly():
-    settings = config()
-    jobs, _ = run([record(100.0 * n, [n] * (9 + 7 * n), output=2 + 3 * n) for n in range(12)], settings, cost=TRUE)
-    fitted = timing.fit_from_records(with_timings(jobs, 0.0), settings, recorded_policy())
-    assert (fitted.a, fitted.b, fitted.c) == pytest.approx((TRUE.a, TRUE.b, TRUE.c), rel=1e-6)
 
 
 def test_where_step_times_come_from():
@@ -71,7 +19,7 @@ def test_where_step_times_come_from():
     bare = [record(float(n), [n] * 9, output=5) for n in range(30)]
     measured = with_timings(run(bare, settings, cost=TRUE)[0])
     spec_of = recorded_policy()
-    configured = StepCost(settings.simulator.step_a, settings.simulator.step_b, settings.simulator.step_c)
+    configured = uniform(StepCost(settings.simulator.step_a, settings.simulator.step_b, settings.simulator.step_c))
 
     assert timing.choose_cost(bare, settings, spec_of) == (configured, "configuration (simulator.step_*)")
     assert timing.choose_cost(measured[:5], settings, spec_of)[0] == configured

@@ -143,21 +143,27 @@ def take(store: BlockStore, blocks: Sequence[Lent]) -> int:
 
 
 def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, Lent]]:
-    """Chains in memory, what would be evicted last first, and their entries, of which together at most `most` bytes."""
+    """Chains in memory, what would be evicted last first, and their entries, together at most `most` bytes.
+
+    Of the chain that does not fit there is the beginning.
+    """
     chains: list[tuple[bytes, ...]] = []
     found: dict[bytes, Lent] = {}
-    total = 0
     ledgers = [ledger for place, ledger in zip(store.places, store.tiers.ledgers, strict=True) if place.folder is None]
     for end in (end for ledger in ledgers for end in ledger.by_worth()):
-        chain = tuple(entry.key for entry in end.path())
-        new = {key: lent for key in chain if key not in found and (lent := _find(store, key)) is not None}
-        size = sum(packed.nbytes for _, packed in new.values())
-        if total + size > most:
-            break
-        if all(key in found or key in new for key in chain) and new:
-            total += size
-            found |= new
-            chains.append(chain)
+        chain = [entry.key for entry in end.path()]
+        for held, key in enumerate(chain):
+            lent = found.get(key) or _find(store, key)
+            if lent is None:  # on disk alone, say: nothing can follow it
+                chain = chain[:held]
+                break
+            if key not in found:
+                most -= lent[1].nbytes
+                if most < 0:
+                    return [*chains, tuple(chain[:held])] if held else chains, found
+                found[key] = lent
+        if chain:
+            chains.append(tuple(chain))
     return chains, found
 
 
