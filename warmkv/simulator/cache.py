@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions, sums_key
 from warmkv.policies.retention import Entry
@@ -31,7 +31,7 @@ class Parcel:
     nbytes: int
     blocks: int = 0  # leading blocks of the prompt that are there once it has arrived
     more: bool = False  # whether the donor has more than fits into one
-    chains: Sequence[Sequence[Entry]] = ()  # as the donor has them, from their first blocks on
+    chains: Sequence[Sequence[Entry]] = ()  # from their first blocks on; times are seconds that are left
 
 
 class ReplicaCache:
@@ -151,7 +151,7 @@ class ReplicaCache:
             known = {
                 entry.key: Span(entry.key, entry.end - entry.tokens, entry.end, not entry.tokens) for entry in chain
             }
-            steps = self._cache.tiers.adopt(chain, now)
+            steps = self._cache.tiers.adopt([_moved(entry, now) for entry in chain], now)
             self._note(((step, known.get(step.key) if isinstance(step, Stored) else None) for step in steps), now)
 
     def hottest(self, most: int, now: float) -> list[list[Entry]]:
@@ -179,10 +179,10 @@ class ReplicaCache:
         return found
 
     def _entry(self, key: Key, now: float) -> Entry | None:
-        """A living entry in memory, of the fastest tier that has it."""
+        """A living entry in memory, of the fastest tier that has it, with times that are left."""
         for ledger in self._memory:
             if key in ledger and (entry := ledger.entry(key)) is not None:
-                return entry if entry.expires_at > now else None
+                return _moved(entry, -now) if entry.expires_at > now else None
         return None
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
@@ -231,3 +231,9 @@ class ReplicaCache:
             self._index.add(self._replica, (key,), tier)
         if self._late is not None:
             self._late.happened(self._replica, (key,), tier, now)
+
+
+def _moved(entry: Entry, by: float) -> Entry:
+    """A copy outside any ledger whose times are later by so much."""
+    life, mark = entry.expires_at + by, entry.mark_expires_at + by
+    return replace(entry, parent=None, expires_at=life, mark_expires_at=mark, pins=0, children=0)

@@ -205,6 +205,10 @@ class RunCache:
         At most `most` bytes, but at least a block.
         """
         runs, nbytes = self._layout.runs[record.hashes], 0
+        dead = (
+            at for at, run in enumerate(runs) if self._used[run] + self._ttl <= now
+        )  # there only for who reads them
+        runs = runs[: next(dead, len(runs))]
         held = [(self._leading(place, runs), place.block_bytes) for place in self._memory]
         end = min(last, max(count for count, _ in held))
         for at in range(first, end):

@@ -121,7 +121,7 @@ class Transfers:
                 seconds, wait = wait + parcel.nbytes * config.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
-                if late or not self._open or not parcel.nbytes:
+                if late or not self._open or not parcel.nbytes or self._donors(plan.donor) is not donor:
                     break
                 cache.expire(env.now)
                 cache.adopt(job.record, parcel, env.now)
