@@ -64,7 +64,7 @@ def simulate(
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
     follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
-    every request to the replica that its record names, and takes those replicas for the cluster.
+    every request to the replica that its record names: those are the cluster from beginning to end.
     """
     stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()

@@ -31,6 +31,7 @@ class Verdict:
     simulated_hit_tokens: int
     evictions: int  # in the simulation; a log does not tell
     expirations: int
+    stored_bytes: int  # of the prefix cache at the end, in the simulation
     times: Judgement | None
 
     @property
@@ -78,5 +79,6 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
         simulated_hit_tokens=sum(job.reused for job, _ in served),
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,
+        stored_bytes=done.outcome.stored.value,
         times=judge(measured_times([job.record for job in jobs]), simulated_times(jobs)) if jobs else None,
     )

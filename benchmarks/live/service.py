@@ -1,0 +1,47 @@
+"""The service that is raced: on a local Ray of this process, with the configuration that is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.request import urlopen
+
+from benchmarks.live.traffic import Sample, Session, play
+
+SETTLE_SECONDS = 2.5  # in which every replica has reported its state again
+
+
+def ask_all(url: str, model: str, sessions: Sequence[Session], say: Callable[[str], None]) -> list[Sample]:
+    """Play the sessions; says how far it is, and fails if a request does."""
+    total = sum(len(session.turns) for session in sessions)
+
+    def told(done: int) -> None:
+        if done % 50 == 0:
+            say(f"{done} of {total} requests answered")
+
+    samples = asyncio.run(play(url, model, sessions, told))
+    if failed := [sample.error for sample in samples if sample.error]:
+        raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
+    return samples
+
+
+def replicas(url: str) -> dict[str, Any]:
+    """What every replica holds and has done, once it has reported the end of the last request."""
+    time.sleep(SETTLE_SECONDS)
+    with urlopen(f"{url}/v1/warmkv/replicas", timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)["replicas"]
+    return found
+
+
+def progress() -> Callable[[str], None]:
+    """Lines on standard error with the seconds since now."""
+    start = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+    return say
