@@ -155,18 +155,23 @@ class ReplicaCache:
             self._note(((step, known.get(step.key) if isinstance(step, Stored) else None) for step in steps), now)
 
     def hottest(self, most: int, now: float) -> list[list[Entry]]:
-        """Chains in memory, what would be evicted last first, of together at most so many bytes."""
-        chains, taken, total = [], set[Key](), 0
+        """Chains in memory, what would be evicted last first, together at most so many bytes.
+
+        Of the chain that does not fit there is the beginning.
+        """
+        chains: list[list[Entry]] = []
+        taken: set[Key] = set()
         for end in (end for ledger in self._memory for end in ledger.by_worth()):
-            path = self._found([entry.key for entry in end.path()], now)
-            new = [entry for entry in path if entry.key not in taken]
-            if not new or path[-1].key != end.key:
-                continue
-            total += sum(entry.size for entry in new)
-            if total > most:
-                break
-            taken.update(entry.key for entry in new)
-            chains.append(path)
+            chain = self._found([entry.key for entry in end.path()], now)
+            for held, entry in enumerate(chain):
+                if entry.key in taken:
+                    continue
+                most -= entry.size
+                if most < 0:
+                    return [*chains, chain[:held]] if held else chains
+                taken.add(entry.key)
+            if chain:
+                chains.append(chain)
         return chains
 
     def _found(self, keys: Sequence[Key], now: float) -> list[Entry]:

@@ -129,7 +129,7 @@ class Transfers:
                 more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[1] == parcel.blocks
         this = env.active_process
         self._flights = {key: flight for key, flight in self._flights.items() if flight is not this}
-        if self._open:
+        if self._open and room.triggered:
             self._times = self._times.fetched(total, env.now - began)
             self._moved.fetches += total > 0
             self._moved.fetched_bytes += total

@@ -172,7 +172,7 @@ SHRINK = (
     [
         ((), 39, 80),
         (("transfer.handover_seconds=0",), 0, 0),
-        (("transfer.handover_bytes=30",), 0, 0),
+        (("transfer.handover_bytes=30",), 12, 24),  # three blocks
         (("transfer.timeout_seconds=0.1",), 0, 0),  # the offer takes 0.14 s
     ],
 )
