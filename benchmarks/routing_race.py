@@ -1,4 +1,4 @@
-"""The router's decision against the prefix tree of Ray Serve's own prefix router: time, and memory per block.
+"""Our router against Ray Serve's own: time of a decision, memory per block, and the whole service under traffic.
 
 See README.md.
 """
@@ -21,7 +21,7 @@ if not __package__:  # started as a file
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-RACES = ("decision", "tree", "directory")
+RACES = ("decision", "tree", "directory", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Run:
     blocks: int = 1_000_000  # distinct blocks in the index
     replicas: int = 16
     repeats: int = 5
+    rounds: int = 3  # of the live race
     seed: int = 0
     races: tuple[str, ...] = RACES
     quick: bool = False
@@ -56,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decision.race_tree(run.replicas, run.repeats, run.seed, results, say)
     if "directory" in run.races:
         asyncio.run(decision.race_directory(run.blocks, run.replicas, results, say))
+    if "live" in run.races:
+        from benchmarks.routing import live
+
+        live.race(run.rounds, run.seed, run.quick, results, say)
     figures = _figures(run, results.measured)
     if path is not None:
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
@@ -75,7 +80,25 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
     if {"decision", "tree"} <= set(run.races):
         times = ratios(measured.get("tree_match_microseconds_p50", []), measured["decision_microseconds_p50"])
         found.append(figure("decision_times_faster_than_tree", times, 20.0, "higher"))
+    if "live" in run.races:
+        found += _live_figures(measured)
     return found + [figure(name, values, targets.get(name), "lower") for name, values in measured.items()]
+
+
+def _live_figures(measured: dict[str, list[float]]) -> list[Figure]:
+    """Of TTFT ratios to each peer, round by round; both at p50 below 1, and at p99 not above."""
+    from benchmarks.report import figure, ratios
+
+    found = []
+    for kind in ("zipf", "hot"):
+        found.append(
+            figure(f"hit_rate_of_ideal_{kind}", measured[f"prefix_cost_{kind}_hit_rate_of_ideal"], 0.95, "higher")
+        )
+        for peer in ("power_of_two", "affinity"):
+            for quantile in ("p50", "p99"):
+                ours, theirs = (measured[f"{name}_{kind}_ttft_{quantile}_ms"] for name in ("prefix_cost", peer))
+                found.append(figure(f"ttft_{quantile}_vs_{peer}_{kind}", ratios(ours, theirs), 1.0, "lower"))
+    return found
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
@@ -86,10 +109,13 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--blocks", type=int, metavar="N", help="distinct blocks of the index (1000000)")
     parser.add_argument("--replicas", type=int, metavar="N", help="16 by default")
     parser.add_argument("--repeats", type=int, metavar="N", help="5 by default")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="of the live race, two minutes each for three routers (3)"
+    )
     parser.add_argument("--seed", type=int, help="of prompts and order (0)")
     options = parser.parse_args(arguments)
-    run = Run(blocks=20_000, repeats=2, quick=True) if options.quick else Run()
-    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "seed")}
+    run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:3], quick=True) if options.quick else Run()
+    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "seed")}
     if options.only:
         run = replace(run, races=tuple(race for race in RACES if race in options.only))
     run = replace(run, **{name: value for name, value in given.items() if value is not None})

@@ -80,6 +80,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ray.shutdown()
 
 
+def metrics() -> str:
+    """What the session's Ray shows Prometheus."""
+    import ray
+
+    (node,) = ray.nodes()
+    return requests.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10).text
+
+
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], Any], str], Any]:
     """Wait until a condition holds and return what it gave."""

@@ -13,7 +13,8 @@ import anthropic
 import pytest
 import requests
 
-from tests.e2e.conftest import Cluster
+from tests.e2e.conftest import Cluster, metrics
+from warmkv import telemetry
 from warmkv.config import parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import start_document
@@ -110,6 +111,8 @@ def test_a_replica_fetches_what_another_holds_and_bills_it_as_a_read(two, eventu
     assert here.cache_read_input_tokens == there.cache_creation_input_tokens > 8 * 64
     assert here.cache_creation_input_tokens == 0
     assert sum(here.warmkv["tiers"].values()) >= here.cache_read_input_tokens
+    counted = (telemetry.FETCHES, telemetry.FETCHED_BYTES, telemetry.FETCH_SECONDS)
+    eventually(lambda: all(metric.exported in metrics() for metric in counted), "fetches are measured")
 
 
 def test_a_hot_prefix_comes_to_all_replicas_and_stays_a_hit(two, eventually):
@@ -171,3 +174,4 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster, ev
         (stayed,) = {usage.warmkv["replica"] for usage in usages.values()}
         assert stayed in names
         assert all(usage.cache_read_input_tokens > 8 * 64 for usage in usages.values())
+        eventually(lambda: telemetry.HANDED_BYTES.exported in metrics(), "what was handed over is measured")

@@ -22,6 +22,14 @@ def build(args: dict[str, Any]) -> serve.Application:
 
     Raises ConfigError where the configuration cannot be used.
     """
+    return routed(
+        args,  # whatever the policy: it may be changed while this runs
+        RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"settings": args}),
+    )
+
+
+def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Application:
+    """The same with any router between gateways and replicas: races put others there."""
     config = parse(args)
     secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
     directory = start_directory(config.cluster.application, config.directory)
@@ -35,9 +43,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=cluster.drain_seconds + config.transfer.handover_seconds,
-        request_router_config=RequestRouterConfig(  # whatever the policy: it may be changed while this runs
-            request_router_class=PrefixRouter, request_router_kwargs={"settings": args}
-        ),
+        request_router_config=router,
     ).bind(args, directory)
     gateway = serve.deployment(
         serve.ingress()(Gateway),

@@ -47,8 +47,8 @@ def fetchable_blocks(view: View, config: RoutingConfig) -> int:
     """Leading blocks that some replica holds in device or host memory, from where others may fetch them."""
     if not config.transfer or not view.warm:
         return 0
-    replicas = view.replicas
-    return max([depths[1] for replica, depths in view.warm.items() if replica in replicas], default=0)
+    warm = view.warm
+    return max([warm[replica][1] for replica in view.replicas if replica in warm], default=0)
 
 
 def worth_fetching(config: RoutingConfig) -> float:

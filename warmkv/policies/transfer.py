@@ -37,7 +37,8 @@ def plan(view: View, config: RoutingConfig) -> Fetch | None:
     blocks = fetchable_blocks(view, config)
     if not blocks or blocks < worth_fetching(config):
         return None
-    donors = [name for name, depths in view.warm.items() if depths[1] == blocks and name in view.replicas]
+    warm = view.warm
+    donors = [name for name in view.replicas if name in warm and warm[name][1] == blocks]
     return Fetch(min(donors, key=lambda name: view.load.get(name, 0)), blocks)
 
 
