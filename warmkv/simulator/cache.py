@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions
+from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions, sums_key
+from warmkv.policies.retention import Entry
 from warmkv.policies.tiers import Left, Step, Stored, Tier
 from warmkv.prefixes.index import TIERS, PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -21,6 +22,16 @@ class Removals:
 
     evicted: int = 0
     expired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Blocks on their way from one replica to another."""
+
+    nbytes: int
+    blocks: int = 0  # leading blocks of the prompt that are there once it has arrived
+    more: bool = False  # whether the donor has more than fits into one
+    chains: Sequence[Sequence[Entry]] = ()  # from their first blocks on; times are seconds that are left
 
 
 class ReplicaCache:
@@ -50,6 +61,9 @@ class ReplicaCache:
         self._levels = by_tier or [Level() for _ in tiers]
         self._known = [0] * len(tiers)
         self._late = late
+        ledgers = zip(tiers, self._cache.tiers.ledgers, strict=True)
+        self._memory = [ledger for tier, ledger in ledgers if tier.name != "disk"]
+        self._ttl = lifetimes.default
 
     @property
     def bytes(self) -> int:
@@ -86,6 +100,95 @@ class ReplicaCache:
 
     def release(self, match: Match) -> None:
         self._cache.release(match)
+
+    # --- from and to other replicas
+
+    def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
+        """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
+        keys = record.hashes[:most]
+        return max(ledger.match(keys, now) for ledger in self._memory), self._cache.tiers.match(keys, now)
+
+    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
+        """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
+
+        At most `most` bytes, but at least a block. With the last of them come tails that may be read; with `sums`, no
+        more blocks than there are column sums for, and these as well.
+        """
+        path = self._found(record.hashes[:last], now)
+        size = record.block_size
+        tails = [(read.position // size, read.key) for read in record.reads if read.position % size]
+        beside = [(end, entry) for end, key in tails if end <= len(path) and (entry := self._entry(key, now))]
+        if sums:
+            ends = [(at, entry.key) for at, entry in enumerate(path, start=1)]
+            ends += [(end, entry.key) for end, entry in beside]
+            summed = [(end, key, entry) for end, key in ends if (entry := self._entry(sums_key(key), now))]
+            path = path[: max([end for end, _, _ in summed], default=0)]
+            beside = [(end, entry) for end, entry in beside if end <= len(path)]
+        nbytes = 0
+        for count, entry in enumerate(path[first:]):
+            nbytes += entry.size
+            if count and nbytes > most:
+                end = first + count
+                return Parcel(nbytes - entry.size, end, True, [path[:end]])
+        chains = [path, *([*path[:end], entry] for end, entry in beside)]
+        if sums:
+            behind = {entry.key: [*path[:end], entry] for end, entry in beside}
+            behind |= {entry.key: path[:end] for end, entry in enumerate(path, start=1)}
+            chains += [[*behind[key], entry] for _, key, entry in summed if key in behind]
+            nbytes += sum(entry.size for _, key, entry in summed if key in behind)
+        nbytes += sum(entry.size for _, entry in beside)
+        return Parcel(nbytes, len(path), False, [chain for chain in chains if chain])
+
+    def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
+        """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
+        self.take_over(parcel, now)
+        for ledger in self._cache.tiers.ledgers:
+            ledger.prolong(record.hashes, self._ttl, now)
+
+    def take_over(self, parcel: Parcel, now: float) -> None:
+        """Keep what came, with what is left of its lives, as far as it fits."""
+        for chain in parcel.chains:
+            known = {
+                entry.key: Span(entry.key, entry.end - entry.tokens, entry.end, not entry.tokens) for entry in chain
+            }
+            steps = self._cache.tiers.adopt([_moved(entry, now) for entry in chain], now)
+            self._note(((step, known.get(step.key) if isinstance(step, Stored) else None) for step in steps), now)
+
+    def hottest(self, most: int, now: float) -> list[list[Entry]]:
+        """Chains in memory, what would be evicted last first, together at most so many bytes.
+
+        Of the chain that does not fit there is the beginning.
+        """
+        chains: list[list[Entry]] = []
+        taken: set[Key] = set()
+        for end in (end for ledger in self._memory for end in ledger.by_worth()):
+            chain = self._found([entry.key for entry in end.path()], now)
+            for held, entry in enumerate(chain):
+                if entry.key in taken:
+                    continue
+                most -= entry.size
+                if most < 0:
+                    return [*chains, chain[:held]] if held else chains
+                taken.add(entry.key)
+            if chain:
+                chains.append(chain)
+        return chains
+
+    def _found(self, keys: Sequence[Key], now: float) -> list[Entry]:
+        """Entries in memory of the leading keys of a chain."""
+        found = []
+        for key in keys:
+            if (entry := self._entry(key, now)) is None:
+                break
+            found.append(entry)
+        return found
+
+    def _entry(self, key: Key, now: float) -> Entry | None:
+        """A living entry in memory, of the fastest tier that has it, with times that are left."""
+        for ledger in self._memory:
+            if key in ledger and (entry := ledger.entry(key)) is not None:
+                return _moved(entry, -now) if entry.expires_at > now else None
+        return None
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep a computed prompt; the position of its highest mark that is stored now.
@@ -133,3 +236,9 @@ class ReplicaCache:
             self._index.add(self._replica, (key,), tier)
         if self._late is not None:
             self._late.happened(self._replica, (key,), tier, now)
+
+
+def _moved(entry: Entry, by: float) -> Entry:
+    """A copy outside any ledger whose times are later by so much."""
+    life, mark = entry.expires_at + by, entry.mark_expires_at + by
+    return replace(entry, parent=None, expires_at=life, mark_expires_at=mark, pins=0, children=0)

@@ -8,8 +8,8 @@ from warmkv.config import Config
 from warmkv.policies.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfiledModel, StepProfile
 from warmkv.simulator.batching import Limits
 from warmkv.simulator.calibration import Calibration, Floats, Times, times_of
-from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.measured import Measured
+from warmkv.simulator.stores import kv_shape
 
 EXACT = ErrorOfFit(mean=0.0, p95=0.0)
 

@@ -7,6 +7,9 @@ Figures = dict[str, float]
 _MORE_IS_BETTER = ("hit_rate", "saving", "goodput", "in_slo", "quality", "reused")
 _NEITHER = (
     "requests",
+    "fetches",
+    "fetched_bytes",
+    "handed_bytes",
     "seconds",
     "prompt_tokens",
     "output_tokens",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from warmkv.config import Config
 from warmkv.policies.routing import View, rank
+from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.replica import Job
@@ -26,15 +27,15 @@ class Gateway:
         self._turn = 0
         self.writers = Writers()
 
-    def rank(self, job: Job, replicas: Sequence[str], now: float) -> Sequence[str]:
-        """Replicas from best to worst for a job, as the live router ranks them."""
+    def rank(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
+        """Replicas from best to worst for a job, as the live router ranks them, and where others may fetch blocks."""
         if len(replicas) == 1:
-            return replicas
+            return replicas, None
         hashes = job.record.hashes
         load = self._load if self._alone else self._known_load(now)
         view = View(replicas, hashes, self._warm(hashes), load, self._config.engine.max_slots, self._turn)
         self._turn += 1
-        return rank(view, self._config.routing, self._choice)
+        return rank(view, self._config.routing, self._choice), plan(view, self._config.routing)
 
     def sent(self, replica: str, in_flight: int, now: float) -> None:
         """A replica took a request, and told how many it has, whoever sent them."""

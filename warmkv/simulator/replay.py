@@ -22,10 +22,11 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster import Outcome, gpus_per_replica, kv_shape, simulate
+from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
+from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
 Progress = Callable[[int, int], None]  # told the variant's number and how many of its requests have arrived
@@ -54,6 +55,9 @@ class Result:
     refused: int  # too large for any replica, or every queue was full
     retries: int  # of requests whose replica failed before their first token
     resumptions: int  # and after it
+    fetches: int  # of blocks from other replicas that brought any
+    fetched_bytes: int
+    handed_bytes: int  # that replicas left to others when they were stopped
     seconds: float  # virtual time from the first arrival to the last end
     prompt_tokens: int  # of the served requests
     reused_tokens: int  # prompt tokens whose KV was reused, whatever was billed
@@ -269,6 +273,9 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         refused=len(jobs) - len(served),
         retries=sum(job.retries for job in jobs),
         resumptions=sum(job.resumptions for job in jobs),
+        fetches=outcome.moved.fetches,
+        fetched_bytes=outcome.moved.fetched_bytes,
+        handed_bytes=outcome.moved.handed_bytes,
         seconds=outcome.end,
         prompt_tokens=prompt,
         reused_tokens=reused,

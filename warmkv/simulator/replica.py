@@ -128,6 +128,7 @@ class Replica:
         self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self._overhead = times.overhead
         self.in_flight = 0
+        self._expected = 0  # of them, those whose blocks are on their way
         self.waiting: FairQueue[Job] = FairQueue()
         self._prefilling: Job | None = None
         self._used = 0  # bytes of slots and workspace
@@ -154,7 +155,7 @@ class Replica:
     def full(self) -> bool:
         """Whether the next request would be refused."""
         free = self._config.max_slots - self._batch - (self._prefilling is not None)
-        return len(self.waiting) - free >= self._config.max_queue
+        return len(self.waiting) + self._expected - free >= self._config.max_queue
 
     def ever_fits(self, job: Job) -> bool:
         tokens = job.record.input_tokens + job.record.output_tokens
@@ -163,9 +164,17 @@ class Replica:
         too_long = self._config.max_context is not None and tokens > self._config.max_context
         return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
 
-    def submit(self, job: Job) -> None:
-        job.replica, job.submitted = self.name, self._env.now
+    def expect(self) -> None:
+        """A job will be submitted, once blocks for it have come."""
         self.in_flight += 1
+        self._expected += 1
+
+    def submit(self, job: Job, *, expected: bool = False) -> None:
+        job.replica, job.submitted = self.name, self._env.now
+        if expected:
+            self._expected -= 1
+        else:
+            self.in_flight += 1
         self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
             self._idle = False

@@ -89,6 +89,10 @@ def _disturbances(result: Result) -> list[tuple[str, str]]:
     rows = []
     if result.retries or result.resumptions:
         rows.append(("sent again before, after the first token", f"{result.retries:,}, {result.resumptions:,}"))
+    if result.fetches:
+        rows.append(("fetched from other replicas", f"{result.fetches:,} times, {_bytes(result.fetched_bytes)}"))
+    if result.handed_bytes:
+        rows.append(("left to others by stopped replicas", _bytes(result.handed_bytes)))
     if result.replicas.mean != result.replicas.peak:
         rows.append(("replicas on average, at most", f"{result.replicas.mean:.2f}, {result.replicas.peak}"))
     return rows

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.index import TIERS, Depths
 from warmkv.prefixes.record import Mark, RequestRecord
-from warmkv.simulator.cache import Removals
+from warmkv.simulator.cache import Parcel, Removals
 from warmkv.simulator.measures import Level
 
 Hashes = tuple[bytes, ...]
@@ -116,6 +116,7 @@ class RunCache:
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
         self._tiers = [TIERS.index(name) for name in tiers]
+        self._memory = [place for name, place in zip(tiers, self._places, strict=True) if name != "disk"]
         self.due = math.inf  # nothing expires before
         self._used = [-math.inf] * len(layout.lengths)  # when each run was used last
         self._uses: deque[tuple[float, Runs]] = deque()  # in order; a run expires a TTL after the last that names it
@@ -170,11 +171,7 @@ class RunCache:
             return 0
         lengths = self._layout.lengths
         if match is not None and match.blocks > self._leading(self._places[0], runs):
-            left, found = match.blocks, 0
-            while left > lengths[runs[found]]:
-                left -= lengths[runs[found]]
-                found += 1
-            self._keep(0, runs[: found + 1], left)
+            self._keep(0, *self._begun(runs, match.blocks))
         for tier in range(len(self._places)):
             if self._keep(tier, runs, lengths[runs[-1]]):
                 break
@@ -196,6 +193,47 @@ class RunCache:
         self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, now: float
     ) -> None:
         """Likewise."""
+
+    def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
+        """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
+        _, memory, anywhere = self.depths(self._layout.runs[record.hashes])
+        return min(memory, most), min(anywhere, most)
+
+    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
+        """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
+
+        At most `most` bytes, but at least a block.
+        """
+        runs, nbytes = self._layout.runs[record.hashes], 0
+        dead = (
+            at for at, run in enumerate(runs) if self._used[run] + self._ttl <= now
+        )  # there only for who reads them
+        runs = runs[: next(dead, len(runs))]
+        held = [(self._leading(place, runs), place.block_bytes) for place in self._memory]
+        end = min(last, max(count for count, _ in held))
+        for at in range(first, end):
+            size = next(size for count, size in held if at < count)
+            if at > first and nbytes + size > most:
+                return Parcel(nbytes, at, more=True)
+            nbytes += size
+        return Parcel(nbytes, end)
+
+    def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
+        """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
+        runs, count = self._begun(self._layout.runs[record.hashes], parcel.blocks)
+        for tier in range(len(self._places)):
+            if self._keep(tier, runs, count):
+                break
+        self._use(self._layout.runs[record.hashes], now)
+        self._tell(now)
+
+    def _begun(self, runs: Runs, blocks: int) -> tuple[Runs, int]:
+        """The runs of so many leading blocks of a chain, at least one, and how many of them are in the last."""
+        lengths, found = self._layout.lengths, 0
+        while blocks > lengths[runs[found]]:
+            blocks -= lengths[runs[found]]
+            found += 1
+        return runs[: found + 1], blocks
 
     def _leading(self, place: Place, runs: Runs) -> int:
         """Leading blocks of a chain that a tier holds."""

@@ -12,7 +12,8 @@ def figures(result: Result) -> dict[str, float]:
 
     `dollars` is what the tenants are billed, `gpu_dollars` what the replicas cost. `resident_bytes` are those of stored
     prefixes, in all tiers and by tier; `slot_bytes` those of decode slots. `retries` and `resumptions` count how often
-    the replica of a request failed, before and after its first token; `replicas` are those that are alive.
+    the replica of a request failed, before and after its first token; `replicas` are those that are alive. `fetches` get
+    blocks from other replicas, `handed_bytes` are what stopped replicas left to others.
     """
     tokens = result.prompt_tokens + result.usage.output
     places = {"slot_bytes": result.slots, "resident_bytes": result.stored}
@@ -23,6 +24,9 @@ def figures(result: Result) -> dict[str, float]:
         "refused": result.refused,
         "retries": result.retries,
         "resumptions": result.resumptions,
+        "fetches": result.fetches,
+        "fetched_bytes": result.fetched_bytes,
+        "handed_bytes": result.handed_bytes,
         "seconds": result.seconds,
         "prompt_tokens": result.prompt_tokens,
         "output_tokens": result.usage.output,

@@ -14,7 +14,8 @@ from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind,
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator import log_fit
-from warmkv.simulator.cluster import gpus_per_replica, kv_shape
+from warmkv.simulator.cluster import gpus_per_replica
+from warmkv.simulator.stores import kv_shape
 
 ENOUGH = 20  # measured requests below which a fit says little
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.config import ConfigError
-from warmkv.simulator.cluster import kv_shape, simulate
+from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import billed, prepare, summarise
+from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant
 
 FAILURE = st.builds(

@@ -18,7 +18,7 @@ def gateway(settings, alone):
 
 
 def ranks(gateway, job, now):
-    return list(gateway.rank(job, REPLICAS, now))
+    return list(gateway.rank(job, REPLICAS, now)[0])
 
 
 def test_a_gateway_counts_its_own_requests_and_for_a_while_those_of_others():

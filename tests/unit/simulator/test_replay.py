@@ -11,10 +11,10 @@ from warmkv.policies.budgets import kept_tokens
 from warmkv.policies.costs import StepCost
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator import workloads
-from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.measures import Level, percentiles
 from warmkv.simulator.replay import billed, prepare, replay
 from warmkv.simulator.sessions import Workload
+from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, grid, policy_spec, price_tier
 
 TTLS = {"5m": 300.0, "1h": 3600.0}

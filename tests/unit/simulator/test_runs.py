@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config
 from tests.unit.simulator.test_requests import BLOCK, INSTANT, sessions, trace_of
+from tests.unit.simulator.test_transfers import EAGER
 from warmkv.policies.costs import StepCost
 from warmkv.policies.tiers import tiers_of
-from warmkv.simulator.cluster import kv_shape, runs_of, simulate
+from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import prepare, summarise
 from warmkv.simulator.requests import of_trace
 from warmkv.simulator.runs import layout
+from warmkv.simulator.stores import kv_shape, runs_of
 from warmkv.simulator.variants import Variant
 
 A, B, C, D, E = (bytes([n]) for n in range(1, 6))
@@ -101,8 +103,9 @@ ROOMS = st.integers(0, 14).map(lambda blocks: blocks * BLOCK * 2 + 3)  # bytes
     st.sampled_from([1, 1, 3]),
     st.sampled_from([EXACT, INSTANT, SLOW]),
     st.sampled_from(["[]", "[]", "[{at: 0.25, seconds: 0}, {at: 2, seconds: 0.5}]"]),
+    st.booleans(),
 )
-def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost, failures):
+def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost, failures, fetches):
     device, host, disk = (room if tier < tiers else 0 for tier, room in enumerate(rooms))
     settings = config(
         f"prefix_cache.memory_bytes={device}",
@@ -111,6 +114,7 @@ def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost
         f"cluster.replicas={replicas}",
         f"simulator.failures={failures}",
         "simulator.startup_seconds=0.5",
+        *(EAGER if fetches else ()),
     )
     slow, fast = (outcome(rows, settings, Variant(ttl=ttl), cost, by_runs=by_runs) for by_runs in (False, True))
     assert slow == fast
@@ -142,6 +146,7 @@ def test_runs_give_what_the_ledgers_give_in_long_traces(tiers):
             f"prefix_cache.disk={{memory_bytes: {disk + 4096 * 9 if disk else 0}, path: {'disk' if disk else 'null'}}}",
             f"cluster.replicas={chance.choice([1, 1, 2, 3])}",
             f"engine.max_slots={chance.randint(1, 4)}",
+            *(EAGER if chance.random() < 0.5 else ()),
         )
         variant = Variant(ttl=chance.choice([1.0, 4.0, 16.0, 64.0, float("inf")]))
         rows, cost = long_trace(chance), chance.choice([EXACT, INSTANT, SLOW])

@@ -7,8 +7,8 @@ from warmkv.config import load
 from warmkv.policies.costs import StepCost
 from warmkv.policies.roofline import roofline
 from warmkv.simulator import timing
-from warmkv.simulator.cluster import kv_shape
 from warmkv.simulator.replay import recorded_policy, replay
+from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant
 
 TRUE = StepCost(0.005, 1e-4, 5e-7)

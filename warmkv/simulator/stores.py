@@ -1,0 +1,96 @@
+"""The prefix blocks of a simulated cluster: a cache for each replica, what routers know of them, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from warmkv.config import Config
+from warmkv.policies.eviction import lru
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policies.tiers import Tier, tiers_of
+from warmkv.prefixes.index import Depths, PrefixIndex
+from warmkv.simulator.cache import Removals, ReplicaCache
+from warmkv.simulator.late_index import LateIndex
+from warmkv.simulator.measures import Level
+from warmkv.simulator.replica import Job
+from warmkv.simulator.runs import Layout, RunCache, layout
+
+
+def kv_shape(config: Config) -> KVShape:
+    """The configured size of the model's KV cache."""
+    simulator = config.simulator
+    return KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
+
+
+class Stores:
+    """The caches of all replicas. Times are virtual seconds.
+
+    With `by_runs` blocks that always come together are followed as one, where that is exact.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], config: Config, lifetimes: Lifetimes, token_bytes: int, *, by_runs: bool
+    ) -> None:
+        cache = config.prefix_cache
+        self._lifetimes, self._token_bytes, self._share = lifetimes, token_bytes, cache.tenant_share
+        self._tiers = tiers_of(cache, kv_shape(config)) if cache.enabled else [Tier("device", 0)]
+        self._block_size = jobs[0].record.block_size if jobs else 1
+        self.stored, self.removals = Level(), Removals()
+        self.by_tier: Mapping[str, Level] = {tier.name: Level() for tier in self._tiers}
+        delay = config.simulator.index_delay
+        self.index = PrefixIndex()
+        self._late = LateIndex(config.directory.publish_seconds, delay) if delay else None
+        hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
+        self._layout = None
+        if by_runs and not delay and not hands_over:
+            self._layout = runs_of(jobs, config, self._tiers, lifetimes)
+        self._run_caches: dict[str, RunCache] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a full block in the first tier."""
+        return self._weight(self._tiers[0])
+
+    def new(self, name: str) -> ReplicaCache | RunCache:
+        """The empty cache of a replica that starts."""
+        levels = tuple(self.by_tier.values())
+        if self._layout is None:
+            return ReplicaCache(
+                name, self._tiers, self._token_bytes, self._lifetimes, self.index, self.stored, self.removals,
+                self._share, levels, self._late,
+            )  # fmt: skip
+        rooms = [(tier.capacity // self._weight(tier), self._weight(tier)) for tier in self._tiers]
+        tiers, ttl = list(self.by_tier), self._lifetimes.default
+        self._run_caches[name] = RunCache(self._layout, tiers, rooms, ttl, self.stored, levels, self.removals)
+        return self._run_caches[name]
+
+    def drop(self, name: str, cache: ReplicaCache | RunCache, now: float) -> None:
+        """A replica is gone, with all that it held."""
+        cache.expire(now)
+        cache.drop(now)
+        self._run_caches.pop(name, None)
+        if self._late is not None:
+            self._late.drop_replica(name)
+
+    def warm(self, hashes: tuple[bytes, ...], now: float) -> Mapping[str, Depths]:
+        """Leading blocks of a prompt that each replica holds, as the routers know it."""
+        if self._layout is not None:
+            runs = self._layout.runs[hashes]
+            return {name: blocks.depths(runs) for name, blocks in self._run_caches.items()}
+        index = self.index if self._late is None else self._late.at(now)
+        return index.longest_match(hashes)
+
+    def _weight(self, tier: Tier) -> int:
+        return tier.weigh(self._block_size * self._token_bytes, self._block_size)
+
+
+def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
+    """The blocks of all prompts as runs, if a `RunCache` does with them what the ledgers do."""
+    settings = config.prefix_cache
+    plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
+    if not plain or len({job.record.block_size for job in jobs}) != 1:
+        return None
+    if any(job.marks or job.record.reads or job.sum_bytes for job in jobs):
+        return None
+    return layout(job.record.hashes for job in jobs)
