@@ -102,6 +102,8 @@ class Cluster:
             self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
         else:
             self._fleet.open()
+        if not self._jobs:
+            self._fleet.close()
         first = [job for job in self._jobs if not job.waits]
         self._env.process(_arrivals(self._env, first, self._arrive))
         self._env.run()
