@@ -89,16 +89,16 @@ def metrics() -> str:
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], Any], str], Any]:
+def eventually() -> Callable[..., Any]:
     """Wait until a condition holds and return what it gave."""
     import time
 
-    def wait(condition: Callable[[], Any], what: str) -> Any:
-        deadline = time.monotonic() + 60
+    def wait(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+        deadline = time.monotonic() + seconds
         while True:
             if value := condition():
                 return value
-            assert time.monotonic() < deadline, f"not within 60 s: {what}"
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
             time.sleep(0.1)
 
     return wait

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -18,6 +18,8 @@ from warmkv import telemetry
 from warmkv.config import parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import start_document
+from warmkv.replicas.protocol import BlocksWanted
+from warmkv.replicas.transfer import BlocksLent
 
 pytestmark = pytest.mark.cluster
 
@@ -83,7 +85,7 @@ def two(cluster: Cluster) -> Iterator[Service]:
         yield started
 
 
-Eventually = Callable[[Callable[[], Any], str], Any]
+Eventually = Callable[..., Any]
 
 
 def write(two: Service, replica: str, text: str, eventually: Eventually) -> Any:
@@ -132,6 +134,16 @@ def test_a_hot_prefix_comes_to_all_replicas_and_stays_a_hit(two, eventually):
     assert len(warm) >= len(usages) - 2  # whoever comes before the router knows of the blocks
 
 
+def test_who_asks_for_a_replica_that_is_gone_hears_of_it_at_once(two):
+    from ray import serve
+
+    lend = serve.get_deployment_handle("replica", app_name=two.name).options(method_name="lend")
+    wanted = BlocksWanted(min(two.replicas()), {}, (), (), False)
+    assert lend.remote(wanted).result(timeout_s=60) == BlocksLent()  # its KV is of another kind
+    with pytest.raises(LookupError, match="replica nobody is gone"):
+        lend.remote(replace(wanted, replica="nobody")).result(timeout_s=60)
+
+
 def test_a_donor_that_is_gone_costs_no_answer(two, eventually):
     import ray
 
@@ -149,27 +161,31 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster, ev
     delays = {"upscale_delay_seconds": 0, "downscale_delay_seconds": 3}
     with service(cluster, "scaling", cluster={"autoscaling": {**scaling, **delays}}) as scaled:
         assert scaled.running() == 1
-        enough = threading.Event()
+        enough, done = threading.Event(), threading.Event()
 
-        def load(number: int) -> int:
+        def load(number: int, until: threading.Event) -> int:
             asked = 0
-            while not enough.is_set():
+            while not until.is_set():
                 scaled.ask(f"load {number}", max_tokens=100)
                 asked += 1
             return asked
 
-        with ThreadPoolExecutor(8) as pool:
-            loading = [pool.submit(load, number) for number in range(8)]
+        with ThreadPoolExecutor(9) as pool:
+            loading = [pool.submit(load, number, enough) for number in range(8)]
+            light = pool.submit(load, 8, done)  # goes on while a replica is stopped
             try:
-                eventually(lambda: scaled.running() == 2, "there are two replicas under load")
+                eventually(lambda: scaled.running() == 2, "there are two replicas under load", 120)
                 names = eventually(lambda: len(found := scaled.replicas()) == 2 and sorted(found), "both report")
                 texts = {f"{name} {number} {TEXT}": name for name in names for number in range(3)}
                 for text, name in texts.items():
                     write(scaled, name, text, eventually)
+                enough.set()
+                assert sum(future.result() for future in loading) > 8  # raises what a request raised
+                eventually(lambda: scaled.running() == 1, "there is one replica under little load", 120)
             finally:
                 enough.set()
-            assert sum(future.result() for future in loading) > 8  # raises what a request raised
-        eventually(lambda: scaled.running() == 1, "there is one replica without load")
+                done.set()
+            assert light.result() > 8
         usages = {text: scaled.ask(text, "warm?").usage for text in texts}
         (stayed,) = {usage.warmkv["replica"] for usage in usages.values()}
         assert stayed in names

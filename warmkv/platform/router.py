@@ -83,7 +83,7 @@ class PrefixRouter(RequestRouter):
         pending.future.add_done_callback(
             lambda future: self._dispatcher.bookings.release(key) if future.cancelled() else None
         )
-        if choice.fetch is not None:
+        if choice.fetch != request.fetch:
             pending.args[0] = replace(request, fetch=choice.fetch)
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
         asyncio.get_running_loop().call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision

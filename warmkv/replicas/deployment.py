@@ -69,6 +69,7 @@ class Replica:
         self._transfers = Transfers(
             self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
         )
+        self._leaving = False
         self._engine.warm_up(say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
         loop = asyncio.get_running_loop()
@@ -132,6 +133,8 @@ class Replica:
         """Leave the hottest blocks to the other replicas, if any will go on."""
         if not self._config.transfer.handover_seconds or not await asyncio.to_thread(self._others_run):
             return
+        self._leaving = True  # whoever leaves as well counts on this replica no more
+        await asyncio.gather(*(shard.publish.remote(self._name, [], self._status()) for shard in self._directory))
         known = await asyncio.gather(*(shard.status.remote() for shard in self._directory))
         names = {name for shard in known for name, replica in shard["replicas"].items() if "phase" not in replica}
         began = time.monotonic()
@@ -184,7 +187,7 @@ class Replica:
         record(telemetry.STORED_BLOCKS, stats.store_blocks)
         for tier, held in stats.store_tiers.items():
             record(telemetry.PREFIX_BYTES, held, tier=tier)
-        return asdict(stats)
+        return asdict(stats) | ({"phase": "handing over"} if self._leaving else {})
 
 
 def threads_per_replica(config: Config, cores: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToR
 
 log = logging.getLogger(__name__)
 
+Chain = tuple[bytes, ...]
 Result = Literal["fetched", "empty", "slower", "late", "failed"]
 """Of a fetch: something came; the donor had nothing; computing is faster, so it was not made; too slow; a fault."""
 
@@ -166,7 +168,7 @@ class Transfers:
         choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
         async with self._lending:
             blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
-            parcels = await asyncio.to_thread(lambda: tuple(seal(block) for block in blocks))  # copies from a GPU
+            parcels = await asyncio.to_thread(_sealed, blocks)
         return BlocksLent(parcels, more)
 
     # --- who leaves, and who stays
@@ -179,39 +181,43 @@ class Transfers:
     ) -> int:
         """Give the hottest chains to other replicas, within the limits; how many blocks and tails they took.
 
-        `holders` tells which replicas hold the blocks that some hold. A replica that fails is left out from then on.
+        `holders` tells which replicas hold the blocks that some hold. What one fails to take goes to the others.
         """
-        config, taken = self._config, 0
-        remaining = list(peers)
-        batches: dict[str, dict[bytes, Lent]] = {}
+        config, store, taken = self._config, self._engine.store, 0
 
-        async def send(peer: str) -> None:
+        async def give(peer: str, share: Sequence[tuple[Chain, int]]) -> list[Chain]:
+            """Offer chains without their first entries, piece by piece; those that were not taken."""
             nonlocal taken
-            batch = batches.pop(peer, {})
-            try:
-                parcels = await asyncio.to_thread(lambda: tuple(seal(block) for block in batch.values()))
-                async with asyncio.timeout(config.timeout_seconds):
-                    taken += await offer(BlocksOffered(peer, self._engine.store.identity.document(), parcels))
-            except Exception as error:
-                log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
-                remaining.remove(peer)
+            keys = [(key, chain) for chain, known in share for key in chain[known:]]
+            while keys:
+                sizes = itertools.accumulate(blocks[key][1].nbytes for key, _ in keys)
+                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= config.piece_bytes, sizes)))
+                piece = [blocks[key] for key, _ in keys[:count]]
+                try:
+                    parcels = await asyncio.to_thread(_sealed, piece)
+                    async with asyncio.timeout(config.timeout_seconds):
+                        taken += await offer(BlocksOffered(peer, store.identity.document(), parcels))
+                except Exception as error:
+                    log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
+                    return list(dict.fromkeys(chain for _, chain in keys))
+                del keys[:count]
+            return []
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(config.handover_seconds):
-                choose = partial(hottest, self._engine.store, int(config.handover_bytes))
+                choose = partial(hottest, store, int(config.handover_bytes))
                 chains, blocks = await asyncio.wrap_future(self._engine.between_steps(choose))
                 held = dict(await holders(list(blocks)))
-                for chain in chains:
-                    if not remaining:
-                        break
-                    peer, known = heir(chain, remaining, held)
-                    batch = batches.setdefault(peer, {})
-                    batch |= {key: blocks[key] for key in chain[known:]}
-                    held |= {key: [*held.get(key, ()), peer] for key in chain[known:]}
-                    if sum(packed.nbytes for _, packed in batch.values()) >= config.piece_bytes:
-                        await send(peer)
-                for peer in list(batches):
-                    await send(peer)
+                while chains and peers:
+                    shares: dict[str, list[tuple[Chain, int]]] = {}
+                    for chain in chains:
+                        peer, known = heir(chain, peers, held)
+                        shares.setdefault(peer, []).append((chain, known))
+                        held |= {key: [*held.get(key, ()), peer] for key in chain[known:]}
+                    rests = await asyncio.gather(*(give(peer, share) for peer, share in shares.items()))
+                    left = dict(zip(shares, rests, strict=True))
+                    peers = [peer for peer in peers if not left.get(peer)]
+                    chains = [chain for rest in left.values() for chain in rest]
         return taken
 
     async def take_over(self, offered: BlocksOffered) -> int:
@@ -226,3 +232,8 @@ class Transfers:
         taken = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
         self._recorder.add(telemetry.HANDED_BYTES, sum(parcel.nbytes for parcel in offered.parcels))
         return taken
+
+
+def _sealed(blocks: Sequence[Lent]) -> tuple[Parcel, ...]:
+    """Parcels of blocks. Takes a while where they are on a GPU."""
+    return tuple(map(seal, blocks))
