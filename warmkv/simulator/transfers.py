@@ -29,8 +29,17 @@ class Moved:
     """What moved between all replicas so far."""
 
     fetches: int = 0  # that brought something
+    declined: int = 0  # not made, since to compute was faster
     fetched_bytes: int = 0
     handed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A fetch on its way. Its value is whether it brought anything."""
+
+    job: Job  # for which it was made
+    process: simpy.Process
 
 
 class Transfers:
@@ -47,7 +56,7 @@ class Transfers:
     ) -> None:
         self._env, self._replica, self._config = env, replica, config
         self._block_bytes, self._donors, self._moved = block_bytes, donors, moved
-        self._flights: dict[bytes, simpy.Process] = {}  # by the blocks that they are to bring
+        self._flights: dict[bytes, Flight] = {}  # by the blocks that they are to bring
         self._room = simpy.Resource(env, config.concurrent)
         self._times = TransferTimes.of(config)
         self._prefills: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds, not yet in `_times`
@@ -61,40 +70,47 @@ class Transfers:
 
     def take(self, job: Job, plan: Fetch | None) -> None:
         """Hand a job to the replica, and before that fetch what it lacks, if its router knows where that is."""
-        if plan is None or plan.donor == self._replica.name:
+        flight = None if plan is None or plan.donor == self._replica.name else self._flight(job, plan)
+        if plan is None or flight is None:
             self._replica.submit(job)
             return
         self._replica.expect()
         self.preparing[job] = None
-        self._env.process(self._prepare(job, plan))
+        self._env.process(self._prepare(job, plan, flight))
 
     def close(self) -> list[Job]:
         """The replica is gone; the requests that were waiting for blocks."""
         self._open = False
         return list(self.preparing)
 
-    def _prepare(self, job: Job, plan: Fetch) -> Process:
-        env, deadline = self._env, self._env.now + self._config.timeout_seconds
-        keys = job.record.hashes[: plan.blocks]
-        while env.now < deadline:
-            memory, held = self._replica.cache.leading(job.record, plan.blocks, env.now)
-            if held == plan.blocks:
-                break
-            flight = self._flights.get(keys[memory])
-            own = flight is None
-            if flight is None:
-                if self._gain(job, len(keys) - held, len(keys) - memory) <= 0:
-                    self._times = self._times.declined()
-                    break
-                flight = env.process(self._fly(job, plan))
-                self._flights |= dict.fromkeys(keys[memory:], flight)
-            yield flight | env.timeout(deadline - env.now)
+    def _prepare(self, job: Job, plan: Fetch, flight: Flight | None) -> Process:
+        """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""
+        deadline = self._env.now + self._config.timeout_seconds
+        while flight is not None and self._env.now < deadline:
+            yield flight.process | self._env.timeout(deadline - self._env.now)
             if not self._open:
                 return
-            if own or not flight.triggered or not flight.value:
+            if flight.job is job or not flight.process.triggered or not flight.process.value:
                 break
+            flight = self._flight(job, plan)
         del self.preparing[job]
         self._replica.submit(job, expected=True)
+
+    def _flight(self, job: Job, plan: Fetch) -> Flight | None:
+        """A fetch to wait for: that of another job for the same, or a new one if it is faster than to compute."""
+        memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
+        if held == plan.blocks:
+            return None
+        keys = job.record.hashes[memory : plan.blocks]
+        flight = self._flights.get(keys[0])
+        if flight is None:
+            if self._gain(job, plan.blocks - held, len(keys)) <= 0:
+                self._times = self._times.declined()
+                self._moved.declined += 1
+                return None
+            flight = Flight(job, self._env.process(self._fly(job, plan)))
+            self._flights |= dict.fromkeys(keys, flight)
+        return flight
 
     def _gain(self, job: Job, computed: int, fetched: int) -> float:
         """Seconds that fetching these blocks saves."""
@@ -127,8 +143,7 @@ class Transfers:
                 cache.adopt(job.record, parcel, env.now)
                 total += parcel.nbytes
                 more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[1] == parcel.blocks
-        this = env.active_process
-        self._flights = {key: flight for key, flight in self._flights.items() if flight is not this}
+        self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
             self._times = self._times.fetched(total, env.now - began)
             self._moved.fetches += total > 0

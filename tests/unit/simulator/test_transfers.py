@@ -110,7 +110,7 @@ def test_what_is_slower_to_fetch_is_computed():
     dear = "transfer={token_seconds: 0.001, start_seconds: 5, byte_seconds: 1, half_life: 1000000}"
     (*_, later), outcome = run(busy_then([1] * 40), eager(dear))
     assert (later.replica, later.reused, later.started) == ("replica-1", 0, later.arrival)
-    assert outcome.moved.fetches == 0
+    assert (outcome.moved.fetches, outcome.moved.declined) == (0, 1)
 
 
 @pytest.mark.parametrize(("flags", "reused"), [((), 0), (PIECES, 12)])
