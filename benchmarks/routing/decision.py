@@ -18,8 +18,8 @@ from typing import TypeVar
 from benchmarks.engine.results import Results
 from warmkv.config import DirectoryConfig, RoutingConfig
 from warmkv.measuring.clock import now
-from warmkv.platform.dispatcher import Dispatcher
 from warmkv.platform.prefix_directory import PrefixDirectory
+from warmkv.policies.dispatcher import Dispatcher
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.replicas.protocol import BlockEvents
 

@@ -17,8 +17,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from warmkv import telemetry
 from warmkv.config import Config, RoutingConfig, parse
-from warmkv.platform.dispatcher import Dispatcher
 from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
+from warmkv.policies.dispatcher import Dispatcher
 from warmkv.prefixes.index import Shard
 from warmkv.replicas.protocol import GenerateRequest, ToReplica
 

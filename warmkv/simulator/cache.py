@@ -141,13 +141,17 @@ class ReplicaCache:
 
     def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
         """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
-        self.take_over(parcel, now)
+        self.take_over(parcel.chains, now)
         for ledger in self._cache.tiers.ledgers:
             ledger.prolong(record.hashes, self._ttl, now)
 
-    def take_over(self, parcel: Parcel, now: float) -> None:
-        """Keep what came, with what is left of its lives, as far as it fits."""
-        for chain in parcel.chains:
+    def holds(self, chain: Sequence[Entry], now: float) -> bool:
+        """Whether all of a chain is in memory."""
+        return len(self._found([entry.key for entry in chain], now)) == len(chain)
+
+    def take_over(self, chains: Sequence[Sequence[Entry]], now: float) -> None:
+        """Keep chains, whose times are seconds that are left, as far as they fit."""
+        for chain in chains:
             known = {
                 entry.key: Span(entry.key, entry.end - entry.tokens, entry.end, not entry.tokens) for entry in chain
             }

@@ -102,6 +102,8 @@ class Cluster:
             self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
         else:
             self._fleet.open()
+        if not self._jobs:
+            self._fleet.close()
         first = [job for job in self._jobs if not job.waits]
         self._env.process(_arrivals(self._env, first, self._arrive))
         self._env.run()
@@ -121,27 +123,33 @@ class Cluster:
         self._arrived += 1
         self._fleet.in_flight(1)
         if job.shares:
-            self._gateways[job.gateway].writers.arrived(str(job.number), self._env.now)
+            self._gateways[job.gateway].writers.arrived(job.key, self._env.now)
         self._send(job)
 
     def _send(self, job: Job) -> None:
         """Hand a job to the best replica that can take it. It waits while there is none; if none can, it is refused."""
         now, gateway, fleet = self._env.now, self._gateways[job.gateway], self._fleet
-        if not fleet.serving and len(self._unplaced) < self._config.cluster.max_queued_requests * len(self._gateways):
-            self._unplaced.append(job)
+        if not fleet.serving:
+            if len(self._unplaced) < self._config.cluster.max_queued_requests * len(self._gateways):
+                self._unplaced.append(job)
+            else:
+                self._refuse(job)
             return
         for cache in fleet.caches:
             if cache.due <= now:
                 cache.expire(now)
-        order, fetch = gateway.rank(job, fleet.names, now)
+        order, fetch = gateway.choose(job, fleet.names, now)
         if self._as_placed:
             order = (job.record.replica,)
         for name in order:
             replica = fleet.serving[name]
             if not replica.full and replica.ever_fits(job):
                 fleet.transfers[name].take(job, fetch)
-                gateway.sent(name, replica.in_flight, now)
+                gateway.sent(job, name, replica.in_flight, now)
                 return
+        self._refuse(job)
+
+    def _refuse(self, job: Job) -> None:
         job.replica, job.started, job.first, job.finished = "", NEVER, NEVER, NEVER
         self._over(job)
 
@@ -151,17 +159,18 @@ class Cluster:
         if job.shares:
             record, found, now = job.record, job.match.hit, self._env.now
             writers = self._gateways[job.gateway].writers
-            job.read = writers.began(str(job.number), job.replica, record.reads, job.marks, found, job.written, now)
+            job.read = writers.began(job.key, job.replica, record.reads, job.marks, found, job.written, now)
 
     def _ended(self, job: Job) -> None:
-        self._gateways[job.gateway].over(job.replica)
         self._over(job)
         self._fleet.ended(job.replica)
 
     def _over(self, job: Job) -> None:
+        gateway = self._gateways[job.gateway]
+        gateway.over(job)
         self._fleet.in_flight(-1)
         if job.shares:
-            self._gateways[job.gateway].writers.left(str(job.number))
+            gateway.writers.left(job.key)
         following = job.following
         if following is not None:
             wait = self._times.overhead + following.think

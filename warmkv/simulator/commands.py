@@ -155,9 +155,13 @@ def replay(
         print(document)
         return
     first = results[0]
+    alive = first.replicas
+    replicas = f"{alive.peak} replicas"
+    if alive.mean != alive.peak:
+        replicas = f"{alive.mean:.2f} replicas on average, at most {alive.peak}"
     print(
         f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens, {settings.cluster.replicas} replicas; {arrivals}\n"
+        f"{first.usage.output:,} output tokens, {replicas}; {arrivals}\n"
         f"step times: {source}\n"
     )
     console = Console()

@@ -190,9 +190,12 @@ class Fleet:
         def there() -> bool:
             return self._open and replica.name in self._draining
 
-        yield from hand_over(
-            self._env, cache, self.serving, self._stores.index, self._config.transfer, self.moved, there
-        )
+        def peer(name: str) -> ReplicaCache | None:
+            found = self.serving[name].cache if name in self.serving else None
+            return found if isinstance(found, ReplicaCache) else None
+
+        names, index, config = sorted(self.serving), self._stores.index, self._config.transfer
+        yield from hand_over(self._env, cache, names, peer, index, config, self.moved, there)
         if there():
             self._gone(replica)
 

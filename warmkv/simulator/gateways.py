@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
 from warmkv.config import Config
-from warmkv.policies.routing import View, rank
-from warmkv.policies.transfer import Fetch, plan
+from warmkv.policies.dispatcher import Dispatcher
+from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.replica import Job
@@ -20,42 +20,36 @@ Warm = Callable[[tuple[bytes, ...]], Mapping[str, Depths]]
 class Gateway:
     """One gateway's router and its accounts. `warm` is its index, `alone` whether there is no other gateway."""
 
-    def __init__(self, config: Config, warm: Warm, alone: bool, choice: random.Random) -> None:
-        self._config, self._warm, self._alone, self._choice = config, warm, alone, choice
-        self._load: dict[str, int] = {}  # requests in flight that it sent
+    def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
+        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random)
+        self._warm, self._alone = warm, alone
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
-        self._turn = 0
         self.writers = Writers()
 
-    def rank(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
-        """Replicas from best to worst for a job, as the live router ranks them, and where others may fetch blocks."""
+    def choose(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
+        """Replicas, of which there is one, from best to worst for a job, and from where others may fetch blocks."""
         if len(replicas) == 1:
             return replicas, None
         hashes = job.record.hashes
-        load = self._load if self._alone else self._known_load(now)
-        view = View(replicas, hashes, self._warm(hashes), load, self._config.engine.max_slots, self._turn)
-        self._turn += 1
-        return rank(view, self._config.routing, self._choice), plan(view, self._config.routing)
+        queues = None if self._alone else self._queues(now)
+        choice = self._dispatcher.choose(job.key, hashes, replicas, queues=queues, warm=self._warm(hashes))
+        return choice.order, choice.fetch
 
-    def sent(self, replica: str, in_flight: int, now: float) -> None:
-        """A replica took a request, and told how many it has, whoever sent them."""
-        self._load[replica] = self._load.get(replica, 0) + 1
-        self._told[replica] = (now, in_flight)
+    def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
+        """A replica took a job, and told how many requests it has, whoever sent them."""
+        self._dispatcher.bookings.book(job.key, replica)
+        if not self._alone:
+            self._told[replica] = (now, in_flight)
 
-    def over(self, replica: str) -> None:
-        """A request that it sent there has ended."""
-        if replica in self._load:
-            self._load[replica] -= 1
+    def over(self, job: Job) -> None:
+        """A job has ended, or no replica takes it."""
+        self._dispatcher.bookings.release(job.key)
 
     def drop(self, replica: str) -> None:
         """Forget a replica that is gone."""
-        self._load.pop(replica, None)
+        self._dispatcher.bookings.drop(replica)
         self._told.pop(replica, None)
 
-    def _known_load(self, now: float) -> Mapping[str, int]:
-        """The larger of its own and what it was told counts."""
-        load = dict(self._load)
-        for replica, (at, in_flight) in self._told.items():
-            if now - at <= TOLD_SECONDS:
-                load[replica] = max(load.get(replica, 0), in_flight)
-        return load
+    def _queues(self, now: float) -> Mapping[str, int]:
+        """Requests in flight as the replicas last told, those of other gateways among them."""
+        return {name: in_flight for name, (at, in_flight) in self._told.items() if now - at <= TOLD_SECONDS}

@@ -56,6 +56,7 @@ class Result:
     retries: int  # of requests whose replica failed before their first token
     resumptions: int  # and after it
     fetches: int  # of blocks from other replicas that brought any
+    fetches_declined: int  # that the router had planned, and that would have taken longer than to compute
     fetched_bytes: int
     handed_bytes: int  # that replicas left to others when they were stopped
     seconds: float  # virtual time from the first arrival to the last end
@@ -274,6 +275,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         retries=sum(job.retries for job in jobs),
         resumptions=sum(job.resumptions for job in jobs),
         fetches=outcome.moved.fetches,
+        fetches_declined=outcome.moved.declined,
         fetched_bytes=outcome.moved.fetched_bytes,
         handed_bytes=outcome.moved.handed_bytes,
         seconds=outcome.end,

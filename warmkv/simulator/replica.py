@@ -68,6 +68,11 @@ class Job:
     computed: int = 0  # prompt tokens that are warm or computed so far
 
     @property
+    def key(self) -> str:
+        """Its name among all jobs, which records need not have."""
+        return str(self.number)
+
+    @property
     def shares(self) -> bool:
         """Whether it reads or writes prefixes that are billed by breakpoint."""
         return bool(self.marks or self.record.reads) and self.record.api == "messages"

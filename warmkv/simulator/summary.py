@@ -25,6 +25,7 @@ def figures(result: Result) -> dict[str, float]:
         "retries": result.retries,
         "resumptions": result.resumptions,
         "fetches": result.fetches,
+        "fetches_declined": result.fetches_declined,
         "fetched_bytes": result.fetched_bytes,
         "handed_bytes": result.handed_bytes,
         "seconds": result.seconds,

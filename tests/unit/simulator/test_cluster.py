@@ -250,9 +250,27 @@ def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
         assert reused(other) < reused(policy)
 
 
-def test_an_empty_cluster_ends_at_once():
-    jobs, outcome = run([], config())
+EVERYTHING = (
+    "cluster.gateways=2",
+    "cluster.autoscaling={max_replicas: 3, upscale_delay_seconds: 0, downscale_delay_seconds: 0}",
+    "simulator.index_delay=0.1",
+    "simulator.failures=[{at: 0}, {at: 5, replica: 2}]",
+)
+
+
+@pytest.mark.parametrize("flags", [(), EVERYTHING])
+def test_an_empty_cluster_ends_at_once(flags):
+    jobs, outcome = run([], config(*flags))
     assert (jobs, outcome.end) == ([], 0.0)
+    assert outcome.alive.mean(outcome.end) == 1
+
+
+def test_one_request_and_everything_else_that_may_happen():
+    (job,), outcome = run([record(7.0, [1] * 20, output=5)], config(*EVERYTHING))
+    assert job.retries == 1
+    assert job.replica == "replica-0.1"
+    assert job.started == 5.0 + 30.0  # the failure is noticed, and another replica has started
+    assert outcome.end == job.finished
 
 
 def test_free_steps_take_no_time_and_end():

@@ -18,26 +18,36 @@ def gateway(settings, alone):
 
 
 def ranks(gateway, job, now):
-    return list(gateway.rank(job, REPLICAS, now)[0])
+    order, _ = gateway.choose(job, REPLICAS, now)
+    gateway.over(job)
+    return list(order)
 
 
 def test_a_gateway_counts_its_own_requests_and_for_a_while_those_of_others():
     settings = config("routing.policy=least_loaded")
-    ((job,), _) = prepare([record(0.0, [1] * 8)], settings, Variant())
+    (job, *sent), _ = prepare([record(0.0, [1] * 8) for _ in range(4)], settings, Variant())
     one = gateway(settings, alone=False)
-    one.sent("a", 1, 0.0)
-    one.sent("b", 5, 0.0)  # four of others
-    assert sorted(REPLICAS, key=lambda name: ranks(one, job, 0.0).index(name)) == ["c", "a", "b"]
+    one.sent(sent[0], "a", 1, 0.0)
+    one.sent(sent[1], "b", 5, 0.0)  # four of others
+    assert ranks(one, job, 0.0) == ["c", "a", "b"]
     assert ranks(one, job, TOLD_SECONDS)[-1] == "b"
     later = TOLD_SECONDS + 0.5
     assert ranks(one, job, later)[0] == "c"
-    one.over("a")
+    one.over(sent[0])
     assert ranks(one, job, later)[-1] == "b"
     one.drop("b")
-    assert set(ranks(one, job, later)) == set(REPLICAS)
-    one.over("b")  # of a replica that is gone: nothing is counted
-    one.sent("b", 1, later)
-    assert ranks(one, job, later)[-1] == "b"
+    one.over(sent[1])  # of a replica that is gone: nothing is counted
+    one.sent(sent[2], "c", 1, later)
+    assert ranks(one, job, later)[-1] == "c"
+
+
+def test_a_job_counts_where_it_was_sent_even_if_another_replica_was_better():
+    settings = config("routing.policy=least_loaded")
+    (job, other), _ = prepare([record(0.0, [1] * 8) for _ in range(2)], settings, Variant())
+    one = gateway(settings, alone=True)
+    order, _ = one.choose(other, REPLICAS, 0.0)
+    one.sent(other, order[-1], 1, 0.0)
+    assert ranks(one, job, 0.0)[-1] == order[-1]
 
 
 @given(logs(), st.sampled_from([2, 3]), st.sampled_from(["prefix_cost", "least_loaded", "power_of_two"]))

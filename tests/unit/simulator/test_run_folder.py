@@ -107,6 +107,18 @@ def test_bills_add_up_and_gpus_are_priced(done):
     assert dear.result.gpu_dollars == pytest.approx(7 * dear.result.gpu_hours)
 
 
+def test_the_report_shows_replicas_only_where_they_change(done, tmp_path):
+    failing = config("cluster.replicas=2", "simulator.failures=[{at: 1, seconds: 3}]")
+    for number, (finished, shown) in enumerate(((done, False), (run(records(), failing, Variant(), EXACT), True))):
+        folder = tmp_path / str(number)
+        run_folder.write(folder, finished, meta(SETTINGS), SETTINGS.prices)
+        page = (folder / "report.html").read_text()
+        assert ("replicas on average, at most" in page) == shown
+        assert ("sent again before" in page) == (finished.result.retries + finished.result.resumptions > 0)
+        series = pq.read_table(folder / "timeseries.parquet").to_pydict()
+        assert (set(series["replicas"]) == {1, 2}) == shown
+
+
 class Page(HTMLParser):
     """Tags that are open, and all text."""
 

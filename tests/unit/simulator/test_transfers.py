@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from tests.unit.simulator.test_autoscaling import SCALING
 from tests.unit.simulator.test_failures import FAILURES, times
+from warmkv.policies.retention import Entry
+from warmkv.simulator.transfers import Part, pieces_of
 
 EAGER = (
     "routing.transfer_min_blocks=1",
@@ -23,12 +25,20 @@ SETTINGS = st.sampled_from(
         SLOW,
         PIECES,
         (*SLOW, *PIECES, "transfer.concurrent=1"),
+        ("prefix_cache.memory_bytes=0",),
+        ("prefix_cache.enabled=false",),
         ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B"),
         ("prefix_cache.memory_bytes=40B", "prefix_cache.eviction=lfu", *PIECES),
         ("simulator.index_delay=0.25", "cluster.gateways=2"),
         ("transfer.handover_bytes=50", "transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
     ]
 )
+
+
+def entry(name, size):
+    return Entry(name.encode(), None, size, size, 1, 1, "", 1.0, 1.0)
+
+
 POLICIES = ("full", "snapkv@6", "h2o@6", "streaming_llm@0.5")
 
 
@@ -100,7 +110,7 @@ def test_what_is_slower_to_fetch_is_computed():
     dear = "transfer={token_seconds: 0.001, start_seconds: 5, byte_seconds: 1, half_life: 1000000}"
     (*_, later), outcome = run(busy_then([1] * 40), eager(dear))
     assert (later.replica, later.reused, later.started) == ("replica-1", 0, later.arrival)
-    assert outcome.moved.fetches == 0
+    assert (outcome.moved.fetches, outcome.moved.declined) == (0, 1)
 
 
 @pytest.mark.parametrize(("flags", "reused"), [((), 0), (PIECES, 12)])
@@ -174,6 +184,8 @@ SHRINK = (
         (("transfer.handover_seconds=0",), 0, 0),
         (("transfer.handover_bytes=30",), 12, 24),  # three blocks
         (("transfer.timeout_seconds=0.1",), 0, 0),  # the offer takes 0.14 s
+        (("transfer.timeout_seconds=0.1", "transfer.piece_bytes=24"), 39, 80),
+        (("transfer.handover_seconds=0.2", "transfer.piece_bytes=24"), 24, 48),  # two pieces
     ],
 )
 def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(flags, reused, handed):
@@ -188,3 +200,20 @@ def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(flags, reused
     assert jobs[2].reused == reused
     assert outcome.moved.handed_bytes == handed
     assert outcome.alive.value == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=6), st.integers(1, 40))
+def test_pieces_have_all_entries_once_and_in_order(shapes, most):
+    parts = [
+        Part([entry(f"{number} {at}", 1 + at % 4) for at in range(first + count)], first, first + count)
+        for number, (first, count) in enumerate(shapes)
+    ]
+    pieces = pieces_of(parts, most)
+    inside = [[one for part in piece for one in part.chain[part.first : part.last]] for piece in pieces]
+    assert [one for piece in inside for one in piece] == [
+        one for part in parts for one in part.chain[part.first : part.last]
+    ]
+    for piece, following in zip(inside, [*inside, None][1:], strict=True):
+        nbytes = sum(one.size for one in piece)
+        assert nbytes <= most or len(piece) == 1
+        assert following is None or nbytes + following[0].size > most

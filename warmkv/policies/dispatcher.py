@@ -1,4 +1,7 @@
-"""Choosing a replica and booking it in one step, so that concurrent requests do not herd. Without Ray."""
+"""Choosing a replica and booking it in one step, so that concurrent requests do not herd.
+
+The live router and the gateways of the simulator run this same code.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple
 from warmkv.config import RoutingConfig
 from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
-from warmkv.prefixes.index import MEND_EVERY, PrefixIndex
+from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
 
 
 class Bookings:
@@ -75,10 +78,13 @@ class Dispatcher:
         hashes: Sequence[bytes],
         replicas: Sequence[str],
         *,
+        warm: Mapping[str, Depths] | None = None,
         wanted: str | None = None,
         queues: Mapping[str, int] | None = None,
     ) -> Choice:
         """Rank the replicas, at least one, for a request and book the best.
+
+        `warm` is what is held where, if another index than its own tells.
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts.
@@ -86,7 +92,8 @@ class Dispatcher:
         config, load = self._config, self.bookings.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
-        warm = self.index.longest_match(hashes)
+        if warm is None:
+            warm = self.index.longest_match(hashes)
         view = View(replicas, hashes, warm, load, self._slots, self._turn)
         order = rank(view, config, self._random)
         self._turn += 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.platform.dispatcher import Bookings, Dispatcher
+from warmkv.policies.dispatcher import Bookings, Dispatcher
 from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
