@@ -116,7 +116,7 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
     rates = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        done = replay(requests.records, settings, Variant(), COST, turns=requests.turns)
+        done = replay(requests.records, settings, Variant(), COST, turns=requests.turns, lay_out=requests.layout)
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")

@@ -18,7 +18,7 @@ from warmkv.simulator.fleet import Fleet
 from warmkv.simulator.gateways import Gateway
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import NEVER, Job, Replica
-from warmkv.simulator.runs import RunCache
+from warmkv.simulator.runs import Layout, RunCache
 from warmkv.simulator.stores import Stores
 from warmkv.simulator.transfers import Moved
 
@@ -55,6 +55,7 @@ def simulate(
     by_runs: bool = True,
     as_placed: bool = False,
     seed: int = 0,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
     """Run jobs, ordered by arrival, to their end; their outcome is written into them.
@@ -64,9 +65,10 @@ def simulate(
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
     follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
-    every request to the replica that its record names: those are the cluster from beginning to end.
+    every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
+    prompts' blocks as runs, where whoever calls keeps them.
     """
-    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs)
+    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()
 
 

@@ -26,6 +26,7 @@ from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
+from warmkv.simulator.runs import Layout
 from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
@@ -119,17 +120,19 @@ def replay(
     times: StepTimes,
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
     """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
 
     Records in `turns`, by number, arrive when the turn before them is over, whatever arrival they were recorded with.
 
-    `times` are the step times, as `timing.choose_cost` finds them. Raises VariantError if the log names a TTL or a
+    `times` are the step times, as `timing.choose_cost` finds them; `lay_out` is `Requests.layout`, where records are
+    replayed more than once. Raises VariantError if the log names a TTL or a
     policy that the configuration does not know.
     """
     return [
-        run(records, config, variant, times, turns=turns, progress=partial(progress, number)).result
+        run(records, config, variant, times, turns=turns, lay_out=lay_out, progress=partial(progress, number)).result
         for number, variant in enumerate(variants)
     ]
 
@@ -236,6 +239,7 @@ def run(
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
     as_placed: bool = False,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
     """Replay records once, as `replay` does, and keep what became of every request.
@@ -244,7 +248,9 @@ def run(
     """
     jobs, lifetimes = prepare(records, config, variant, turns)
     token_bytes = kv_shape(config).token_bytes
-    outcome = simulate(jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, progress=progress)
+    outcome = simulate(
+        jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, lay_out=lay_out, progress=progress
+    )
     return summarise(jobs, outcome, config, lifetimes, variant)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from warmkv.config import Config
 from warmkv.policies.eviction import lru
@@ -30,7 +30,14 @@ class Stores:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], config: Config, lifetimes: Lifetimes, token_bytes: int, *, by_runs: bool
+        self,
+        jobs: Sequence[Job],
+        config: Config,
+        lifetimes: Lifetimes,
+        token_bytes: int,
+        *,
+        by_runs: bool,
+        lay_out: Callable[[], Layout | None] | None = None,
     ) -> None:
         cache = config.prefix_cache
         self._lifetimes, self._token_bytes, self._share = lifetimes, token_bytes, cache.tenant_share
@@ -43,8 +50,8 @@ class Stores:
         self._late = LateIndex(config.directory.publish_seconds, delay) if delay else None
         hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
         self._layout = None
-        if by_runs and not delay and not hands_over:
-            self._layout = runs_of(jobs, config, self._tiers, lifetimes)
+        if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):
+            self._layout = lay_out() if lay_out is not None else layout(job.record.hashes for job in jobs)
         self._run_caches: dict[str, RunCache] = {}
 
     @property
@@ -85,12 +92,10 @@ class Stores:
         return tier.weigh(self._block_size * self._token_bytes, self._block_size)
 
 
-def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
-    """The blocks of all prompts as runs, if a `RunCache` does with them what the ledgers do."""
+def follows_runs(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> bool:
+    """Whether a `RunCache` does with the blocks of the prompts what the ledgers do, if they can be laid out as runs."""
     settings = config.prefix_cache
     plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
     if not plain or len({job.record.block_size for job in jobs}) != 1:
-        return None
-    if any(job.marks or job.record.reads or job.sum_bytes for job in jobs):
-        return None
-    return layout(job.record.hashes for job in jobs)
+        return False
+    return not any(job.marks or job.record.reads or job.sum_bytes for job in jobs)

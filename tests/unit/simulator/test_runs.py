@@ -17,7 +17,7 @@ from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import prepare, summarise
 from warmkv.simulator.requests import of_trace
 from warmkv.simulator.runs import layout
-from warmkv.simulator.stores import kv_shape, runs_of
+from warmkv.simulator.stores import kv_shape, follows_runs
 from warmkv.simulator.variants import Variant
 
 A, B, C, D, E = (bytes([n]) for n in range(1, 6))
@@ -173,4 +173,4 @@ def test_runs_are_taken_only_where_they_are_exact(flags, taken):
     requests = of_trace(trace_of((0.0, [1, 2], 9, 3, None, 0.0)), settings)
     jobs, lifetimes = prepare(requests.records, settings, Variant())
     tiers = tiers_of(settings.prefix_cache, kv_shape(settings))
-    assert (runs_of(jobs, settings, tiers, lifetimes) is not None) == taken
+    assert follows_runs(jobs, settings, tiers, lifetimes) == taken
