@@ -23,6 +23,7 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
+from warmkv.simulator.garbage import uncollected
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
@@ -210,12 +211,16 @@ def _sizes(
     if id(spec) not in forced:
         forced[id(spec)] = (spec, StepKind.of(spec), {})
     _, kind, rows = forced[id(spec)]
+    slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0
+    if spec.name == "full":  # as below, for most requests that there are: all is kept, and one query is needed anew
+        capacity = prompt + allowed - 1 if allowed > 1 else 0
+        return kind, prompt, capacity, 1, slot, prompt * shape.token_bytes, 0, False
     return (
         kind,
         budgets.kept_tokens(spec, prompt),
         budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
         budgets.recomputed_tokens(spec, prompt),
-        slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
+        slot,
         slot_sizes.workspace_bytes(spec, shape, prompt, marks),
         slot_sizes.column_sum_bytes(spec, shape, prompt),
         budgets.is_endless(spec, prompt, allowed, max_context),
@@ -246,12 +251,13 @@ def run(
 
     `as_placed` sends each to the replica that its record names.
     """
-    jobs, lifetimes = prepare(records, config, variant, turns)
     token_bytes = kv_shape(config).token_bytes
-    outcome = simulate(
-        jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, lay_out=lay_out, progress=progress
-    )
-    return summarise(jobs, outcome, config, lifetimes, variant)
+    with uncollected():
+        jobs, lifetimes = prepare(records, config, variant, turns)
+        outcome = simulate(
+            jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, lay_out=lay_out, progress=progress
+        )
+        return summarise(jobs, outcome, config, lifetimes, variant)
 
 
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
