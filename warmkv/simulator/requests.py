@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.usage import Usage
 from warmkv.simulator.runs import Layout, layout
 from warmkv.simulator.traces import Trace, TraceError
 from warmkv.simulator.traces.columns import UNKNOWN
@@ -61,7 +62,7 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
     if the trace does not tell the scope, or its block numbers are not those of prefixes.
     """
     size = trace.block_size or config.prefix_cache.block_size
-    label = config.compression.policy.label
+    label, unbilled = config.compression.policy.label, Usage()
     counts, blocks = _full_blocks(trace, scope)
     arrivals, prompts, outputs = trace.arrival.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist()
     records = tuple(
@@ -76,6 +77,7 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
             input_tokens=prompt,
             output_tokens=output,
             hashes=hashes,
+            usage=unbilled,
         )
         for number, (arrival, tenant, prompt, output, hashes) in enumerate(
             zip(arrivals, trace.tenant.tolist(), prompts, outputs, _chains(counts, blocks), strict=True)
