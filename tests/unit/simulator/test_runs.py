@@ -17,7 +17,7 @@ from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import prepare, summarise
 from warmkv.simulator.requests import of_trace
 from warmkv.simulator.runs import layout
-from warmkv.simulator.stores import kv_shape, follows_runs
+from warmkv.simulator.stores import follows_runs, kv_shape
 from warmkv.simulator.variants import Variant
 
 A, B, C, D, E = (bytes([n]) for n in range(1, 6))
