@@ -13,6 +13,7 @@ from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Depths
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.fleet import Fleet
 from warmkv.simulator.gateways import Gateway
@@ -199,8 +200,8 @@ class Cluster:
                 job.resumptions += 1
             self._send(job)
 
-    def _warm(self, hashes: tuple[bytes, ...]) -> Mapping[str, Depths]:
-        return self._stores.warm(hashes, self._env.now)
+    def _warm(self, record: RequestRecord) -> Mapping[str, Depths]:
+        return self._stores.warm(record, self._env.now)
 
 
 def _arrivals(

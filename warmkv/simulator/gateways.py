@@ -9,12 +9,13 @@ from warmkv.config import Config
 from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import Depths
+from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.replica import Job
 
 TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
-Warm = Callable[[tuple[bytes, ...]], Mapping[str, Depths]]
+Warm = Callable[[RequestRecord], Mapping[str, Depths]]
 
 
 class Gateway:
@@ -33,7 +34,7 @@ class Gateway:
             return replicas, None
         hashes = job.record.hashes
         load = self._load if self._alone else self._known_load(now)
-        view = View(replicas, hashes, self._warm(hashes), load, self._config.engine.max_slots, self._turn)
+        view = View(replicas, hashes, self._warm(job.record), load, self._config.engine.max_slots, self._turn)
         self._turn += 1
         return rank(view, self._config.routing, self._choice), plan(view, self._config.routing)
 

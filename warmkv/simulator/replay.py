@@ -188,6 +188,8 @@ def prepare(
         if alike not in sizes:
             sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0, forced)
         jobs.append(Job(number, record, record.arrival - start, marks, *sizes[alike]))
+        if marks or record.reads:
+            jobs[-1].shares = record.api == "messages"
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think

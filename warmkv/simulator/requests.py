@@ -51,7 +51,7 @@ class Requests:
 
     @cached_property
     def _layout(self) -> Layout | None:
-        return layout((record.hashes for record in self.records), self.blocks)
+        return layout([record.hashes for record in self.records], self.blocks)
 
 
 def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: bool = False) -> Requests:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -34,26 +34,25 @@ NOTHING = Match()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every prompt's blocks as runs, by number; the blocks in each run, and the run before it (NONE at a beginning)."""
+    """Each prompt's blocks as runs, by number; the blocks in each run, and the run before it (NONE at a beginning)."""
 
-    runs: Mapping[Hashes, Runs]
+    runs: Sequence[Runs]
     lengths: Sequence[int]
     parents: Sequence[int]
 
 
-def layout(prompts: Iterable[Hashes], blocks: Ints | None = None) -> Layout | None:
+def layout(prompts: Sequence[Hashes], blocks: Ints | None = None) -> Layout | None:
     """The longest runs that no prompt ends in or leaves; None if some block has no one block before it.
 
     `blocks` stand for the blocks of all prompts, one after the other, as small numbers from 0 on.
     """
-    whole = [hashes for hashes in prompts if hashes]
-    if not whole:
-        return Layout({(): ()}, [], [])
+    counts = np.array([len(hashes) for hashes in prompts if hashes])
+    if not len(counts):
+        return Layout([()] * len(prompts), [], [])
     if blocks is None:
-        every = list(chain.from_iterable(whole))
+        every = list(chain.from_iterable(prompts))
         numbers = {block: number for number, block in enumerate(dict.fromkeys(every))}
         blocks = np.array(list(map(numbers.__getitem__, every)))
-    counts = np.array(list(map(len, whole)))
     starts = counts.cumsum() - counts
     before = _before(blocks, starts)
     parent = np.full(blocks.max() + 1, NONE)  # the one block before each, by number
@@ -75,9 +74,9 @@ def layout(prompts: Iterable[Hashes], blocks: Ints | None = None) -> Layout | No
     begins[firsts] = starts
     lengths, parents = np.zeros((2, last.sum()), dtype=np.int64)
     lengths[runs], parents[runs] = ends + 1 - begins, _before(runs, firsts)
-    flat = iter(runs.tolist())
-    found = {hashes: tuple(islice(flat, amount)) for hashes, amount in zip(whole, amounts.tolist(), strict=True)}
-    return Layout({(): (), **found}, lengths.tolist(), parents.tolist())
+    flat, of_each = iter(runs.tolist()), iter(amounts.tolist())
+    found = [tuple(islice(flat, next(of_each))) if hashes else () for hashes in prompts]
+    return Layout(found, lengths.tolist(), parents.tolist())
 
 
 def _before(values: Ints, firsts: Ints) -> Ints:
@@ -103,12 +102,14 @@ class Place:
 class RunCache:
     """The blocks of one replica, with the methods of `ReplicaCache`. One prompt is computed at a time.
 
-    `rooms` are the blocks that fit into each tier and the bytes of one there. Blocks live `ttl` seconds after each use.
+    `runs` are those of every request, by its id; `rooms` the blocks that fit into each tier and the bytes of one there.
+    Blocks live `ttl` seconds after each use.
     """
 
     def __init__(
         self,
         layout: Layout,
+        runs: Mapping[str, Runs],
         tiers: Sequence[str],
         rooms: Sequence[tuple[int, int]],
         ttl: float,
@@ -116,17 +117,18 @@ class RunCache:
         levels: Sequence[Level],
         removals: Removals,
     ) -> None:
-        self._layout, self._ttl, self._stored, self._removals = layout, ttl, stored, removals
+        self._runs, self._ttl, self._stored, self._removals = runs, ttl, stored, removals
         self._places = [
             Place(room, block_bytes, level, [0] * len(layout.lengths))
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
-        self._lengths = layout.lengths
+        self._lengths, self._parents = layout.lengths, layout.parents
         self._held = [(TIERS.index(name), place.held) for name, place in zip(tiers, self._places, strict=True)]
         self._memory = [place for name, place in zip(tiers, self._places, strict=True) if name != "disk"]
         self.due = math.inf  # nothing expires before
         self._used = [-math.inf] * len(layout.lengths)  # when each run was used last
         self._uses: deque[tuple[float, Runs]] = deque()  # in order; a run expires a TTL after the last that names it
+        self._matches: dict[int, Match] = {}  # by their blocks: there are few, for many requests
         self._prompt: Runs = ()  # that was looked up last
         self._reading: Runs = ()  # what was found of it, and does not expire
 
@@ -163,7 +165,7 @@ class RunCache:
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
-        runs = self._prompt = self._layout.runs[record.hashes]
+        runs = self._prompt = self._runs[record.id]
         blocks = max([self._leading(place, runs) for place in self._places])
         if not blocks:
             return NOTHING
@@ -174,7 +176,10 @@ class RunCache:
                 if held[run]:
                     place.order.move_to_end(run)
                     place.pinned[run] = held[run]
-        return Match(blocks=blocks, tokens=blocks * record.block_size)
+        found = self._matches.get(blocks)
+        if found is None:
+            found = self._matches[blocks] = Match(blocks=blocks, tokens=blocks * record.block_size)
+        return found
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
         """Keep the full blocks of the prompt that was looked up last, as many from its beginning as fit; there are no
@@ -211,7 +216,7 @@ class RunCache:
 
     def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
         """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
-        _, memory, anywhere = self.depths(self._layout.runs[record.hashes])
+        _, memory, anywhere = self.depths(self._runs[record.id])
         return min(memory, most), min(anywhere, most)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
@@ -219,7 +224,7 @@ class RunCache:
 
         At most `most` bytes, but at least a block.
         """
-        runs, nbytes = self._layout.runs[record.hashes], 0
+        runs, nbytes = self._runs[record.id], 0
         dead = (
             at for at, run in enumerate(runs) if self._used[run] + self._ttl <= now
         )  # there only for who reads them
@@ -235,11 +240,11 @@ class RunCache:
 
     def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
         """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
-        runs, count = self._begun(self._layout.runs[record.hashes], parcel.blocks)
+        runs, count = self._begun(self._runs[record.id], parcel.blocks)
         for tier in range(len(self._places)):
             if self._keep(tier, runs, count):
                 break
-        self._use(self._layout.runs[record.hashes], now)
+        self._use(self._runs[record.id], now)
         self._tell(now)
 
     def _begun(self, runs: Runs, blocks: int) -> tuple[Runs, int]:
@@ -326,7 +331,7 @@ class RunCache:
         path = []
         while run != NONE:
             path.append(run)
-            run = self._layout.parents[run]
+            run = self._parents[run]
         return tuple(reversed(path))
 
     def _shorten(self, place: Place, run: int, blocks: int) -> None:

@@ -10,11 +10,12 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import Depths, PrefixIndex
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.late_index import LateIndex
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import Job
-from warmkv.simulator.runs import Layout, RunCache, layout
+from warmkv.simulator.runs import Layout, RunCache, Runs, layout
 
 
 def kv_shape(config: Config) -> KVShape:
@@ -51,7 +52,12 @@ class Stores:
         hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
         self._layout = None
         if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):
-            self._layout = lay_out() if lay_out is not None else layout(job.record.hashes for job in jobs)
+            self._layout = lay_out() if lay_out is not None else layout([job.record.hashes for job in jobs])
+        self._runs: dict[str, Runs] = {}  # by request
+        if self._layout is not None:
+            self._runs = dict(zip((job.record.id for job in jobs), self._layout.runs, strict=True))
+            if len(self._runs) < len(jobs):  # some share an id
+                self._layout = None
         self._run_caches: dict[str, RunCache] = {}
 
     @property
@@ -69,7 +75,9 @@ class Stores:
             )  # fmt: skip
         rooms = [(tier.capacity // self._weight(tier), self._weight(tier)) for tier in self._tiers]
         tiers, ttl = list(self.by_tier), self._lifetimes.default
-        self._run_caches[name] = RunCache(self._layout, tiers, rooms, ttl, self.stored, levels, self.removals)
+        self._run_caches[name] = RunCache(
+            self._layout, self._runs, tiers, rooms, ttl, self.stored, levels, self.removals
+        )
         return self._run_caches[name]
 
     def drop(self, name: str, cache: ReplicaCache | RunCache, now: float) -> None:
@@ -80,13 +88,13 @@ class Stores:
         if self._late is not None:
             self._late.drop_replica(name)
 
-    def warm(self, hashes: tuple[bytes, ...], now: float) -> Mapping[str, Depths]:
+    def warm(self, record: RequestRecord, now: float) -> Mapping[str, Depths]:
         """Leading blocks of a prompt that each replica holds, as the routers know it."""
         if self._layout is not None:
-            runs = self._layout.runs[hashes]
+            runs = self._runs[record.id]
             return {name: blocks.depths(runs) for name, blocks in self._run_caches.items()}
         index = self.index if self._late is None else self._late.at(now)
-        return index.longest_match(hashes)
+        return index.longest_match(record.hashes)
 
     def _weight(self, tier: Tier) -> int:
         return tier.weigh(self._block_size * self._token_bytes, self._block_size)
