@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import simpy
@@ -108,7 +108,7 @@ class Cluster:
         if not self._jobs:
             self._fleet.close()
         first = [job for job in self._jobs if not job.waits]
-        self._env.process(_arrivals(self._env, first, self._arrive))
+        _arrivals(self._env, first, self._arrive)
         self._env.run()
         end = max(0.0, max((job.finished for job in self._jobs), default=0.0))
         for cache in self._fleet.caches:
@@ -204,10 +204,19 @@ class Cluster:
         return self._stores.warm(record, self._env.now)
 
 
-def _arrivals(
-    env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]
-) -> Generator[simpy.Event, None, None]:
-    for job in jobs:
-        if job.arrival > env.now:
-            yield env.timeout(job.arrival - env.now)
-        arrive(job)
+def _arrivals(env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
+    """Let jobs arrive, each at its time: those of now at once, then each by an event that brings the next."""
+    coming = iter(jobs)
+
+    def go_on() -> None:
+        for job in coming:
+            if job.arrival > env.now:
+                env.timeout(job.arrival - env.now, job).callbacks.append(ring)
+                return
+            arrive(job)
+
+    def ring(event: simpy.Event) -> None:
+        arrive(event.value)
+        go_on()
+
+    go_on()

@@ -213,10 +213,11 @@ def _sizes(
     if id(spec) not in forced:
         forced[id(spec)] = (spec, StepKind.of(spec), {})
     _, kind, rows = forced[id(spec)]
+    if spec.name == "full" and spec.storage == "model":  # the most common, as below: all is kept as it is
+        entries = prompt + allowed - 1 if allowed > 1 else 0
+        slot = slot_sizes.size_class(entries) * shape.token_bytes if entries else 0
+        return kind, prompt, entries, 1, slot, prompt * shape.token_bytes, 0, False
     slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0
-    if spec.name == "full":  # as below, for most requests that there are: all is kept, and one query is needed anew
-        capacity = prompt + allowed - 1 if allowed > 1 else 0
-        return kind, prompt, capacity, 1, slot, prompt * shape.token_bytes, 0, False
     return (
         kind,
         budgets.kept_tokens(spec, prompt),

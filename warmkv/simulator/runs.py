@@ -166,7 +166,9 @@ class RunCache:
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
         runs = self._prompt = self._runs[record.id]
-        blocks = max([self._leading(place, runs) for place in self._places])
+        blocks = self._leading(self._places[0], runs)
+        for place in self._places[1:]:
+            blocks = max(blocks, self._leading(place, runs))
         if not blocks:
             return NOTHING
         self._reading = reading = self._use(runs, now)
@@ -266,14 +268,12 @@ class RunCache:
 
     def _use(self, runs: Runs, now: float) -> Runs:
         """Let what is held of a chain live its TTL again; those runs."""
+        used, top = self._used, self._places[0].held
         for count, run in enumerate(runs):
-            for place in self._places:
-                if place.held[run]:
-                    break
-            else:
+            if not top[run] and not any(held[run] for _, held in self._held):
                 runs = runs[:count]
                 break
-            self._used[run] = now
+            used[run] = now
         if runs and self._ttl < math.inf:
             self._uses.append((now, runs))
             self.due = min(self.due, now + self._ttl)
@@ -314,14 +314,15 @@ class RunCache:
 
     def _make_room(self, place: Place, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
         """Evict until so many blocks are free, or nothing else can go; notes runs with the blocks they had."""
-        pinned, held = place.pinned, place.held
-        while place.free < blocks:
-            for run in place.order:
+        pinned, held, order, missing = place.pinned, place.held, place.order, blocks - place.free
+        while missing > 0:
+            for run in order:
                 if run not in stays and (loose := held[run] - pinned.get(run, 0)) > 0:
                     break
             else:
                 return
-            gone = min(loose, blocks - place.free)
+            gone = min(loose, missing)
+            missing -= gone
             evicted.append((run, held[run]))
             self._removals.evicted += gone
             self._shorten(place, run, gone)
