@@ -332,13 +332,15 @@ class Replica:
 
     def _lines(self) -> list[Line]:
         """Under each roof the seconds of the batch's next decode step, and what every further one takes more."""
-        loads, lines = self._loads, []
-        for roof in range(len(loads[0].roofs)):
+        loads: list[Load] = self._loads
+        lines: list[Line] = []
+        for roof, _ in enumerate(loads[0].roofs):
             empty = added = growth = 0.0
             for load in loads:  # `batch_seconds`, which this is, would take generators for every run
                 cost, batch = load.roofs[roof], load.batch
                 entry = cost.c + cost.d * batch  # seconds for each entry of a slot
-                empty = max(empty, cost.a)
+                if cost.a > empty:
+                    empty = cost.a
                 added += cost.b * batch + entry * (load.context + load.growing)
                 growth += entry * load.growing
             lines.append((empty + added, growth))
@@ -358,8 +360,10 @@ class Replica:
     def _last_chunk_seconds(self, job: Job, tokens: int) -> float:
         """Seconds of a prompt's last chunk and of its hand-off to a slot, where it has one."""
         prompt = job.record.input_tokens
-        hand_off = job.costs.hand_off.seconds(job.kept, prompt) if job.capacity else 0.0
-        return job.costs.prefill.seconds(tokens, prompt) + hand_off
+        seconds = job.costs.prefill.seconds(tokens, prompt)
+        if job.capacity and job.costs.hand_off is not FREE:
+            seconds += job.costs.hand_off.seconds(job.kept, prompt)
+        return seconds
 
     def _advance(self, steps: int) -> None:
         if not self._batch:
