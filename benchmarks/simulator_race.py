@@ -77,6 +77,7 @@ RACES = {
     )
 }
 DEFAULT = ("generated", "conversation", "cluster")
+SWEEP = "sweep"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     from benchmarks import report
 
-    races = [RACES[name] for name in options.only or DEFAULT]
+    races = [RACES[name] for name in options.only or DEFAULT if name != SWEEP]
     if options.quick:
         races = [replace(race, requests=min(race.requests, 500)) for race in races]
     repeats = 1 if options.quick else options.repeats
@@ -98,6 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             notes.append(f"{race.name} was not run: {race.trace} is not at {options.traces}; --traces names the folder")
             continue
         figures += _race(race, options.traces, repeats, options.seed, say)
+    if SWEEP in (options.only or ()):
+        from benchmarks import simulator_sweep
+
+        if (path := options.traces / CONVERSATION).exists():
+            figures += simulator_sweep.race(path, [MODEL, ENGINE], options.quick, say)
+        else:
+            notes.append(f"{SWEEP} was not run: {CONVERSATION} is not at {options.traces}; --traces names the folder")
     identity, versions, commit = _machine()
     settings = {"races": [asdict(race) for race in races], "repeats": repeats, "seed": options.seed, "cost": str(COST)}
     if options.json is not None:
@@ -115,8 +123,9 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
     say(f"{race.name}: {len(requests.records):,} requests read or made in {time.perf_counter() - begin:.1f} s")
     rates = []
     for _ in range(repeats):
+        fresh = replace(requests)  # so that each lays out the blocks, which a sweep does once
         begin = time.perf_counter()
-        done = replay(requests.records, settings, Variant(), COST, turns=requests.turns)
+        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, lay_out=fresh.layout)
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")
@@ -170,7 +179,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     parser.add_argument("--quick", action="store_true", help="500 requests each: whether it runs, not how fast")
     parser.add_argument(
-        "--only", choices=RACES, action="append", help=f"one race, repeatable; by default {', '.join(DEFAULT)}"
+        "--only",
+        choices=[*RACES, SWEEP],
+        action="append",
+        help=f"one race, repeatable; by default {', '.join(DEFAULT)}",
     )
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="FOLDER", help="where the public traces lie")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="3 by default")

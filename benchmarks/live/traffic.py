@@ -97,7 +97,7 @@ async def play(
     """Ask everything; a session whose request fails ends there. Samples are in the order in which they were asked."""
     import anthropic
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # which Ray would print
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # which Ray would print
     clients = {
         key: anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=120)
         for key in {session.key for session in sessions}

@@ -36,7 +36,7 @@ class StepCost:
         return StepCost(*(factor * coefficient for coefficient in astuple(self)))
 
     def seconds(self, tokens: float, context: float) -> float:
-        return self.a + self.load(tokens, context)
+        return self.a + (self.b * tokens + self.c * context + self.d * tokens * context + self.e * tokens * tokens)
 
     def load(self, tokens: float, context: float) -> float:
         """What tokens and context add to an empty step, in seconds."""

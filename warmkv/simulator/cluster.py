@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import simpy
@@ -13,12 +13,13 @@ from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Depths
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.fleet import Fleet
 from warmkv.simulator.gateways import Gateway
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import NEVER, Job, Replica
-from warmkv.simulator.runs import RunCache
+from warmkv.simulator.runs import Layout, RunCache
 from warmkv.simulator.stores import Stores
 from warmkv.simulator.transfers import Moved
 
@@ -55,6 +56,7 @@ def simulate(
     by_runs: bool = True,
     as_placed: bool = False,
     seed: int = 0,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
     """Run jobs, ordered by arrival, to their end; their outcome is written into them.
@@ -64,9 +66,10 @@ def simulate(
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
     follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
-    every request to the replica that its record names: those are the cluster from beginning to end.
+    every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
+    prompts' blocks as runs, where whoever calls keeps them.
     """
-    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs)
+    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()
 
 
@@ -105,7 +108,7 @@ class Cluster:
         if not self._jobs:
             self._fleet.close()
         first = [job for job in self._jobs if not job.waits]
-        self._env.process(_arrivals(self._env, first, self._arrive))
+        _arrivals(self._env, first, self._arrive)
         self._env.run()
         end = max(0.0, max((job.finished for job in self._jobs), default=0.0))
         for cache in self._fleet.caches:
@@ -204,14 +207,23 @@ class Cluster:
                 job.resumptions += 1
             self._send(job)
 
-    def _warm(self, hashes: tuple[bytes, ...]) -> Mapping[str, Depths]:
-        return self._stores.warm(hashes, self._env.now)
+    def _warm(self, record: RequestRecord) -> Mapping[str, Depths]:
+        return self._stores.warm(record, self._env.now)
 
 
-def _arrivals(
-    env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]
-) -> Generator[simpy.Event, None, None]:
-    for job in jobs:
-        if job.arrival > env.now:
-            yield env.timeout(job.arrival - env.now)
-        arrive(job)
+def _arrivals(env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
+    """Let jobs arrive, each at its time: those of now at once, then each by an event that brings the next."""
+    coming = iter(jobs)
+
+    def go_on() -> None:
+        for job in coming:
+            if job.arrival > env.now:
+                env.timeout(job.arrival - env.now, job).callbacks.append(ring)
+                return
+            arrive(job)
+
+    def ring(event: simpy.Event) -> None:
+        arrive(event.value)
+        go_on()
+
+    go_on()

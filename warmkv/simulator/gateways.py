@@ -9,12 +9,13 @@ from warmkv.config import Config
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.index import Depths
+from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.replica import Job
 
 TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
-Warm = Callable[[tuple[bytes, ...]], Mapping[str, Depths]]
+Warm = Callable[[RequestRecord], Mapping[str, Depths]]
 
 
 class Gateway:
@@ -32,7 +33,7 @@ class Gateway:
             return replicas, None
         hashes = job.record.hashes
         queues = None if self._alone else self._queues(now)
-        choice = self._dispatcher.choose(job.key, hashes, replicas, queues=queues, warm=self._warm(hashes))
+        choice = self._dispatcher.choose(job.key, hashes, replicas, queues=queues, warm=self._warm(job.record))
         return choice.order, choice.fetch
 
     def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:

@@ -23,9 +23,11 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
+from warmkv.simulator.garbage import uncollected
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
+from warmkv.simulator.runs import Layout
 from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
@@ -120,17 +122,19 @@ def replay(
     times: StepTimes,
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
     """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
 
     Records in `turns`, by number, arrive when the turn before them is over, whatever arrival they were recorded with.
 
-    `times` are the step times, as `timing.choose_cost` finds them. Raises VariantError if the log names a TTL or a
+    `times` are the step times, as `timing.choose_cost` finds them; `lay_out` is `Requests.layout`, where records are
+    replayed more than once. Raises VariantError if the log names a TTL or a
     policy that the configuration does not know.
     """
     return [
-        run(records, config, variant, times, turns=turns, progress=partial(progress, number)).result
+        run(records, config, variant, times, turns=turns, lay_out=lay_out, progress=partial(progress, number)).result
         for number, variant in enumerate(variants)
     ]
 
@@ -185,6 +189,8 @@ def prepare(
         if alike not in sizes:
             sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0, forced)
         jobs.append(Job(number, record, record.arrival - start, marks, *sizes[alike]))
+        if marks or record.reads:
+            jobs[-1].shares = record.api == "messages"
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
@@ -208,12 +214,17 @@ def _sizes(
     if id(spec) not in forced:
         forced[id(spec)] = (spec, StepKind.of(spec), {})
     _, kind, rows = forced[id(spec)]
+    if spec.name == "full" and spec.storage == "model":  # the most common, as below: all is kept as it is
+        entries = prompt + allowed - 1 if allowed > 1 else 0
+        slot = slot_sizes.size_class(entries) * shape.token_bytes if entries else 0
+        return kind, prompt, entries, 1, slot, prompt * shape.token_bytes, 0, False
+    slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0
     return (
         kind,
         budgets.kept_tokens(spec, prompt),
         budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
         budgets.recomputed_tokens(spec, prompt),
-        slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
+        slot,
         slot_sizes.workspace_bytes(spec, shape, prompt, marks),
         slot_sizes.column_sum_bytes(spec, shape, prompt),
         budgets.is_endless(spec, prompt, allowed, max_context),
@@ -237,16 +248,20 @@ def run(
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
     as_placed: bool = False,
+    lay_out: Callable[[], Layout | None] | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
     """Replay records once, as `replay` does, and keep what became of every request.
 
     `as_placed` sends each to the replica that its record names.
     """
-    jobs, lifetimes = prepare(records, config, variant, turns)
     token_bytes = kv_shape(config).token_bytes
-    outcome = simulate(jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, progress=progress)
-    return summarise(jobs, outcome, config, lifetimes, variant)
+    with uncollected():
+        jobs, lifetimes = prepare(records, config, variant, turns)
+        outcome = simulate(
+            jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, lay_out=lay_out, progress=progress
+        )
+        return summarise(jobs, outcome, config, lifetimes, variant)
 
 
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:

@@ -44,6 +44,7 @@ class Job:
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
+    shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
     gateway: int = 0  # the one that it comes to
     waits: bool = False  # for the turn before it: its arrival is not known before that ends
     think: float = 0.0  # seconds from that end to its arrival
@@ -71,11 +72,6 @@ class Job:
     def key(self) -> str:
         """Its name among all jobs, which records need not have."""
         return str(self.number)
-
-    @property
-    def shares(self) -> bool:
-        """Whether it reads or writes prefixes that are billed by breakpoint."""
-        return bool(self.marks or self.record.reads) and self.record.api == "messages"
 
     @property
     def work(self) -> int:
@@ -149,6 +145,7 @@ class Replica:
         self._order = 0
 
         # The sleep that an arrival may cut short.
+        self._now = 0.0  # when the last alarm rang that counted
         self._alarms = 0  # only the last one that was set counts
         self._bell: list[simpy.events.EventCallback] = [self._ring]
         self._idle = True
@@ -203,15 +200,20 @@ class Replica:
         while True:
             job = self._prefilling or self._admit()
             if job is not None:
-                left = job.record.input_tokens - job.computed
+                left, lead = job.record.input_tokens - job.computed, 0.0
                 if left > chunk:
-                    count = self._limit((left - 1) // chunk)
-                    self._set_alarm(self._chunk_seconds(job, count) + self._decode_seconds(count))
-                    yield
+                    whole = (left - 1) // chunk  # chunks but the last
+                    count = self._limit(whole)
+                    lead = self._chunk_seconds(job, count) + self._decode_seconds(count)
+                    pauses = count < whole or self._ends_in(count) or not self._fast_forward
+                    if pauses:
+                        self._set_alarm(lead)
+                        yield
                     job.computed += count * chunk
                     self._advance(count)
-                    continue
-                self._set_alarm(self._last_chunk_seconds(job, left))
+                    if pauses:
+                        continue
+                self._set_alarm(lead + self._last_chunk_seconds(job, job.record.input_tokens - job.computed))
                 yield
                 self._hand_off(job)
                 if self._batch and self.waiting and self._fits(self.waiting.peek()):  # else the run has this step, too
@@ -219,7 +221,7 @@ class Replica:
                     yield
                     self._advance(1)
             elif self._batch:
-                self._run_since, self._run_steps = self._env.now, self._limit(self._ends[0][0] - self._steps)
+                self._run_since, self._run_steps = self._now, self._limit(self._ends[0][0] - self._steps)
                 self._run_lines = self._lines()
                 self._set_alarm(run_seconds(self._run_lines, self._run_steps))
                 yield
@@ -236,6 +238,7 @@ class Replica:
 
     def _ring(self, alarm: simpy.Event) -> None:
         if alarm._value == self._alarms:
+            self._now = self._env.now
             next(self._life)
 
     def _cut_run(self) -> None:
@@ -255,7 +258,7 @@ class Replica:
     def _admit(self) -> Job | None:
         if not self.waiting or not self._fits(self.waiting.peek()):
             return None
-        now: float = self._env.now
+        now = self._now
         job = self._prefilling = self.waiting.pop()
         job.costs, _ = self._kinds.get(job.kind) or self._learn(job.kind)
         self.cache.expire(now)
@@ -279,7 +282,7 @@ class Replica:
 
     def _hand_off(self, job: Job) -> None:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
-        now: float = self._env.now
+        now = self._now
         self.cache.expire(now)
         written = self.cache.store(job.record, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
@@ -309,7 +312,7 @@ class Replica:
                 heapq.heappush(self._fulls, (self._steps + grown, self._order, load))
 
     def _finish(self, job: Job) -> None:
-        now: float = self._env.now
+        now = self._now
         job.finished = now + self._overhead
         self._used -= job.slot_bytes
         self._slots.change(-job.slot_bytes, now)
@@ -328,15 +331,21 @@ class Replica:
             steps = min(steps, self._fulls[0][0] - self._steps)
         return steps
 
+    def _ends_in(self, steps: int) -> bool:
+        """Whether a sequence ends within the next steps."""
+        return bool(self._ends) and self._ends[0][0] <= self._steps + steps
+
     def _lines(self) -> list[Line]:
         """Under each roof the seconds of the batch's next decode step, and what every further one takes more."""
-        loads, lines = self._loads, []
-        for roof in range(len(loads[0].roofs)):
+        loads: list[Load] = self._loads
+        lines: list[Line] = []
+        for roof, _ in enumerate(loads[0].roofs):
             empty = added = growth = 0.0
             for load in loads:  # `batch_seconds`, which this is, would take generators for every run
                 cost, batch = load.roofs[roof], load.batch
                 entry = cost.c + cost.d * batch  # seconds for each entry of a slot
-                empty = max(empty, cost.a)
+                if cost.a > empty:
+                    empty = cost.a
                 added += cost.b * batch + entry * (load.context + load.growing)
                 growth += entry * load.growing
             lines.append((empty + added, growth))
@@ -356,8 +365,10 @@ class Replica:
     def _last_chunk_seconds(self, job: Job, tokens: int) -> float:
         """Seconds of a prompt's last chunk and of its hand-off to a slot, where it has one."""
         prompt = job.record.input_tokens
-        hand_off = job.costs.hand_off.seconds(job.kept, prompt) if job.capacity else 0.0
-        return job.costs.prefill.seconds(tokens, prompt) + hand_off
+        seconds = job.costs.prefill.seconds(tokens, prompt)
+        if job.capacity and job.costs.hand_off is not FREE:
+            seconds += job.costs.hand_off.seconds(job.kept, prompt)
+        return seconds
 
     def _advance(self, steps: int) -> None:
         if not self._batch:

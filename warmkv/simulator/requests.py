@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.usage import Usage
+from warmkv.simulator.runs import Layout, layout
 from warmkv.simulator.traces import Trace, TraceError
 from warmkv.simulator.traces.columns import UNKNOWN
 
+Ints = NDArray[np.int64]
 KEY_BYTES = 8
 ANYBODY = "trace"  # the tenant of requests whose trace tells none
 
@@ -29,12 +34,24 @@ class Turn:
     think: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requests:
-    """Requests in the order of arrival; those in `turns`, by number, arrive when the turn before them is over."""
+    """Requests in the order of arrival; those in `turns`, by number, arrive when the turn before them is over.
+
+    `blocks` stand for the blocks of all prompts, as `runs.layout` takes them, where the trace itself has numbers.
+    """
 
     records: Sequence[RequestRecord]
     turns: Mapping[int, Turn] = field(default_factory=dict)
+    blocks: Ints | None = field(default=None, repr=False, compare=False)
+
+    def layout(self) -> Layout | None:
+        """The prompts' blocks as runs, found once: they depend on no configuration."""
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout | None:
+        return layout([record.hashes for record in self.records], self.blocks)
 
 
 def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: bool = False) -> Requests:
@@ -45,7 +62,8 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
     if the trace does not tell the scope, or its block numbers are not those of prefixes.
     """
     size = trace.block_size or config.prefix_cache.block_size
-    label = config.compression.policy.label
+    label, unbilled = config.compression.policy.label, Usage()
+    counts, blocks = _full_blocks(trace, scope)
     arrivals, prompts, outputs = trace.arrival.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist()
     records = tuple(
         RequestRecord(
@@ -59,12 +77,13 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
             input_tokens=prompt,
             output_tokens=output,
             hashes=hashes,
+            usage=unbilled,
         )
         for number, (arrival, tenant, prompt, output, hashes) in enumerate(
-            zip(arrivals, trace.tenant.tolist(), prompts, outputs, _chains(trace, scope), strict=True)
+            zip(arrivals, trace.tenant.tolist(), prompts, outputs, _chains(counts, blocks), strict=True)
         )
     )
-    return Requests(records, {} if open_loop else turns(trace))
+    return Requests(records, {} if open_loop else turns(trace), blocks)
 
 
 def turns(trace: Trace) -> dict[int, Turn]:
@@ -82,22 +101,28 @@ def turns(trace: Trace) -> dict[int, Turn]:
     return found
 
 
-def _chains(trace: Trace, scope: str) -> Iterator[tuple[bytes, ...]]:
-    """The keys of every prompt's full blocks; equal blocks share one object."""
+def _full_blocks(trace: Trace, scope: str) -> tuple[Ints, Ints]:
+    """How many full blocks each prompt has, and all of them one after the other, numbered from 0 without gaps."""
     if not trace.block_size:
-        yield from [()] * len(trace)
-        return
-    distinct, numbers = np.unique(_scoped(trace, scope), return_inverse=True)
-    keys = [number.to_bytes(KEY_BYTES, "little") for number in range(len(distinct))]
-    full = (trace.input_tokens // trace.block_size).tolist()
-    for start, count in zip(trace.offsets.tolist(), full, strict=False):
-        chain = tuple(keys[number] for number in numbers[start : start + count].tolist())
+        return np.zeros(len(trace), dtype=np.int64), np.empty(0, dtype=np.int64)
+    counts, full = np.diff(trace.offsets), trace.input_tokens // trace.block_size
+    place = np.arange(len(trace.blocks)) - np.repeat(trace.offsets[:-1], counts)
+    _, blocks = np.unique(_scoped(trace, scope)[place < np.repeat(full, counts)], return_inverse=True)
+    return np.minimum(counts, full), blocks
+
+
+def _chains(counts: Ints, blocks: Ints) -> Iterator[tuple[bytes, ...]]:
+    """The keys of every prompt's full blocks; equal blocks share one object."""
+    keys = [number.to_bytes(KEY_BYTES, "little") for number in range(blocks.max(initial=-1) + 1)]
+    numbers = iter(blocks.tolist())
+    for count in counts.tolist():
+        chain = tuple([keys[number] for number in islice(numbers, count)])
         if len(set(chain)) < count:
             raise TraceError("a prompt has the same block twice: its numbers do not stand for prefixes")
         yield chain
 
 
-def _scoped(trace: Trace, scope: str) -> NDArray[np.int64]:
+def _scoped(trace: Trace, scope: str) -> Ints:
     """Block numbers that are equal only within a scope."""
     if scope == "global":
         return trace.blocks
@@ -105,5 +130,5 @@ def _scoped(trace: Trace, scope: str) -> NDArray[np.int64]:
     if (owner == UNKNOWN).any():
         raise TraceError(f"the trace does not tell the {scope} of every request")
     distinct, numbers = np.unique(trace.blocks, return_inverse=True)
-    scoped: NDArray[np.int64] = numbers + np.repeat(owner.astype(np.int64), np.diff(trace.offsets)) * len(distinct)
+    scoped: Ints = numbers + np.repeat(owner.astype(np.int64), np.diff(trace.offsets)) * len(distinct)
     return scoped

@@ -11,10 +11,13 @@ recently used run of a tier that nobody reads is always the end of a chain.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.index import TIERS, Depths
@@ -23,6 +26,7 @@ from warmkv.simulator.cache import Parcel, Removals
 from warmkv.simulator.measures import Level
 
 Hashes = tuple[bytes, ...]
+Ints = NDArray[np.int64]
 Runs = tuple[int, ...]
 NONE = -1
 NOTHING = Match()
@@ -30,55 +34,56 @@ NOTHING = Match()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every prompt's blocks as runs, by number; the blocks in each run, and the run before it (NONE at a beginning)."""
+    """Each prompt's blocks as runs, by number; the blocks in each run, and the run before it (NONE at a beginning)."""
 
-    runs: Mapping[Hashes, Runs]
+    runs: Sequence[Runs]
     lengths: Sequence[int]
     parents: Sequence[int]
 
 
-def layout(prompts: Iterable[Hashes]) -> Layout | None:
-    """The longest runs that no prompt ends in or leaves; None if some block has no one block before it."""
-    runs: dict[Hashes, Runs] = dict.fromkeys(prompts, ())
-    distinct = list(runs)
-    first: dict[bytes, int] = {}  # the prompt that each block is in first: the others branch off from that one
-    starts: list[int] = []  # leading blocks of each prompt that were in one before it
-    cuts: list[list[int] | None] = [None] * len(distinct)  # where others leave it or end, behind its start
-    for number, hashes in enumerate(distinct):
-        start = bisect_left(hashes, True, key=lambda block: block not in first)
-        if start:
-            origin = first[hashes[start - 1]]
-            if hashes[:start] != distinct[origin][:start]:
-                return None
-            if (places := cuts[origin]) is None:
-                cuts[origin] = [start]
-            else:
-                places.append(start)
-        new = hashes[start:]
-        known = len(first)
-        first.update(dict.fromkeys(new, number))
-        if len(first) < known + len(new):
-            return None
-        starts.append(start)
+def layout(prompts: Sequence[Hashes], blocks: Ints | None = None) -> Layout | None:
+    """The longest runs that no prompt ends in or leaves; None if some block has no one block before it.
 
-    lengths: list[int] = []
-    parents: list[int] = []
-    ends: list[list[int]] = []  # of the runs of each prompt, behind its start
-    for number, (hashes, start) in enumerate(zip(distinct, starts, strict=True)):
-        found: list[int] = []
-        if start:
-            origin = first[hashes[start - 1]]
-            inherited = runs[distinct[origin]]
-            behind = ends[origin]
-            found = list(inherited[: len(inherited) - len(behind) + bisect_left(behind, start) + 1])
-        ends.append(sorted({*(cuts[number] or ()), len(hashes)} if start < len(hashes) else ()))
-        for end in ends[-1]:
-            parents.append(found[-1] if found else NONE)
-            found.append(len(lengths))
-            lengths.append(end - start)
-            start = end
-        runs[hashes] = tuple(found)
-    return Layout(runs, lengths, parents)
+    `blocks` stand for the blocks of all prompts, one after the other, as small numbers from 0 on.
+    """
+    counts = np.array([len(hashes) for hashes in prompts if hashes])
+    if not len(counts):
+        return Layout([()] * len(prompts), [], [])
+    if blocks is None:
+        every = list(chain.from_iterable(prompts))
+        numbers = {block: number for number, block in enumerate(dict.fromkeys(every))}
+        blocks = np.array(list(map(numbers.__getitem__, every)))
+    starts = counts.cumsum() - counts
+    before = _before(blocks, starts)
+    parent = np.full(blocks.max() + 1, NONE)  # the one block before each, by number
+    parent[blocks] = before
+    if (parent[blocks] != before).any():
+        return None
+
+    known = np.zeros(len(parent), dtype=bool)
+    known[blocks] = True
+    last = np.bincount(parent[known] + 1, minlength=len(parent) + 1)[1:] > 1  # blocks behind which prompts part
+    last[blocks[starts + counts - 1]] = True  # or end
+    number = last.cumsum() - 1  # of runs, by their last block
+
+    ends = np.flatnonzero(last[blocks])
+    runs = number[blocks[ends]]
+    amounts = np.add.reduceat(last[blocks], starts, dtype=np.int64)  # runs of each prompt
+    firsts = amounts.cumsum() - amounts
+    begins = _before(ends, firsts) + 1
+    begins[firsts] = starts
+    lengths, parents = np.zeros((2, last.sum()), dtype=np.int64)
+    lengths[runs], parents[runs] = ends + 1 - begins, _before(runs, firsts)
+    flat, of_each = iter(runs.tolist()), iter(amounts.tolist())
+    found = [tuple(islice(flat, next(of_each))) if hashes else () for hashes in prompts]
+    return Layout(found, lengths.tolist(), parents.tolist())
+
+
+def _before(values: Ints, firsts: Ints) -> Ints:
+    """The value before each; NONE at `firsts`."""
+    shifted = np.roll(values, 1)
+    shifted[firsts] = NONE
+    return shifted
 
 
 @dataclass(slots=True)
@@ -97,12 +102,14 @@ class Place:
 class RunCache:
     """The blocks of one replica, with the methods of `ReplicaCache`. One prompt is computed at a time.
 
-    `rooms` are the blocks that fit into each tier and the bytes of one there. Blocks live `ttl` seconds after each use.
+    `runs` are those of every request, by its id; `rooms` the blocks that fit into each tier and the bytes of one there.
+    Blocks live `ttl` seconds after each use.
     """
 
     def __init__(
         self,
         layout: Layout,
+        runs: Mapping[str, Runs],
         tiers: Sequence[str],
         rooms: Sequence[tuple[int, int]],
         ttl: float,
@@ -110,17 +117,20 @@ class RunCache:
         levels: Sequence[Level],
         removals: Removals,
     ) -> None:
-        self._layout, self._ttl, self._stored, self._removals = layout, ttl, stored, removals
+        self._runs, self._ttl, self._stored, self._removals = runs, ttl, stored, removals
         self._places = [
             Place(room, block_bytes, level, [0] * len(layout.lengths))
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
-        self._tiers = [TIERS.index(name) for name in tiers]
+        self._lengths, self._parents = layout.lengths, layout.parents
+        self._held = [(TIERS.index(name), place.held) for name, place in zip(tiers, self._places, strict=True)]
         self._memory = [place for name, place in zip(tiers, self._places, strict=True) if name != "disk"]
         self.due = math.inf  # nothing expires before
         self._used = [-math.inf] * len(layout.lengths)  # when each run was used last
         self._uses: deque[tuple[float, Runs]] = deque()  # in order; a run expires a TTL after the last that names it
-        self._reading: Runs = ()  # runs that do not expire
+        self._matches: dict[int, Match] = {}  # by their blocks: there are few, for many requests
+        self._prompt: Runs = ()  # that was looked up last
+        self._reading: Runs = ()  # what was found of it, and does not expire
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each run at the time it ended."""
@@ -137,9 +147,16 @@ class RunCache:
 
     def depths(self, runs: Runs) -> Depths:
         """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
-        device = host = anywhere = 0
-        for tier, place in zip(self._tiers, self._places, strict=True):
-            anywhere = max(anywhere, self._leading(place, runs))
+        lengths, device, host, anywhere = self._lengths, 0, 0, 0
+        for tier, held in self._held:
+            count = 0  # as `_leading`, which would take a call for each of many replicas
+            for run in runs:
+                blocks = held[run]
+                count += blocks
+                if blocks < lengths[run]:
+                    break
+            if count > anywhere:
+                anywhere = count
             if tier < 2:
                 host = anywhere
             if tier < 1:
@@ -148,8 +165,10 @@ class RunCache:
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
-        runs = self._layout.runs[record.hashes]
-        blocks = max([self._leading(place, runs) for place in self._places])
+        runs = self._prompt = self._runs[record.id]
+        blocks = self._leading(self._places[0], runs)
+        for place in self._places[1:]:
+            blocks = max(blocks, self._leading(place, runs))
         if not blocks:
             return NOTHING
         self._reading = reading = self._use(runs, now)
@@ -159,17 +178,20 @@ class RunCache:
                 if held[run]:
                     place.order.move_to_end(run)
                     place.pinned[run] = held[run]
-        return Match(blocks=blocks, tokens=blocks * record.block_size)
+        found = self._matches.get(blocks)
+        if found is None:
+            found = self._matches[blocks] = Match(blocks=blocks, tokens=blocks * record.block_size)
+        return found
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
-        """Keep the full blocks of a computed prompt, as many from its beginning as fit; there are no marks.
+        """Keep the full blocks of the prompt that was looked up last, as many from its beginning as fit; there are no
+        marks.
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.
         """
-        runs = self._layout.runs[record.hashes]
+        runs, lengths = self._prompt, self._lengths
         if not runs:
             return 0
-        lengths = self._layout.lengths
         if match is not None and match.blocks > self._leading(self._places[0], runs):
             self._keep(0, *self._begun(runs, match.blocks))
         for tier in range(len(self._places)):
@@ -196,7 +218,7 @@ class RunCache:
 
     def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
         """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
-        _, memory, anywhere = self.depths(self._layout.runs[record.hashes])
+        _, memory, anywhere = self.depths(self._runs[record.id])
         return min(memory, most), min(anywhere, most)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
@@ -204,7 +226,7 @@ class RunCache:
 
         At most `most` bytes, but at least a block.
         """
-        runs, nbytes = self._layout.runs[record.hashes], 0
+        runs, nbytes = self._runs[record.id], 0
         dead = (
             at for at, run in enumerate(runs) if self._used[run] + self._ttl <= now
         )  # there only for who reads them
@@ -220,16 +242,16 @@ class RunCache:
 
     def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
         """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
-        runs, count = self._begun(self._layout.runs[record.hashes], parcel.blocks)
+        runs, count = self._begun(self._runs[record.id], parcel.blocks)
         for tier in range(len(self._places)):
             if self._keep(tier, runs, count):
                 break
-        self._use(self._layout.runs[record.hashes], now)
+        self._use(self._runs[record.id], now)
         self._tell(now)
 
     def _begun(self, runs: Runs, blocks: int) -> tuple[Runs, int]:
         """The runs of so many leading blocks of a chain, at least one, and how many of them are in the last."""
-        lengths, found = self._layout.lengths, 0
+        lengths, found = self._lengths, 0
         while blocks > lengths[runs[found]]:
             blocks -= lengths[runs[found]]
             found += 1
@@ -237,7 +259,7 @@ class RunCache:
 
     def _leading(self, place: Place, runs: Runs) -> int:
         """Leading blocks of a chain that a tier holds."""
-        held, lengths, count = place.held, self._layout.lengths, 0
+        held, lengths, count = place.held, self._lengths, 0
         for run in runs:
             count += held[run]
             if held[run] < lengths[run]:
@@ -246,14 +268,12 @@ class RunCache:
 
     def _use(self, runs: Runs, now: float) -> Runs:
         """Let what is held of a chain live its TTL again; those runs."""
+        used, top = self._used, self._places[0].held
         for count, run in enumerate(runs):
-            for place in self._places:
-                if place.held[run]:
-                    break
-            else:
+            if not top[run] and not any(held[run] for _, held in self._held):
                 runs = runs[:count]
                 break
-            self._used[run] = now
+            used[run] = now
         if runs and self._ttl < math.inf:
             self._uses.append((now, runs))
             self.due = min(self.due, now + self._ttl)
@@ -266,7 +286,7 @@ class RunCache:
         What gives way goes down a tier, together with the chain before it.
         """
         place, whole, kept = self._places[tier], True, len(runs)
-        held, lengths = place.held, self._layout.lengths
+        held, lengths = place.held, self._lengths
         evicted: list[tuple[int, int]] = []
         for at, run in enumerate(runs, start=1):
             missing = (lengths[run] if at < len(runs) else last) - held[run]
@@ -294,14 +314,15 @@ class RunCache:
 
     def _make_room(self, place: Place, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
         """Evict until so many blocks are free, or nothing else can go; notes runs with the blocks they had."""
-        pinned, held = place.pinned, place.held
-        while place.free < blocks:
-            for run in place.order:
+        pinned, held, order, missing = place.pinned, place.held, place.order, blocks - place.free
+        while missing > 0:
+            for run in order:
                 if run not in stays and (loose := held[run] - pinned.get(run, 0)) > 0:
                     break
             else:
                 return
-            gone = min(loose, blocks - place.free)
+            gone = min(loose, missing)
+            missing -= gone
             evicted.append((run, held[run]))
             self._removals.evicted += gone
             self._shorten(place, run, gone)
@@ -311,7 +332,7 @@ class RunCache:
         path = []
         while run != NONE:
             path.append(run)
-            run = self._layout.parents[run]
+            run = self._parents[run]
         return tuple(reversed(path))
 
     def _shorten(self, place: Place, run: int, blocks: int) -> None:
@@ -335,7 +356,7 @@ class RunCache:
         """Everything is gone, with the replica."""
         for place in self._places:
             place.untold -= sum(place.held)
-            place.held = [0] * len(place.held)
+            place.held[:] = [0] * len(place.held)
             place.order.clear()
         self._uses.clear()
         self.due = math.inf

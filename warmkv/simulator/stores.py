@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from warmkv.config import Config
 from warmkv.policies.eviction import lru
@@ -10,11 +10,12 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import Depths, PrefixIndex
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.late_index import LateIndex
 from warmkv.simulator.measures import Level
 from warmkv.simulator.replica import Job
-from warmkv.simulator.runs import Layout, RunCache, layout
+from warmkv.simulator.runs import Layout, RunCache, Runs, layout
 
 
 def kv_shape(config: Config) -> KVShape:
@@ -30,7 +31,14 @@ class Stores:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], config: Config, lifetimes: Lifetimes, token_bytes: int, *, by_runs: bool
+        self,
+        jobs: Sequence[Job],
+        config: Config,
+        lifetimes: Lifetimes,
+        token_bytes: int,
+        *,
+        by_runs: bool,
+        lay_out: Callable[[], Layout | None] | None = None,
     ) -> None:
         cache = config.prefix_cache
         self._lifetimes, self._token_bytes, self._share = lifetimes, token_bytes, cache.tenant_share
@@ -43,8 +51,13 @@ class Stores:
         self._late = LateIndex(config.directory.publish_seconds, delay) if delay else None
         hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
         self._layout = None
-        if by_runs and not delay and not hands_over:
-            self._layout = runs_of(jobs, config, self._tiers, lifetimes)
+        if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):
+            self._layout = lay_out() if lay_out is not None else layout([job.record.hashes for job in jobs])
+        self._runs: dict[str, Runs] = {}  # by request
+        if self._layout is not None:
+            self._runs = dict(zip((job.record.id for job in jobs), self._layout.runs, strict=True))
+            if len(self._runs) < len(jobs):  # some share an id
+                self._layout = None
         self._run_caches: dict[str, RunCache] = {}
 
     @property
@@ -62,7 +75,9 @@ class Stores:
             )  # fmt: skip
         rooms = [(tier.capacity // self._weight(tier), self._weight(tier)) for tier in self._tiers]
         tiers, ttl = list(self.by_tier), self._lifetimes.default
-        self._run_caches[name] = RunCache(self._layout, tiers, rooms, ttl, self.stored, levels, self.removals)
+        self._run_caches[name] = RunCache(
+            self._layout, self._runs, tiers, rooms, ttl, self.stored, levels, self.removals
+        )
         return self._run_caches[name]
 
     def drop(self, name: str, cache: ReplicaCache | RunCache, now: float) -> None:
@@ -73,24 +88,22 @@ class Stores:
         if self._late is not None:
             self._late.drop_replica(name)
 
-    def warm(self, hashes: tuple[bytes, ...], now: float) -> Mapping[str, Depths]:
+    def warm(self, record: RequestRecord, now: float) -> Mapping[str, Depths]:
         """Leading blocks of a prompt that each replica holds, as the routers know it."""
         if self._layout is not None:
-            runs = self._layout.runs[hashes]
+            runs = self._runs[record.id]
             return {name: blocks.depths(runs) for name, blocks in self._run_caches.items()}
         index = self.index if self._late is None else self._late.at(now)
-        return index.longest_match(hashes)
+        return index.longest_match(record.hashes)
 
     def _weight(self, tier: Tier) -> int:
         return tier.weigh(self._block_size * self._token_bytes, self._block_size)
 
 
-def runs_of(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> Layout | None:
-    """The blocks of all prompts as runs, if a `RunCache` does with them what the ledgers do."""
+def follows_runs(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> bool:
+    """Whether a `RunCache` does with the blocks of the prompts what the ledgers do, if they can be laid out as runs."""
     settings = config.prefix_cache
     plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
     if not plain or len({job.record.block_size for job in jobs}) != 1:
-        return None
-    if any(job.marks or job.record.reads or job.sum_bytes for job in jobs):
-        return None
-    return layout(job.record.hashes for job in jobs)
+        return False
+    return not any(job.marks or job.record.reads or job.sum_bytes for job in jobs)

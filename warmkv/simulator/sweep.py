@@ -129,7 +129,9 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
 def run_task(requests: Requests, task: Task) -> Figures:
     """Raises SweepError with the point that cannot be replayed."""
     try:
-        (result,) = replay(requests.records, task.config, [task.variant], task.times, turns=requests.turns)
+        (result,) = replay(
+            requests.records, task.config, [task.variant], task.times, turns=requests.turns, lay_out=requests.layout
+        )
     except ValueError as error:
         raise SweepError(f"{task.label}: {error}") from None
     return figures(result)

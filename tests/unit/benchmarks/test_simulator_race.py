@@ -34,6 +34,19 @@ def test_the_cluster_race_finds_prefixes(tmp_path):
     assert figures["refused_cluster"]["value"] == 0
 
 
+def test_the_sweep_runs_in_one_process_and_in_several(tmp_path):
+    lines = [
+        json.dumps({"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [at]}) for at in range(40)
+    ]
+    (tmp_path / simulator_race.CONVERSATION).write_text("\n".join(lines))
+    path = tmp_path / "race.json"
+    arguments = ["--quick", "--only", "sweep", "--traces", str(tmp_path), "--json", str(path)]
+    assert simulator_race.main(arguments) == 0
+    figures = {each["name"]: each for each in json.loads(path.read_text())["figures"]}
+    assert figures.keys() == {"requests_per_second_sweep", "speed_up_per_process_sweep"}
+    assert all(each["value"] > 0 for each in figures.values())
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(SystemExit) as ended:
         simulator_race.main(["--only", "nothing"])

@@ -48,12 +48,12 @@ class Recorded:
 class Pair:
     """Replica "b" asks replica "a"; `ask` may be replaced by a fault."""
 
-    def __init__(self, model: Any, transfer: dict[str, Any], cache: dict[str, Any]) -> None:
+    def __init__(self, model: Any, transfer: dict[str, Any], caches: Sequence[dict[str, Any]]) -> None:
         config, self.recorded, self.asked = TransferConfig(**ALWAYS | transfer), Recorded(), 0
-        settings = PrefixCacheConfig(**{"block_size": BLOCK, "min_tokens": 1, **cache})
+        settings = [PrefixCacheConfig(**{"block_size": BLOCK, "min_tokens": 1, **cache}) for cache in caches]
         self.engines = [
-            Engine(model, EngineConfig(prefill_chunk=16, kv_bytes=1 << 26), settings, clock=lambda: 0.0, name=name)
-            for name in "ab"
+            Engine(model, EngineConfig(prefill_chunk=16, kv_bytes=1 << 26), one, clock=lambda: 0.0, name=name)
+            for name, one in zip("ab", settings, strict=True)
         ]
         self.a, self.b = (
             Transfers(engine, engine.name, config, self._ask, self.recorded, clock=asyncio.get_running_loop().time)
@@ -82,8 +82,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(models: Any, transfer: dict[str, Any] | None = None, **cache: Any) -> AsyncIterator[Pair]:
-    made = Pair(models["llama"], transfer or {}, cache)
+async def pair(
+    models: Any, transfer: dict[str, Any] | None = None, donor: dict[str, Any] | None = None, **cache: Any
+) -> AsyncIterator[Pair]:
+    made = Pair(models["llama"], transfer or {}, (cache if donor is None else donor, cache))
     threads = [threading.Thread(target=engine.run) for engine in made.engines]
     for thread in threads:
         thread.start()
@@ -249,6 +251,25 @@ def test_any_fault_means_computing_and_is_counted(models, fault, result):
             assert replicas.recorded.fetches() == {result: 1}
             replicas.ask = replicas.a.lend
             assert replicas.b._flights == {}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_keeps_kv_as_computed_takes_none_that_was_made_smaller(models):
+    async def run() -> None:
+        async with pair(models, donor={"storage": "fp8", "allow_lossy": True}) as replicas:
+            expected, _ = await replicas.run(1, replace(second(name="computed"), fetch=None))
+            await asyncio.wrap_future(replicas.engines[1].drop_prefixes(""))
+            await replicas.run(0, first())
+            tokens, started = await replicas.run(1, second())
+            assert (tokens, started.cached_tokens) == (expected, 0)
+            assert replicas.recorded.fetches() == {"failed": 1}
+        async with pair(models, storage="fp8", allow_lossy=True) as replicas:
+            await replicas.run(0, first())
+            there, here = await replicas.run(0, second(name="there")), await replicas.run(1, second())
+            assert here[0] == there[0]
+            assert here[1].hit == there[1].hit == 53
+            assert replicas.recorded.fetches() == {"fetched": 1}
 
     asyncio.run(run())
 
@@ -441,3 +462,14 @@ def test_nothing_is_taken_over_from_a_replica_with_other_weights(models):
             assert len(replicas.engines[1].store) == 0
 
     asyncio.run(run())
+
+
+def test_what_nobody_waits_for_any_more_is_not_done_between_steps(driver):
+    engine, done = driver().engine, []
+    given_up, wanted = engine.between_steps(lambda: done.append("given up")), engine.between_steps(lambda: 7)
+    failing = engine.between_steps(lambda: 1 // 0)
+    given_up.cancel()
+    engine.step()
+    assert (done, wanted.result(0)) == ([], 7)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(0)

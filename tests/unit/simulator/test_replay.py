@@ -1,3 +1,4 @@
+import gc
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.config import load
+from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.budgets import kept_tokens
-from warmkv.policies.costs import StepCost
+from warmkv.policies.costs import StepCost, StepKind
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator import workloads
 from warmkv.simulator.measures import Level, percentiles
@@ -228,3 +230,55 @@ def test_percentiles_interpolate():
 
 def test_kv_shape_is_the_configured_one():
     assert kv_shape(load(environ={})).token_bytes == 2 * 6 * 2 * 32 * 4
+
+
+POLICIES = (
+    "full",
+    "kivi",
+    "auto",
+    "snapkv@6",
+    "snapkv@0.5+kivi2",
+    "streaming_llm@0.5",
+    "h2o@0.3",
+    "tova@9",
+    "adakv@0.2",
+    "pyramidkv@40:window=4",
+    "rocketkv@0.3",
+    "fastgen",
+    "adaptive",
+)
+
+
+@given(logs(policies=POLICIES), st.integers(2, 4))
+def test_a_job_takes_what_its_policy_says(records, layers):
+    settings = config(
+        f"simulator={{layers: {layers}, kv_heads: 2, head_dim: 8, dtype_bytes: 2}}", "engine.max_context=80"
+    )
+    shape = kv_shape(settings)
+    jobs, _ = prepare(records, settings, Variant())
+    for job in jobs:
+        prompt, allowed = job.record.input_tokens, job.record.output_tokens
+        spec = budgets.in_force(PolicySpec.model_validate(job.record.policy), prompt, allowed)
+        assert job.kind == StepKind.of(spec)
+        assert job.kept == budgets.kept_tokens(spec, prompt)
+        assert job.recomputed == budgets.recomputed_tokens(spec, prompt)
+        assert job.workspace_bytes == slot_sizes.workspace_bytes(spec, shape, prompt, len(job.marks))
+        assert job.sum_bytes == slot_sizes.column_sum_bytes(spec, shape, prompt)
+        assert job.endless == budgets.is_endless(spec, prompt, allowed, 80)
+        decodes = allowed > 1
+        assert job.capacity == decodes * budgets.slot_capacity(spec, prompt, allowed)
+        assert job.slot_bytes == decodes * slot_sizes.slot_bytes(spec, shape, prompt, allowed)
+
+
+def test_the_collector_rests_during_a_replay_and_is_as_before_then(conversations):
+    seen = []
+    for before in (True, False):
+        (gc.enable if before else gc.disable)()
+        try:
+            replay(
+                conversations, load(environ={}), [Variant()], EXACT, progress=lambda *at: seen.append(gc.isenabled())
+            )
+            assert gc.isenabled() == before
+        finally:
+            gc.enable()
+    assert not any(seen)

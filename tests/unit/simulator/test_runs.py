@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from warmkv.simulator.cluster import simulate
 from warmkv.simulator.replay import prepare, summarise
 from warmkv.simulator.requests import of_trace
 from warmkv.simulator.runs import layout
-from warmkv.simulator.stores import kv_shape, runs_of
+from warmkv.simulator.stores import follows_runs, kv_shape
 from warmkv.simulator.variants import Variant
 
 A, B, C, D, E = (bytes([n]) for n in range(1, 6))
@@ -25,11 +26,10 @@ SLOW = StepCost(0.5, 0.0, 0.0)  # prompts take longer than prefixes live
 
 
 def test_a_run_ends_where_prompts_end_or_part():
-    found = layout([(A, B, C), (A, B, C, D), (A, B, E), ()])
+    found = layout([(A, B, C), (A, B, C, D), (), (A, B, E)])
     assert found is not None
-    runs = {hashes: [found.lengths[run] for run in runs] for hashes, runs in found.runs.items()}
-    assert runs == {(A, B, C): [2, 1], (A, B, C, D): [2, 1, 1], (A, B, E): [2, 1], (): []}
-    assert found.runs[A, B, C] == found.runs[A, B, C, D][:2]
+    assert [[found.lengths[run] for run in runs] for runs in found.runs] == [[2, 1], [2, 1, 1], [], [2, 1]]
+    assert found.runs[0] == found.runs[1][:2]
 
 
 @st.composite
@@ -59,20 +59,12 @@ def test_runs_are_laid_out_as_an_obvious_pass_over_all_blocks_does(prompts):
         assert found is None
         return
     assert found is not None
-    for prompt in prompts:
-        pieces, start = [], 0
-        for end, block in enumerate(prompt, start=1):
-            if len(after[block]) > 1 or None in after[block]:  # prompts part here, or one ends
-                pieces.append(end - start)
-                start = end
-        runs = found.runs[prompt]
-        assert [found.lengths[run] for run in runs] == pieces
+    chains = set()
+    for prompt, runs in zip(prompts, found.runs, strict=True):
+        ends = [end for end, block in enumerate(prompt, 1) if len(after[block]) > 1 or None in after[block]]
+        assert [found.lengths[run] for run in runs] == [end - start for start, end in pairwise([0, *ends])]
         assert [found.parents[run] for run in runs] == [-1, *runs][: len(runs)]
-    chains = {
-        (run, prompt[: sum(found.lengths[r] for r in found.runs[prompt][: at + 1])])
-        for prompt in prompts
-        for at, run in enumerate(found.runs[prompt])
-    }
+        chains |= {(run, prompt[:end]) for run, end in zip(runs, ends, strict=True)}
     assert len(chains) == len({run for run, _ in chains}) == len({chain for _, chain in chains}) == len(found.lengths)
 
 
@@ -173,4 +165,4 @@ def test_runs_are_taken_only_where_they_are_exact(flags, taken):
     requests = of_trace(trace_of((0.0, [1, 2], 9, 3, None, 0.0)), settings)
     jobs, lifetimes = prepare(requests.records, settings, Variant())
     tiers = tiers_of(settings.prefix_cache, kv_shape(settings))
-    assert (runs_of(jobs, settings, tiers, lifetimes) is not None) == taken
+    assert follows_runs(jobs, settings, tiers, lifetimes) == taken

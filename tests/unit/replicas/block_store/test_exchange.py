@@ -203,6 +203,15 @@ def test_blocks_without_the_one_before_are_left_out():
     assert len(other) == 3
 
 
+def test_blocks_that_do_not_follow_by_their_positions_are_left_out():
+    prompt, donor, other = Prompt("t", [1] * 16), make(), make()
+    write(donor, prompt)
+    lent, _ = lend(donor, prompt.hashes, [], 1 << 30)
+    moved = [(replace(header, end=header.end + 4), packed) for header, packed in lent]
+    assert take(other, moved) == 0
+    assert take(other, [*lent[:2], *moved[2:]]) == 2
+
+
 def test_a_donor_without_column_sums_has_nothing_for_whoever_needs_them():
     prompt, donor = Prompt("t", [1] * 40), make()
     write(donor, prompt, {22: "5m"})

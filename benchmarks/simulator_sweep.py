@@ -1,0 +1,82 @@
+"""A sweep of 200 configurations over the conversation trace, in one process and in one for every core.
+
+Part of `simulator_race`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warmkv.config import Config, load
+from warmkv.simulator.grid import Point, point
+from warmkv.simulator.source import Source, read
+from warmkv.simulator.sweep import Runner, Task, processes, serial, tasks_of
+
+if TYPE_CHECKING:
+    from benchmarks.report import Figure
+
+GRID: dict[str, list[Any]] = {
+    "ttl": ["1m", "5m", "15m", "1h", "unlimited"],
+    "prefix_cache.memory_bytes": ["64GiB", "128GiB", "256GiB", "384GiB", "512GiB"],
+    "engine.prefill_chunk": [1024, 2048, 4096, 8192],
+    "compression.policy": ["full", "snapkv@0.2"],
+}
+RATE = 30_000.0  # requests a second of each process, as for a replay by itself
+SHARE = 0.9  # of a speed-up by the number of processes: each reads the trace, and shares memory bandwidth
+FEW = 8  # points and requests / 100 that show whether it runs
+
+
+def race(trace: Path, flags: Sequence[str], quick: bool, say: Callable[[str], None]) -> list[Figure]:
+    """Requests a second over all points, and how much faster as many processes as there are cores do them."""
+    from benchmarks.report import figure
+
+    base = load(flags=flags, environ={})
+    points = list(islice(_points(flags), FEW if quick else None))
+    with _beginning(trace, FEW * 100 if quick else None) as path:
+        source = read(Source(path), base)
+        tasks = tasks_of(points, source, base, "config", as_recorded=False)
+        count, workers = len(source.requests.records) * len(tasks), os.cpu_count() or 1
+        alone = _seconds(serial(source.requests), tasks)
+        say(f"sweep: {len(tasks)} configurations in {alone:.1f} s, one after the other")
+        begin = time.perf_counter()
+        with processes(source, base, workers) as runner:
+            _seconds(runner, tasks)
+        together = time.perf_counter() - begin
+        say(f"sweep: in {together:.1f} s, in {workers} processes")
+    return [
+        figure("requests_per_second_sweep", [count / alone], RATE, "higher"),
+        figure("speed_up_per_process_sweep", [alone / together / workers], SHARE, "higher"),
+    ]
+
+
+def _points(flags: Sequence[str]) -> Iterator[Point]:
+    def configure(own: Sequence[str]) -> Config:
+        return load(flags=[*flags, *own], environ={})
+
+    return (point(dict(zip(GRID, values, strict=True)), configure) for values in product(*GRID.values()))
+
+
+def _seconds(runner: Runner, tasks: Sequence[Task]) -> float:
+    begin = time.perf_counter()
+    done = sum(1 for _ in runner(tasks))
+    assert done == len(tasks)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _beginning(trace: Path, lines: int | None) -> Iterator[Path]:
+    """The trace, or a file of its first lines."""
+    if lines is None:
+        yield trace
+        return
+    with tempfile.TemporaryDirectory() as folder, trace.open() as whole:
+        part = Path(folder) / trace.name
+        part.write_text("".join(islice(whole, lines)))
+        yield part
