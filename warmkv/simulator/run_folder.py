@@ -38,6 +38,8 @@ REQUESTS = pa.schema(
         ("blocks", pa.int64()),  # full blocks of the prompt
         ("blocks_found", pa.int64()),
         ("slot_bytes", pa.int64()),
+        ("retries", pa.int64()),  # how often its replica failed before its first token
+        ("resumptions", pa.int64()),  # and after it
         ("dollars", pa.float64()),  # billed
     ]
 )
@@ -115,6 +117,8 @@ def _requests(run: Run, prices: Prices) -> Any:
                 "reused_tokens": job.reused,
                 "blocks_found": job.match.blocks,
                 "slot_bytes": job.slot_bytes,
+                "retries": job.retries,
+                "resumptions": job.resumptions,
                 "dollars": price(next(usages), prices).total,
             }
             if job.replica

@@ -108,13 +108,16 @@ def test_bills_add_up_and_gpus_are_priced(done):
 
 
 def test_the_report_shows_replicas_only_where_they_change(done, tmp_path):
-    failing = config("cluster.replicas=2", "simulator.failures=[{at: 1, seconds: 3}]")
+    failing = config("cluster.replicas=2", "simulator.failures=[{at: 18.1}]")
     for number, (finished, shown) in enumerate(((done, False), (run(records(), failing, Variant(), EXACT), True))):
         folder = tmp_path / str(number)
         run_folder.write(folder, finished, meta(SETTINGS), SETTINGS.prices)
         page = (folder / "report.html").read_text()
         assert ("replicas on average, at most" in page) == shown
         assert ("sent again before" in page) == (finished.result.retries + finished.result.resumptions > 0)
+        rows = pq.read_table(folder / "requests.parquet").to_pydict()
+        assert sum(filter(None, rows["retries"])) == finished.result.retries == 0
+        assert sum(filter(None, rows["resumptions"])) == finished.result.resumptions == shown
         series = pq.read_table(folder / "timeseries.parquet").to_pydict()
         assert (set(series["replicas"]) == {1, 2}) == shown
 
