@@ -375,6 +375,16 @@ class SimulatorConfig(Section):
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)
+    host_bandwidth: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="bytes a second at which blocks are read from host memory; null: those of the GPU's PCIe where "
+        "step times are its roofline, else at once",
+    )
+    disk_bandwidth: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="bytes a second at which blocks are read from disk; null: at once"
+    )
     overhead_seconds: float = Field(
         0.0,
         ge=0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions, sums_key
 from warmkv.policies.retention import Entry
 from warmkv.policies.tiers import Left, Step, Stored, Tier
-from warmkv.prefixes.index import TIERS, PrefixIndex
+from warmkv.prefixes.index import TIERS, Depths, PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.late_index import LateIndex
 from warmkv.simulator.measures import Level
@@ -40,7 +40,7 @@ class ReplicaCache:
     `stored` and, tier by tier, `by_tier` are told of all bytes that come and go, and `late`, if there is one, of what
     the index is told.
 
-    What moves between tiers is there at once: a fetch from a lower tier takes no time.
+    What moves down is there at once; what reading from a lower tier takes is the replica's matter.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class ReplicaCache:
         self._levels = by_tier or [Level() for _ in tiers]
         self._known = [0] * len(tiers)
         self._late = late
-        ledgers = zip(tiers, self._cache.tiers.ledgers, strict=True)
+        ledgers = list(zip(tiers, self._cache.tiers.ledgers, strict=True))
         self._memory = [ledger for tier, ledger in ledgers if tier.name != "disk"]
+        self._ledgers = [(TIERS.index(tier.name), ledger) for tier, ledger in ledgers]
         self._ttl = lifetimes.default
 
     @property
@@ -103,10 +104,13 @@ class ReplicaCache:
 
     # --- from and to other replicas
 
-    def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
-        """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
-        keys = record.hashes[:most]
-        return max(ledger.match(keys, now) for ledger in self._memory), self._cache.tiers.match(keys, now)
+    def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
+        """Leading blocks of a prompt, at most so many, by tier: those that are in it or in a faster one."""
+        keys, found = record.hashes[:most], [0, 0, 0]
+        for tier, ledger in self._ledgers:
+            found[tier] = ledger.match(keys, now)
+        device, host, _ = found
+        return device, max(device, host), max(found)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
         """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.

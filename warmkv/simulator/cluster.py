@@ -187,7 +187,8 @@ class Cluster:
 
     def _replica(self, name: str, cache: ReplicaCache | RunCache) -> Replica:
         engine, times, fast = self._config.engine, self._times, self._fast_forward
-        return Replica(self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began)
+        reading = self._stores.tier_seconds
+        return Replica(self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading)
 
     def _ready(self) -> None:
         waiting, self._unplaced = self._unplaced, deque()

@@ -110,6 +110,8 @@ class Replica:
     """A process in SimPy's time. `submit` hands it a job; it sets the job's times and frees what it held at its end.
 
     Sequences of all kinds decode in one step, as in the live engine; each kind adds what it costs (`batch_seconds`).
+
+    `tier_seconds` pass before a prefill for each warm token that is read from host memory, and from disk.
     """
 
     def __init__(
@@ -123,11 +125,14 @@ class Replica:
         fast_forward: bool = True,
         ended: Callable[[Job], None] = lambda job: None,
         began: Callable[[Job], None] = lambda job: None,
+        tier_seconds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.name, self.cache = name, cache
         self._env, self._config, self._times, self._slots = env, config, times, slots
         self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self._overhead = times.overhead
+        self._tier_seconds = tier_seconds if any(tier_seconds) else None
+        self._reading = 0.0  # seconds that reading takes, before the first chunk of the prompt that has been admitted
         self.in_flight = 0
         self._expected = 0  # of them, those whose blocks are on their way
         self.waiting: FairQueue[Job] = FairQueue()
@@ -200,11 +205,11 @@ class Replica:
         while True:
             job = self._prefilling or self._admit()
             if job is not None:
-                left, lead = job.record.input_tokens - job.computed, 0.0
+                left, lead, self._reading = job.record.input_tokens - job.computed, self._reading, 0.0
                 if left > chunk:
                     whole = (left - 1) // chunk  # chunks but the last
                     count = self._limit(whole)
-                    lead = self._chunk_seconds(job, count) + self._decode_seconds(count)
+                    lead += self._chunk_seconds(job, count) + self._decode_seconds(count)
                     pauses = count < whole or self._ends_in(count) or not self._fast_forward
                     if pauses:
                         self._set_alarm(lead)
@@ -267,11 +272,19 @@ class Replica:
         if job.sum_bytes:
             job.warm = self.cache.sums(job.found, job.record, job.warm, now)
         job.computed = job.warm
+        if self._tier_seconds is not None and job.warm:
+            self._reading = self._read_seconds(job, now, *self._tier_seconds)
         if job.first == NEVER:
             job.started, job.match, job.reused = now, job.found, job.warm
         self._used += job.slot_bytes + job.workspace_bytes
         self._slots.change(job.slot_bytes, now)
         return job
+
+    def _read_seconds(self, job: Job, now: float, host: float, disk: float) -> float:
+        """What it takes to bring the warm blocks of a prompt to the device."""
+        blocks = self.cache.leading(job.record, job.found.blocks, now)
+        device, memory, anywhere = (min(count * job.record.block_size, job.warm) for count in blocks)
+        return host * (memory - device) + disk * (anywhere - memory)
 
     def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
         """What the steps of a kind take, and its load: that of all kinds which decode at the same cost."""

@@ -216,10 +216,10 @@ class RunCache:
     ) -> None:
         """Likewise."""
 
-    def leading(self, record: RequestRecord, most: int, now: float) -> tuple[int, int]:
-        """Leading blocks of a prompt that are held in memory, and in any tier; at most so many."""
-        _, memory, anywhere = self.depths(self._runs[record.id])
-        return min(memory, most), min(anywhere, most)
+    def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
+        """Leading blocks of a prompt, at most so many, by tier: those that are in it or in a faster one."""
+        device, host, anywhere = self.depths(self._runs[record.id])
+        return min(device, most), min(host, most), min(anywhere, most)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
         """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.

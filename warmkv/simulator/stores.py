@@ -46,7 +46,10 @@ class Stores:
         self._block_size = jobs[0].record.block_size if jobs else 1
         self.stored, self.removals = Level(), Removals()
         self.by_tier: Mapping[str, Level] = {tier.name: Level() for tier in self._tiers}
-        delay = config.simulator.index_delay
+        simulator = config.simulator
+        pcie = simulator.gpu.pcie if simulator.model is not None else None
+        self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
+        delay = simulator.index_delay
         self.index = PrefixIndex()
         self._late = LateIndex(config.directory.publish_seconds, delay) if delay else None
         hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
@@ -64,6 +67,13 @@ class Stores:
     def block_bytes(self) -> int:
         """Of a full block in the first tier."""
         return self._weight(self._tiers[0])
+
+    @property
+    def tier_seconds(self) -> tuple[float, float]:
+        """What reading a token from host memory, and from disk, takes."""
+        weights = {tier.name: self._weight(tier) / self._block_size for tier in self._tiers}
+        host, disk = (weights.get(name, 0.0) / rate if rate else 0.0 for name, rate in self._bandwidths.items())
+        return host, disk
 
     def new(self, name: str) -> ReplicaCache | RunCache:
         """The empty cache of a replica that starts."""

@@ -98,7 +98,7 @@ class Transfers:
 
     def _flight(self, job: Job, plan: Fetch) -> Flight | None:
         """A fetch to wait for: that of another job for the same, or a new one if it is faster than to compute."""
-        memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
+        _, memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
         if held == plan.blocks:
             return None
         keys = job.record.hashes[memory : plan.blocks]
@@ -127,7 +127,7 @@ class Transfers:
             began, wait, more = env.now, config.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
-                first, _ = cache.leading(job.record, plan.blocks, env.now)
+                _, first, _ = cache.leading(job.record, plan.blocks, env.now)
                 donor = self._donors(plan.donor)
                 if first == plan.blocks or donor is None:
                     break
@@ -142,7 +142,7 @@ class Transfers:
                 cache.expire(env.now)
                 cache.adopt(job.record, parcel, env.now)
                 total += parcel.nbytes
-                more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[1] == parcel.blocks
+                more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[2] == parcel.blocks
         self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
             self._times = self._times.fetched(total, env.now - began)
