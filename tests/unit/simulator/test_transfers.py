@@ -27,7 +27,7 @@ SETTINGS = st.sampled_from(
         (*SLOW, *PIECES, "transfer.concurrent=1"),
         ("prefix_cache.memory_bytes=0",),
         ("prefix_cache.enabled=false",),
-        ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B"),
+        ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "simulator.host_bandwidth=256"),
         ("prefix_cache.memory_bytes=40B", "prefix_cache.eviction=lfu", *PIECES),
         ("simulator.index_delay=0.25", "cluster.gateways=2"),
         ("transfer.handover_bytes=50", "transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
