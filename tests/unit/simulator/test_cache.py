@@ -110,3 +110,44 @@ def test_what_leaves_the_device_is_found_in_host_memory_and_stays_listed():
     assert stored.peak <= 16 + 64
     store.expire(10_000)
     assert (stored.value, len(index)) == (0, 0)
+
+
+def test_what_is_fetched_lives_its_ttl_from_its_arrival_and_a_mark_what_was_left_of_it():
+    donor, taker = cache()[0], cache()[0]
+    request = record(0, PROMPT[:10], ends=[10], ttls=["5m"])
+    use(donor, request, 0.0)
+    parcel = donor.lend(request, 0, 2, 1 << 20, False, 290.0)
+    assert (parcel.blocks, parcel.nbytes, parcel.more) == (2, 20, False)  # two blocks of four tokens, a tail of two
+    taker.adopt(request, parcel, 295.0)
+    for now, blocks, hit in ((304.0, 2, 10), (306.0, 2, 0), (594.0, 2, 0), (595.0, 0, 0)):
+        fresh = cache()[0]
+        fresh.adopt(request, parcel, 295.0)
+        fresh.expire(now)
+        match = fresh.match(request, now)
+        assert (match.blocks, match.hit) == (blocks, hit)
+
+
+def test_what_is_handed_over_lives_what_was_left_of_its_life():
+    donor, heir = cache()[0], cache()[0]
+    request = record(0, PROMPT[:8])
+    use(donor, request, 0.0)
+    chains = donor.hottest(1 << 20, 290.0)
+    heir.take_over(chains, 295.0)
+    heir.expire(304.0)
+    assert heir.leading(request, 2, 304.0) == (2, 2, 2)
+    heir.expire(305.0)
+    assert heir.leading(request, 2, 305.0) == (0, 0, 0)
+
+
+def test_pieces_of_a_parcel_are_blocks_in_order():
+    donor = cache()[0]
+    request = record(0, PROMPT)
+    use(donor, request, 0.0)
+    first, blocks = 0, []
+    while (parcel := donor.lend(request, first, 7, 20, False, 1.0)).more:
+        blocks.append((parcel.blocks, parcel.nbytes))
+        first = parcel.blocks
+    assert blocks == [(2, 16), (4, 16), (6, 16)]
+    assert (parcel.blocks, parcel.nbytes) == (7, 8)
+    assert donor.lend(request, 3, 4, 1, False, 1.0).nbytes == 8  # at least one
+    assert donor.lend(request, 0, 7, 20, False, 400.0).blocks == 0  # all has expired
