@@ -74,6 +74,12 @@ class EngineConfig(Section):
         "null: never",
     )
     parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
+    beat_seconds: float = Field(
+        5.0, gt=0, description="longest silence towards a gateway while the engine goes on; then it says so"
+    )
+    stall_seconds: float = Field(
+        300.0, gt=0, description="a step of the engine that takes longer has hung: the replica is replaced"
+    )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
@@ -289,6 +295,16 @@ class GatewayConfig(Section):
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
     default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
     request_timeout_seconds: float = Field(600.0, gt=0)
+    retries: int = Field(3, ge=0, description="how often a request is sent again because a replica failed")
+    retry_seconds: float = Field(
+        0.5,
+        ge=0,
+        description="pause before a second retry, twice as long before each further one; none before the first",
+    )
+    resume: bool = Field(True, description="whether an answer that had begun goes on in another replica; else it ends")
+    stall_seconds: float = Field(
+        60.0, gt=0, description="silence of a replica after which it counts as failed; more than the longest step"
+    )
     access_log: Path | None = Field(None, description="file for one JSON line per request")
 
 
@@ -315,6 +331,10 @@ class ClusterConfig(Section):
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
     max_ongoing_requests: int = Field(128, ge=1, description="requests Serve sends to one replica at a time")
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
+    health_check_seconds: float = Field(10.0, gt=0, description="how often Serve asks replicas and gateways for health")
+    health_timeout_seconds: float = Field(
+        30.0, gt=0, description="how long it waits for the answer; three in a row without one, and it replaces the part"
+    )
 
     @property
     def most_replicas(self) -> int:
@@ -460,6 +480,8 @@ class Config(Section):
         for failure in self.simulator.failures:
             if failure.replica >= (most := self.cluster.most_replicas):
                 raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
+        if self.gateway.stall_seconds <= self.engine.beat_seconds:
+            raise ValueError("gateway.stall_seconds must be more than engine.beat_seconds")
         return self
 
 

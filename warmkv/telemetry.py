@@ -30,6 +30,9 @@ REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests",
 TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy"))
 DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", "policy"))
 CACHED_TOKENS = Metric("warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy",))
+RETRIED = Metric(
+    "warmkv_retried", "counter", "Requests sent again because a replica failed, by when", "requests", ("when",)
+)
 TTFT = Metric("warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy"), _SECONDS)
 E2E = Metric("warmkv_e2e_seconds", "histogram", "Time to the last token", "seconds", ("policy",), _SECONDS)
 TPOT = Metric(
@@ -81,7 +84,7 @@ DIRECTORY_LEFT_OUT = Metric(
     "warmkv_directory_left_out", "gauge", "Blocks so far that the full directory had no room for", "blocks", ("shard",)
 )
 
-GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, TTFT, E2E, TPOT, POLICY_VERSION)
+GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, POLICY_VERSION)
 REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)

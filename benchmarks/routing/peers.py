@@ -17,7 +17,7 @@ class AffinityRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
     """Serve's prefix router, which looks for text in what is sent; a token is a character, which spares it work."""
 
     def _extract_text_from_request(self, pending_request: Any) -> str:
-        return "".join(map(chr, pending_request.args[0].token_ids))
+        return "".join(map(chr, pending_request.args[0].request.token_ids))
 
 
 def router(name: str, config: Config) -> RequestRouterConfig:

@@ -177,6 +177,7 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
 def test_metrics_are_exported_for_prometheus(cluster, eventually):
     ask(cluster, marked(TEXT + "measured", "?"), "measured", max_tokens=4)
     recorded = set(telemetry.ALL) - set(telemetry.TRANSFER)  # of these test_transfer has some to count
+    recorded -= {telemetry.RETRIED}  # no replica fails here
     eventually(lambda: all(metric.exported in metrics() for metric in recorded), "every metric is exported")
 
 

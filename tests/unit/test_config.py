@@ -163,6 +163,14 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("control.silence_seconds=10", "silence_seconds must be more than follow_seconds"),
         ("control.apply_seconds=-1", r"control\.apply_seconds: .*greater than or equal to 0"),
         ("control.start_seconds=0", r"control\.start_seconds: .*greater than 0"),
+        ("engine.beat_seconds=0", r"engine\.beat_seconds: .*greater than 0"),
+        ("engine.stall_seconds=0", r"engine\.stall_seconds: .*greater than 0"),
+        ("gateway.retries=-1", r"gateway\.retries: .*greater than or equal to 0"),
+        ("gateway.retry_seconds=-1", r"gateway\.retry_seconds: .*greater than or equal to 0"),
+        ("gateway.stall_seconds=0", r"gateway\.stall_seconds: .*greater than 0"),
+        ("gateway.stall_seconds=5", r"gateway\.stall_seconds must be more than engine\.beat_seconds"),
+        ("cluster.health_check_seconds=0", r"cluster\.health_check_seconds: .*greater than 0"),
+        ("cluster.health_timeout_seconds=0", r"cluster\.health_timeout_seconds: .*greater than 0"),
     ],
 )
 def test_what_cannot_be_used_is_refused(flag, message):

@@ -277,6 +277,12 @@ def build() -> Any:
             top=1,
         ),
         graph(
+            "Requests sent again",
+            "Requests per second that were sent again since a replica had failed: while waiting, or while streaming.",
+            "reqps",
+            [(rate(t.RETRIED, ("when",)), "{{when}}")],
+        ),
+        graph(
             "Staleness of the routers",
             "Percentiles of the time from a change in a replica until a router knew of it, by their wall clocks.",
             "s",

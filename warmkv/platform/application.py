@@ -35,6 +35,10 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
     start_control(cluster.application, config.control)
+    health = {
+        "health_check_period_s": cluster.health_check_seconds,
+        "health_check_timeout_s": cluster.health_timeout_seconds,
+    }
     replicas = serve.deployment(
         Replica,
         name="replica",
@@ -43,6 +47,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=cluster.drain_seconds + config.transfer.handover_seconds,
+        **health,
         request_router_config=router,
     ).bind(args, directory)
     gateway = serve.deployment(
@@ -54,6 +59,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
+        **health,
     )
     return gateway.bind(args, secret, replicas, directory)
 

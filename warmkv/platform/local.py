@@ -69,6 +69,7 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers see GPUs as the machine shows them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")  # one that hangs cannot drain
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:  # Ray reads these when it is imported
         # Nobody else on the machine may join or command this cluster.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -77,6 +77,7 @@ class PrefixDirectory:
         self._index = PrefixIndex()
         self._held = 0
         self._replicas: dict[str, _Replica] = {}
+        self._routers: dict[str, tuple[int, float]] = {}  # requests booked, and when it said so
         self._log: deque[Change] = deque()
         self._logged = 0  # blocks in the log, and one for each change
         self._version = 0
@@ -110,11 +111,14 @@ class PrefixDirectory:
         known.status = status or known.status
         return True
 
-    async def follow(self, epoch: str, version: int, seconds: float) -> Update:
+    async def follow(self, epoch: str, version: int, seconds: float, router: str = "", booked: int = 0) -> Update:
         """Changes since `version` of `epoch`, as soon as there are any or after `seconds`.
 
-        A follower that is of another epoch or too far behind gets everything.
+        A follower that is of another epoch or too far behind gets everything. A `router` tells how many requests it has
+        booked, for the status.
         """
+        if router:
+            self._routers[router] = (booked, self._clock())
         if epoch == self._epoch and version == self._version:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
@@ -139,10 +143,18 @@ class PrefixDirectory:
         replicas = {
             name: {**known.status, "blocks": self._index.blocks_of(name)} for name, known in self._replicas.items()
         }
-        return {"replicas": replicas, "blocks": len(self._index), "bytes": self.nbytes, "left_out": self.left_out}
+        return {
+            "replicas": replicas,
+            "routers": {name: {"booked": booked} for name, (booked, _) in self._routers.items()},
+            "blocks": len(self._index),
+            "bytes": self.nbytes,
+            "left_out": self.left_out,
+        }
 
     def _forget_silent(self) -> None:
         deadline = self._clock() - self._config.silence_seconds
+        quiet = deadline - self._config.follow_seconds
+        self._routers = {name: said for name, said in self._routers.items() if said[1] >= quiet}
         for replica in [name for name, known in self._replicas.items() if known.seen < deadline]:
             del self._replicas[replica]
             self._held -= self._index.blocks_of(replica)
@@ -283,6 +295,7 @@ def merged(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in names:
         known = [shard["replicas"][name] for shard in shards if name in shard["replicas"]]
         replicas[name] = {**known[0], "blocks": sum(each["blocks"] for each in known)}
-    return {"replicas": replicas} | {
+    routers = {name: said for shard in shards for name, said in shard["routers"].items()}
+    return {"replicas": replicas, "routers": routers} | {
         key: sum(shard[key] for shard in shards) for key in ("blocks", "bytes", "left_out")
     }

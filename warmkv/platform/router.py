@@ -17,10 +17,11 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from warmkv import telemetry
 from warmkv.config import Config, RoutingConfig, parse
+from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.prefixes.index import Shard
-from warmkv.replicas.protocol import GenerateRequest, ToReplica
+from warmkv.replicas.protocol import ToReplica
 
 log = logging.getLogger("ray.serve")
 
@@ -69,22 +70,37 @@ class PrefixRouter(RequestRouter):
         self._dispatcher.bookings.drop(replica_id.unique_id)
 
     def _choose(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
-        request = pending.args[0] if pending is not None and pending.args else None
-        if not isinstance(request, GenerateRequest) or not candidates:
+        attempt = pending.args[0] if pending is not None and pending.args else None
+        if not isinstance(attempt, Attempt) or not candidates:
             return [list(candidates)]
+        request = attempt.request
         if request.terms is not None:
             self.configure(request.terms.routing)
         assert pending is not None
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
-        key = pending.metadata.internal_request_id
+        bookings = self._dispatcher.bookings
+        for earlier in attempt.given_up:
+            if earlier.booking is not None:
+                bookings.give_up(earlier.booking)
+        key = attempt.booking = pending.metadata.internal_request_id
         choice = self._dispatcher.choose(
-            key, request.hashes, list(by_name), wanted=request.replica, queues=self._queues(candidates)
-        )
-        pending.future.add_done_callback(
-            lambda future: self._dispatcher.bookings.release(key) if future.cancelled() else None
+            key,
+            request.hashes,
+            list(by_name),
+            wanted=request.replica,
+            queues=self._queues(candidates),
+            avoid={earlier.replica for earlier in attempt.given_up if earlier.replica is not None},
         )
         if choice.fetch != request.fetch:
-            pending.args[0] = replace(request, fetch=choice.fetch)
+            attempt.request = replace(request, fetch=choice.fetch)
+
+        def chosen(future: asyncio.Future[RunningReplica]) -> None:
+            if future.cancelled():
+                bookings.release(key)
+            else:
+                attempt.replica = future.result().replica_id.unique_id
+
+        pending.future.add_done_callback(chosen)
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
         asyncio.get_running_loop().call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]
@@ -116,7 +132,9 @@ class PrefixRouter(RequestRouter):
     async def _follow(self, shard: Shard) -> None:
         """Keep the copy of the index up to date; while the directory is away, the copy goes on serving."""
         import ray
+        from ray import serve
 
+        router = serve.get_replica_context().replica_id.unique_id
         config, label = self._config, str(shard.number)
         follower, directory = Follower(self._dispatcher.index, shard, time.time), None
         while True:
@@ -124,7 +142,8 @@ class PrefixRouter(RequestRouter):
                 name = directory_name(config.cluster.application, shard.number)
                 directory = directory or ray.get_actor(name, namespace=NAMESPACE)
                 wait = config.directory.follow_seconds
-                update = await directory.follow.remote(follower.epoch, follower.version, wait)
+                booked = sum(self._dispatcher.bookings.load.values())
+                update = await directory.follow.remote(follower.epoch, follower.version, wait, router, booked)
                 staleness = await follower.apply(update)
                 self._recorder.set(telemetry.FOLLOWING, 1, shard=label)
                 if staleness is not None:

@@ -5,7 +5,7 @@ The live router and the gateways of the simulator run this same code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ class Bookings:
 
     def __init__(self) -> None:
         self._booked: dict[str, str] = {}  # request -> replica
+        self._given_up: set[str] = set()  # booked requests
         self.load: dict[str, int] = {}
 
     def book(self, request: str, replica: str) -> None:
@@ -32,10 +33,21 @@ class Bookings:
         if replica is not None and self._booked.get(request) != replica:
             return
         replica = self._booked.pop(request, None)
+        self._given_up.discard(request)
         if replica is not None:
             self.load[replica] -= 1
             if not self.load[replica]:
                 del self.load[replica]
+
+    def give_up(self, request: str) -> None:
+        """Nobody waits for a request any more. A replica that works ends it, which releases the booking."""
+        if request in self._booked:
+            self._given_up.add(request)
+
+    @property
+    def suspects(self) -> set[str]:
+        """Replicas that have not ended what was given up: they may be hung or cut off."""
+        return {self._booked[request] for request in self._given_up}
 
     def drop(self, replica: str) -> None:
         """Forget what is booked on a replica that is gone."""
@@ -81,14 +93,17 @@ class Dispatcher:
         warm: Mapping[str, Depths] | None = None,
         wanted: str | None = None,
         queues: Mapping[str, int] | None = None,
+        avoid: Collection[str] = (),
     ) -> Choice:
         """Rank the replicas, at least one, for a request and book the best.
 
         `warm` is what is held where, if another index than its own tells.
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
-        the larger of it and our own bookings counts.
+        the larger of it and our own bookings counts. Replicas to `avoid` and suspects are left out if there are others.
         """
+        shunned = {*avoid, *self.bookings.suspects}
+        replicas = [name for name in replicas if name not in shunned] or replicas
         config, load = self._config, self.bookings.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}

@@ -98,6 +98,11 @@ class BlockLedger:
         first = self._deadlines.first()
         return first[0][0] if first else math.inf
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that somebody is reading."""
+        return self._pinned
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -34,11 +34,12 @@ class Replica:
     """
 
     def __init__(self, settings: dict[str, Any], directory: Sequence[Any]) -> None:
-        from ray import serve
+        from ray import get_runtime_context, serve
 
         config = parse(settings)
         self._context = context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
+        self._place = {"node": get_runtime_context().get_node_id(), "pid": os.getpid()}
         torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
         say = partial(self._say, directory[0])
         say("loading the model")
@@ -117,9 +118,10 @@ class Replica:
         return freed
 
     def check_health(self) -> None:
-        """Called by Serve: a replica whose engine thread has died must be replaced."""
+        """Called by Serve: a replica whose engine thread has died or stands still must be replaced."""
         if not any(thread.name == "engine" for thread in threading.enumerate()):
             raise RuntimeError("the engine thread has died")
+        self._engine.check_turning()
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is stopped and no request is in flight any more."""
@@ -187,7 +189,8 @@ class Replica:
         record(telemetry.STORED_BLOCKS, stats.store_blocks)
         for tier, held in stats.store_tiers.items():
             record(telemetry.PREFIX_BYTES, held, tier=tier)
-        return asdict(stats) | ({"phase": "handing over"} if self._leaving else {})
+        leaving = {"phase": "handing over"} if self._leaving else {}
+        return {**asdict(stats), **self._place, **leaving}
 
 
 def threads_per_replica(config: Config, cores: int) -> int:

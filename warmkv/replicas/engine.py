@@ -60,11 +60,13 @@ class EngineStats:
     waiting: int
     decoding: int
     preempted: int  # requests set aside so far
+    slots: int  # decode slots that are taken
     weight_bytes: int
     slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
     store_bytes: int  # of the prefix cache on the device
     store_blocks: int
+    pinned_bytes: int  # of the prefix cache in all tiers that requests are reading
     store_tiers: Mapping[str, int]  # bytes of the prefix cache by tier: device, host, disk
     evicted: int  # blocks that left a tier of it so far to make room, or were dropped
     expired: int  # and those whose TTL had run out
@@ -103,6 +105,8 @@ class Engine:
         self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._turned = clock()
+        self.turns = 0  # of the engine's thread: steps, and waits for something to do
 
     # --- from any thread
 
@@ -166,17 +170,24 @@ class Engine:
         self._stopped.set()
         self._inbox.put(None)
 
+    def check_turning(self) -> None:
+        """Raise RuntimeError where the engine's thread is in a step that takes longer than `engine.stall_seconds`."""
+        if (still := self._clock() - self._turned) > self.config.stall_seconds:
+            raise RuntimeError(f"the engine has been in one step for {still:.0f} s (engine.stall_seconds)")
+
     def stats(self) -> EngineStats:
         scheduler, prefilling, device = self.scheduler, self.scheduler.prefilling, self.model.device
         return EngineStats(
             waiting=len(scheduler.waiting),
             decoding=len(scheduler.decoding),
             preempted=scheduler.preempted,
+            slots=len(self.pool.slots),
             weight_bytes=self._weight_bytes,
             slot_bytes=self.pool.allocated_bytes,
             workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
             store_bytes=self.store.resident_bytes,
             store_blocks=len(self.store),
+            pinned_bytes=self.store.pinned_bytes,
             store_tiers=self.store.tier_bytes,
             evicted=self.store.evicted,
             expired=self.store.expired,
@@ -221,6 +232,7 @@ class Engine:
         """
         failures = 0
         while not self._stopped.is_set() and failures < FAILURES_IN_A_ROW:
+            self.turns, self._turned = self.turns + 1, self._clock()
             try:
                 if not self.step():
                     self._wait()
@@ -423,10 +435,16 @@ class Engine:
         return drawn
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
-        """Report a drawn token, and end the sequence where it ends."""
+        """Report a drawn token, and end the sequence where it ends.
+
+        Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
+        then: the slot, what a policy evicts from it and the random numbers come out as they were.
+        """
         if token == NO_TOKEN:
             self._fail([sequence], "the model gave logits that are not finite")
             return
+        if sequence.drawn < len(sequence.request.resume):
+            token = sequence.request.resume[sequence.drawn]
         sequence.last_token = token
         sequence.drawn += 1
         if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:

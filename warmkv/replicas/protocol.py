@@ -52,6 +52,7 @@ class GenerateRequest:
     tenant: str = ""  # whose request it is, for fairness among those that wait
     terms: Terms | None = None  # those of the configuration if absent
     fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows
+    resume: tuple[int, ...] = ()  # tokens that another replica drew: taken again in place of drawn ones
 
     @property
     def lifetimes(self) -> Lifetimes | None:
@@ -75,10 +76,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More text, and how many tokens have been drawn so far, this text's included."""
+    """More text, how many tokens have been drawn so far, this text's included, and those since the last one."""
 
     text: str
     output_tokens: int
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,12 @@ class Failed:
     message: str
 
 
-Event = Started | Delta | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Nothing new for a while, but the replica's engine goes on."""
+
+
+Event = Started | Delta | Finished | Failed | Alive
 
 
 @dataclass(frozen=True, slots=True)

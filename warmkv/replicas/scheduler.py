@@ -79,7 +79,8 @@ class Scheduler:
         `arriving` requests are on their way to the queue.
         """
         tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
-        if not tokens or not all(0 <= token < self.vocabulary for token in sequence.request.token_ids):
+        given = (*sequence.request.token_ids, *sequence.request.resume)
+        if not tokens or not all(0 <= token < self.vocabulary for token in given):
             raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
         demand = sequence.demand
         if demand is not None and demand.is_endless(self.max_context):
@@ -95,6 +96,8 @@ class Scheduler:
             raise UnservableRequestError(
                 f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"
             )
+        if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
+            return
         free = self.config.max_slots - len(self.decoding) - (self.prefilling is not None)
         if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")

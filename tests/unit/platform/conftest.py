@@ -20,6 +20,7 @@ from warmkv import telemetry
 from warmkv.config import Config, load
 from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.local import free_port
 from warmkv.platform.policy_store import FolderStore
@@ -57,21 +58,26 @@ class Server:
         self.records: list[RequestRecord] = []
         self.requests: list[GenerateRequest] = []
         self.dropped: list[str] = []
+        self.faults: list[int] = []  # events after which the next attempts lose their replica
         tokenizer = load_tokenizer(config.model)
         self.engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=clock, name="only")
 
-        async def generate(request: GenerateRequest) -> AsyncGenerator[Event]:
-            self.requests.append(request)
+        async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+            self.requests.append(attempt.request)
+            left = self.faults.pop(0) if self.faults else -1
             async for event in stream(
-                self.engine, request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+                self.engine, attempt.request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
             ):
+                if left == 0:
+                    raise ConnectionError("the replica has died")
+                left -= 1
                 yield event
 
         async def status() -> dict[str, Any]:
             return {"replicas": {"only": dataclasses.asdict(self.engine.stats())}}
 
         service = Service(
-            config, generate, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
+            config, send, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
         )
 
         async def drop(tenant: str) -> list[int]:

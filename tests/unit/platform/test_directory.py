@@ -145,6 +145,23 @@ def test_a_silent_replica_is_forgotten():
     run(scenario())
 
 
+def test_the_status_has_what_routers_said_last_until_they_are_silent():
+    async def scenario() -> None:
+        now = [0.0]
+        config = DirectoryConfig(silence_seconds=10, follow_seconds=5)
+        parts = [PrefixDirectory(config, clock=lambda: now[0]) for _ in range(2)]
+        for part in parts:
+            await part.follow("", 0, 0, "first", 3)
+        now[0] = 9.0
+        await parts[1].follow("", 0, 0, "second", 0)
+        both = merged([await part.status() for part in parts])
+        assert both["routers"] == {"first": {"booked": 3}, "second": {"booked": 0}}
+        now[0] = 16.0
+        assert merged([await part.status() for part in parts])["routers"] == {"second": {"booked": 0}}
+
+    run(scenario())
+
+
 def test_a_follower_gets_changes_as_they_come_and_everything_if_it_fell_behind():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig(log_blocks=4))

@@ -381,3 +381,60 @@ def test_memory_is_told_by_use_with_its_limits(server):
     assert memory["weight_bytes"] == server.engine.stats().weight_bytes > 1_000_000
     assert memory["limits"]["engine.kv_bytes"] == server.engine.config.kv_bytes
     assert memory["allocator_bytes"] is None  # a CPU keeps no account
+
+
+def test_a_stream_that_loses_its_replica_is_the_same_to_its_client(server):
+    """The tokens, the text, the usage and the bill; the access log names it once, with the replica it began on."""
+
+    def stream() -> Any:
+        with server.anthropic().messages.stream(
+            model=server.config.model.name,
+            max_tokens=20,
+            messages=[{"role": "user", "content": [marked(LONG), plain("What turns?")]}],
+            extra_body={**GREEDY, "warmkv": {"ignore_eos": True, "policy": "snapkv@0.3"}},
+        ) as events:
+            return events.get_final_message()
+
+    stream()  # both that are compared find the prefix warm
+    before = stream()
+    lines = len(server.records)
+    server.faults += [3, 0, 8]
+    after = stream()
+    assert server.faults == []
+    assert after.content == before.content
+    for usage in (before.usage, after.usage):
+        for name in ("queue_seconds", "prefill_seconds", "ttft_seconds"):
+            assert usage.warmkv.pop(name) >= 0
+    assert after.usage == before.usage
+    assert len(server.records) == lines + 1
+    assert server.records[-1].output_tokens == 20
+    assert [value for name, value, labels in server.metrics.seen if name == "warmkv_retried"] == [1, 1, 1]
+
+
+def test_a_whole_message_loses_its_replica_unnoticed(server):
+    whole = ask(server, "Hello", max_tokens=20)
+    server.faults += [4, 5]
+    assert ask(server, "Hello", max_tokens=20).content == whole.content
+
+
+def test_what_cannot_be_continued_ends_with_the_error_event(server):
+    server.faults += [3] * (1 + server.config.gateway.retries)
+    seen = []
+    with server.anthropic().messages.stream(
+        model=server.config.model.name,
+        max_tokens=200,
+        messages=[{"role": "user", "content": "Hello"}],
+        extra_body={**GREEDY, "warmkv": {"ignore_eos": True}},
+    ) as events:
+        types = (seen.append(event.type) for event in events)
+        with pytest.raises(anthropic.APIStatusError, match="ConnectionError"):
+            list(types)
+    assert "text" in seen
+    assert "message_stop" not in seen
+    assert server.records[-1].status == "error"
+
+
+def test_what_has_not_begun_is_an_error_of_its_own_if_every_replica_fails(server):
+    server.faults += [0] * (1 + server.config.gateway.retries)
+    with pytest.raises(anthropic.InternalServerError, match="ConnectionError"):
+        ask(server, "Hello")

@@ -104,3 +104,30 @@ def test_other_errors_are_typed(server):
         chat(server, "x", model="other")
     with pytest.raises(openai.BadRequestError, match="exceed the context"):
         chat(server, "x " * 9000)
+
+
+def test_a_stream_that_loses_its_replica_is_the_same_to_its_client(server):
+    options = {"stream": True, "max_tokens": 20, "temperature": 0.7, "seed": 5}
+    before = [chunk.choices[0] for chunk in chat(server, "def rotate(", **options)]
+    server.faults += [2, 4]
+    after = [chunk.choices[0] for chunk in chat(server, "def rotate(", **options)]
+    assert server.faults == []
+    text = "".join(choice.delta.content or "" for choice in before)
+    assert "".join(choice.delta.content or "" for choice in after) == text
+    assert after[-1].finish_reason == before[-1].finish_reason
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_what_cannot_be_continued_ends_with_an_error_chunk(server, api):
+    server.faults += [3] * (1 + server.config.gateway.retries)
+    options = {"stream": True, "max_tokens": 200, "extra_body": {"warmkv": {"ignore_eos": True}}}
+    if api == "chat":
+        chunks = chat(server, "Hello", **options)
+    else:
+        chunks = server.openai().completions.create(model=server.config.model.name, prompt="Hello", **options)
+    seen = []
+    choices = (seen.append(chunk.choices[0]) for chunk in chunks)
+    with pytest.raises(openai.APIError, match="ConnectionError"):
+        list(choices)
+    assert seen
+    assert all(choice.finish_reason is None for choice in seen)

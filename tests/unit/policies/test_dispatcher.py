@@ -66,6 +66,28 @@ def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
     assert routing.choose("3", HASHES, REPLICAS, wanted="c").order[0] == "a"
 
 
+def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    assert routing.choose("1", HASHES, REPLICAS).order[0] == "a"
+    routing.bookings.give_up("1")
+    routing.bookings.give_up("never booked")
+    again = routing.choose("2", HASHES, REPLICAS)
+    assert sorted(again.order) == ["b", "c", "d"]
+    assert routing.choose("3", HASHES, REPLICAS, wanted="a").order[0] != "a"
+    assert routing.choose("4", HASHES, ["a"]).order == ["a"]  # there is nothing else
+    routing.bookings.release("1")
+    assert routing.choose("5", HASHES, REPLICAS).order[0] == "a"
+
+
+def test_replicas_to_avoid_are_left_out_of_one_decision_if_there_are_others():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    assert sorted(routing.choose("1", HASHES, REPLICAS, avoid={"a", "b"}).order) == ["c", "d"]
+    assert sorted(routing.choose("2", HASHES, REPLICAS, avoid=set(REPLICAS)).order) == REPLICAS
+    assert routing.choose("3", HASHES, REPLICAS).order[0] == "a"
+
+
 def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
     routing = dispatcher()
     routing.index.add("a", HASHES)

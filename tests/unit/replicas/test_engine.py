@@ -158,6 +158,7 @@ def test_memory_is_freed_when_requests_end_or_leave(driver):
         pass
     stats = busy.engine.stats()
     assert (stats.waiting, stats.decoding, stats.workspace_bytes) == (0, 0, 0)
+    assert (stats.slots, stats.pinned_bytes) == (0, 0)
     assert all(slab.is_empty for slab in busy.engine.pool.slabs)
     assert {busy.finished(str(i)).reason for i in range(6)} == {"cancelled"}
     assert busy.run(make_request(prompt(9), new=3, name="after")) == driver().run(make_request(prompt(9), new=3))
@@ -456,3 +457,32 @@ def test_sums_of_attention_live_as_long_as_the_mark_they_belong_to(driver):
     now[0] = 600.0
     warm.run(make_request(tokens, new=1, policy="h2o@20", reads=[40], name="second"))
     assert warm.started("second").cached_tokens == 40
+
+
+def test_a_step_that_never_ends_is_noticed_and_one_that_ends_is_forgiven(driver):
+    now, gate = [0.0], threading.Event()
+    engine = driver(clock=lambda: now[0], stall_seconds=100.0).engine
+    inside = threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        gate.wait(30)
+
+    engine.call(hang)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    assert inside.wait(30)
+    now[0] = 99.0
+    engine.check_turning()
+    now[0] = 101.0
+    with pytest.raises(RuntimeError, match=r"in one step for 101 s \(engine\.stall_seconds\)"):
+        engine.check_turning()
+    turns = engine.turns
+    gate.set()
+    deadline = time.monotonic() + 30
+    while engine.turns < turns + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.check_turning()
+    engine.stop()
+    thread.join()

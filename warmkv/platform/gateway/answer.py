@@ -10,7 +10,7 @@ from typing import Any, Literal
 from warmkv.platform.gateway.errors import ApiError, from_exception
 from warmkv.policies.pricing import Price
 from warmkv.prefixes.usage import Usage
-from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started
 
 Status = Literal["ok", "error", "cancelled"]
 
@@ -52,8 +52,6 @@ class Answer:
                     elif isinstance(event, Finished):
                         self._count(event.output_tokens)
                         self.end, status = event, "ok"
-                    elif isinstance(event, Failed):
-                        raise ApiError("api_error", f"The replica failed: {event.message}")
             if status != "ok":
                 raise ApiError("api_error", "The replica ended the answer early.")
         except Exception as error:

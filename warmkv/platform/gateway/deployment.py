@@ -12,10 +12,12 @@ from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.errors import ReplicaFailedError
+from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
 from warmkv.replicas.loading import load_max_context, load_tokenizer
-from warmkv.replicas.protocol import Event, GenerateRequest
+from warmkv.replicas.protocol import Event
 
 
 class Gateway:
@@ -38,7 +40,7 @@ class Gateway:
         self._log = AccessLog(config.gateway.access_log) if config.gateway.access_log else None
         self._service = Service(
             config,
-            self._generate,
+            self._send,
             telemetry.Recorder(*telemetry.GATEWAY),
             write_log=self._log.write if self._log else lambda record: None,
             clock=time.monotonic,
@@ -58,11 +60,15 @@ class Gateway:
             self._name,
         )
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
-        response = self._handle.remote(request)
+    async def _send(self, attempt: Attempt) -> AsyncGenerator[Event]:
+        response = self._handle.remote(attempt)
         try:
             async for event in response:
                 yield event
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and not task.cancelling():  # it was not our doing
+                raise ReplicaFailedError("it gave the answer up") from None
+            raise
         finally:  # an answer that nobody waits for any more (a time-out, say) must not go on in the replica
             response.cancel()
 

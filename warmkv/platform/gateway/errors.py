@@ -42,6 +42,10 @@ class ApiError(Exception):
         self.type, self.message, self.status = type_, message, STATUS[type_]
 
 
+class ReplicaFailedError(Exception):
+    """A replica that did not end what it was sent: it said so, or just stopped."""
+
+
 def invalid(message: str) -> ApiError:
     return ApiError("invalid_request_error", message)
 
@@ -66,6 +70,8 @@ def from_exception(error: BaseException) -> ApiError:
         return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.")
     if isinstance(error, TimeoutError):
         return ApiError("timeout_error", "The request took longer than gateway.request_timeout_seconds.")
+    if isinstance(error, ReplicaFailedError):
+        return ApiError("api_error", f"The replica failed: {error}")
     return ApiError("api_error", f"Internal error: {type(error).__name__}")
 
 

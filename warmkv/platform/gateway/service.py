@@ -14,6 +14,7 @@ from warmkv.config import Config, PrefixCacheConfig, Prices
 from warmkv.platform.gateway.answer import Answer, Status
 from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
 from warmkv.platform.gateway.prompt import Prompt
+from warmkv.platform.gateway.resume import Send, resumed
 from warmkv.platform.gateway.schema import WarmkvOptions
 from warmkv.platform.policy_versions import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
@@ -23,9 +24,7 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
-from warmkv.replicas.protocol import Event, Failed, GenerateRequest, SamplingParams, Started, Terms
-
-Generate = Callable[[GenerateRequest], AsyncGenerator[Event]]
+from warmkv.replicas.protocol import Event, GenerateRequest, SamplingParams, Started, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,19 @@ class Recorder(Protocol):
 
 
 class Service:
-    """Everything the endpoints share. `generate` sends a request to a replica and streams its events."""
+    """Everything the endpoints share. `send` makes an attempt at a request and streams the replica's events."""
 
     def __init__(
         self,
         config: Config,
-        generate: Generate,
+        send: Send,
         recorder: Recorder,
         *,
         write_log: Callable[[RequestRecord], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self.config, self._generate, self._recorder = config, generate, recorder
+        self.config, self._send, self._recorder = config, send, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers = Writers()
         self.take(Version())
@@ -124,11 +123,9 @@ class Service:
         """
         policy = arrival.policy
         request = self._request(arrival, tenant, prompt, sampling, options, tool_choice)
-        events = self._limited(self._generate(request))
+        events = self._limited(resumed(request, self._send, self.config.gateway, self._retried))
         try:
             started = await anext(events)
-            if isinstance(started, Failed):
-                raise ApiError("api_error", f"The replica failed: {started.message}")
             if not isinstance(started, Started):
                 raise ApiError("api_error", "The replica sent text before it started.")
         except Exception as error:
@@ -204,6 +201,9 @@ class Service:
                 if event is None:
                     return
                 yield event
+
+    def _retried(self, when: str) -> None:
+        self._recorder.add(telemetry.RETRIED, 1, when=when)
 
     def _usage(self, request: GenerateRequest, started: Started, explicit: bool, ttls: Mapping[str, float]) -> Usage:
         tokens = len(request.token_ids)

@@ -114,6 +114,11 @@ class BlockStore:
         }
 
     @property
+    def pinned_bytes(self) -> int:
+        """Bytes in all tiers that requests are reading."""
+        return sum(ledger.pinned_bytes for ledger in self._cache.tiers.ledgers)
+
+    @property
     def moving(self) -> int:
         """Blocks on their way to a lower tier."""
         return sum(len(place.arriving) for place in self.places)

@@ -1,0 +1,239 @@
+"""The service on a cluster of several nodes, with what a fault test needs to break it and to see that it is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.faults.load import LONG, QUESTIONS, Load, Outcome, Reply, ask
+from tests.faults.network import Network, can_make_namespaces
+from tests.faults.nodes import Cluster, redis, until
+from warmkv.config import Config, parse
+from warmkv.platform.document import serve_document
+from warmkv.platform.local import free_port
+
+# Ray and Serve notice faults within seconds here, so that the tests need not wait for minutes.
+QUICK = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5",
+    "RAY_worker_niceness": "0",  # replicas count as much as their clients
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as `warmkv serve` and the manifests have it
+}
+SETTINGS: dict[str, Any] = {
+    "engine": {"threads": 1, "beat_seconds": 0.5},
+    "cluster": {
+        "replicas": 2,
+        "gateways": 2,
+        "health_check_seconds": 1.0,
+        "health_timeout_seconds": 2.0,
+        "drain_seconds": 2.0,
+    },
+    "transfer": {"handover_seconds": 1.0, "timeout_seconds": 1.0},
+    "gateway": {"stall_seconds": 3.0},
+    "directory": {"follow_seconds": 0.5, "silence_seconds": 5.0},
+    "control": {"follow_seconds": 1.0, "silence_seconds": 4.0},
+}
+NODES = {"head": 0, "a": 1, "b": 1}  # with CPUs, of which a replica takes one
+POLICIES = ["full", "snapkv@0.5"]  # that are in force in turn
+
+
+@dataclass
+class Service:
+    """The service under test; `expected` has the answers of the undisturbed cluster."""
+
+    cluster: Cluster
+    url: str
+    config: Config
+    records: Path
+    store: str | None  # the address of the Redis
+    expected: dict[tuple[int, str], Reply] = field(default_factory=dict)
+    policy: str = POLICIES[0]
+
+    def learn(self) -> None:
+        """Ask everything under each policy that will be in force, and note what a warm cluster reads."""
+        for policy, questions in zip(POLICIES, (QUESTIONS, [*QUESTIONS, *LONG]), strict=True):
+            for question in questions:
+                reply = ask(self.url, question, question.policy or policy)
+                assert reply.end is not None
+                self.expected[question.number, reply.policy] = reply
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer = requests.get(f"{self.url}/v1/warmkv/{path}", timeout=10)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def blocks(self) -> int:
+        """Distinct blocks that the directory knows; 0 while it does not answer."""
+        with suppress(requests.RequestException):
+            return int(self.get("replicas")["blocks"])
+        return 0
+
+    def names(self) -> dict[str, set[str]]:
+        """The parts that are there; empty while nobody can tell."""
+        with suppress(requests.RequestException):
+            replicas = {name for name, known in self.get("replicas")["replicas"].items() if "phase" not in known}
+            return {"replicas": replicas, "gateways": set(self.get("policy")["parts"])}
+        return {"replicas": set(), "gateways": set()}
+
+    def is_whole(self, lost: dict[str, str]) -> bool:
+        """Whether as many replicas and gateways are there as there should be, and not those that were lost."""
+        wanted, found = self.config.cluster, self.names()
+        counts = (len(found["replicas"]), len(found["gateways"]))
+        return counts == (wanted.replicas, wanted.gateways) and not any(lost[kind] in found[kind] for kind in lost)
+
+    def make_whole(self) -> None:
+        """Give every test a cluster with all its nodes, whatever became of the one before."""
+        for name, node in list(self.cluster.nodes.items()):
+            if not node.find_program("raylet"):
+                self.cluster.remove(name)
+                self.cluster.add(name, NODES[name])
+        until(lambda: self.is_whole({}), "all replicas and gateways are there", 180)
+
+    def change_policy(self) -> int:
+        """Bring the other policy into force, as an operator would who tries again if it fails; the version."""
+        self.policy = POLICIES[1 - POLICIES.index(self.policy)]
+        body = {"changes": {"compression.policy": self.policy}, "why": "in the middle of a fault"}
+
+        def change() -> Any:
+            with suppress(requests.RequestException):
+                answer = requests.put(f"{self.url}/v1/warmkv/policy", json=body, timeout=20)
+                return answer.ok and answer.json()["version"]
+
+        version: int = until(change, "the policy is changed")
+        return version
+
+    def check_nothing_leaks(self) -> None:
+        """Once nobody asks any more, no slot is taken, no block is pinned and no booking is left."""
+
+        def idle() -> bool:
+            found = self.get("replicas")
+            for replica in found["replicas"].values():
+                if any(replica[name] for name in ("waiting", "decoding", "slots", "workspace_bytes", "pinned_bytes")):
+                    return False
+            routers = found["routers"].values()
+            return len(routers) > 0 and not any(router["booked"] for router in routers)
+
+        until(idle, "nothing is held for requests that have ended", 30)
+
+    def survives(
+        self,
+        name: str,
+        strike: Callable[[], None],
+        mend: Callable[[], dict[str, float] | None] = lambda: None,
+        *,
+        hold: float = 2.0,
+        lost: dict[str, str] | None = None,
+        breaks_streams: bool = False,
+        breaks_all: bool = False,
+    ) -> None:
+        """Load before, during and after a fault, in the middle of which the policy is changed; everything is checked.
+
+        Streams are half read when it strikes, on the replica that is lost if one is. Every answer is right, whole and
+        counted once, or an error; an error only where the fault takes the client's own connection along. It is mended
+        after `hold` seconds; what `mend` returns is recorded with the figures.
+        """
+        lost = lost or {}
+        with Load(self.url, self.expected) as load, ThreadPoolExecutor(1) as operator:
+            load.wait(lambda seen: len(seen) >= 6, "answers before the fault")
+            replica = lost.get("replicas") or min(self.names()["replicas"])
+            streams = [load.stream(question, replica) for question in LONG]
+            before, begun = len(load.outcomes), time.monotonic()
+            halfway = sum(stream.is_alive() for stream in streams)
+            strike()
+            changing = operator.submit(self.change_policy)
+            time.sleep(hold)
+            measured = mend() or {}
+            version = changing.result()
+            until(lambda: self.is_whole(lost), "all replicas and gateways are back", 180)
+            whole = time.monotonic() - begun
+            load.wait(lambda seen: self._is_warm(seen, version), "the hit rate is back")
+            warm = time.monotonic() - begun
+        during = load.outcomes[before:]
+        failed = {streamed: load.failed(streams=streamed) for streamed in (True, False)}
+        figures = {
+            "fault": name,
+            "requests": len(during),
+            "streams_half_read": halfway,
+            "wrong": len(load.wrong()),
+            "failed": len(failed[False]),
+            "broken_streams": len(failed[True]),
+            "slowest_seconds": round(max(outcome.ended - outcome.begun for outcome in during), 1),
+            "whole_seconds": round(whole, 1),
+            "warm_seconds": round(warm, 1),
+            **measured,
+        }
+        print(json.dumps(figures))
+        with self.records.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+        assert not load.wrong(), load.wrong()[0]
+        assert breaks_all or not failed[False], failed[False][0]
+        assert breaks_all or breaks_streams or not failed[True], failed[True][0]
+        assert halfway > 0, "no stream was there to be broken"
+        self.check_nothing_leaks()
+
+    def _is_warm(self, seen: list[Outcome], version: int) -> bool:
+        """Whether the last answer to every question read what a warm cluster reads, under the new policy."""
+        last = {outcome.question.number: outcome.reply for outcome in seen if outcome.question in QUESTIONS}
+        replies = {number: reply for number, reply in last.items() if reply is not None}
+        if len(replies) < len(QUESTIONS):
+            return False
+        expected = sum(self.expected[number, reply.policy].cached for number, reply in replies.items())
+        read = sum(reply.cached for reply in replies.values())
+        return read >= 0.9 * expected and all(reply.version >= version for reply in replies.values())
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[Network | None]:
+    """A network of our own, with its head's end open to this process; None where the machine does not let us."""
+    if not can_make_namespaces():
+        yield None
+        return
+    made = Network()
+    try:
+        made.join("head")
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def service(cluster: Service) -> Service:
+    cluster.make_whole()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two replicas on two nodes, two gateways, and a head that computes nothing; its state in Redis if there is one."""
+    folder = tmp_path_factory.mktemp("faults")
+    with ExitStack() as stack:
+        if network:
+            stack.enter_context(network.entered("head"))
+        host = network.join("head") if network else "127.0.0.1"
+        store = stack.enter_context(redis(host))
+        cluster = Cluster({**QUICK, **({"RAY_REDIS_ADDRESS": store} if store else {})}, network)
+        stack.callback(cluster.stop)
+        for name, cpus in NODES.items():
+            cluster.add(name, cpus)
+        port = free_port(host)
+        config = parse({**SETTINGS, "gateway": {**SETTINGS["gateway"], "host": host, "port": port}})
+        document = {**serve_document(config), "proxy_location": "HeadOnly"}
+        file = folder / "document.json"
+        file.write_text(json.dumps(document))
+        cluster.start(file)
+        made = Service(cluster, f"http://{host}:{port}", config, folder / "recovery.jsonl", store)
+        until(lambda: made.is_whole({}), "the service is there")
+        made.learn()
+        yield made

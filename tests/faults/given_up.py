@@ -1,0 +1,14 @@
+"""Wait until Ray has given up every node at an address: `python -m tests.faults.given_up GCS_ADDRESS NODE_ADDRESS`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import ray
+
+if __name__ == "__main__":
+    gcs, address = sys.argv[1:]
+    ray.init(address=gcs, log_to_driver=False)
+    while any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes()):
+        time.sleep(0.2)

@@ -1,0 +1,119 @@
+"""Parts of the cluster die under load, one after the other; nobody gets a wrong or a short answer, and it recovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.faults.conftest import Service
+from tests.faults.network import Network
+from tests.faults.nodes import CONTROL, DIRECTORY, GATEWAY, until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+
+def a_replica(service: Service) -> tuple[str, int]:
+    """The name of one and its process."""
+    name, status = min(service.get("replicas")["replicas"].items())
+    return name, status["pid"]
+
+
+def test_a_replica_is_killed(service: Service):
+    name, pid = a_replica(service)
+    service.survives("replica killed", lambda: os.kill(pid, signal.SIGKILL), lost={"replicas": name})
+
+
+def test_a_replica_hangs(service: Service):
+    name, pid = a_replica(service)
+    service.survives("replica hung", lambda: os.kill(pid, signal.SIGSTOP), lost={"replicas": name})
+
+
+def test_the_directory_is_killed(service: Service):
+    (actor,) = service.cluster.find(DIRECTORY)
+    blocks = service.get("replicas")["blocks"]
+
+    def restored() -> dict[str, float]:
+        until(lambda: service.cluster.find(DIRECTORY), "the actor returns")
+        returned = time.monotonic()
+        until(lambda: service.blocks() >= blocks, "it knows as much as before")
+        return {"restored_seconds": round(time.monotonic() - returned, 1)}
+
+    service.survives("directory killed", lambda: actor.signal(signal.SIGKILL), restored, hold=0)
+
+
+def test_the_policy_control_is_killed(service: Service):
+    (actor,) = service.cluster.find(CONTROL)
+    service.survives("policy control killed", lambda: actor.signal(signal.SIGKILL))
+
+
+def test_a_gateway_is_killed(service: Service):
+    gateway = service.cluster.find(GATEWAY)[0]
+    service.survives("gateway killed", lambda: gateway.signal(signal.SIGKILL), breaks_streams=True)
+
+
+def test_the_gcs_is_killed_and_started_again(service: Service):
+    needs_redis(service)
+    cluster = service.cluster
+    service.survives("GCS killed, and started again with Redis", cluster.kill_gcs, cluster.start_gcs)
+
+
+def test_a_node_is_removed(service: Service):
+    """Whatever is on it goes at once; a new node takes its place, as an autoscaler would have it."""
+    replica, node = a_node(service)
+    service.survives(
+        "node removed",
+        lambda: service.cluster.remove(node),
+        lambda: service.cluster.add(node, 1),
+        lost={"replicas": replica},
+        breaks_streams=True,
+    )
+
+
+def test_a_link_is_cut_for_a_moment(service: Service):
+    network = needs_network(service)
+    _, node = a_node(service)
+    service.survives("link cut for 2 s", lambda: network.cut(node), lambda: network.heal(node), breaks_streams=True)
+
+
+def test_a_link_is_cut_until_the_node_is_given_up(service: Service):
+    network = needs_network(service)
+    replica, name = a_node(service)
+    node = service.cluster.nodes[name]
+
+    def mend() -> None:
+        service.cluster.wait_until_given_up(name)
+        network.heal(name)
+        until(lambda: not node.find_program("raylet"), "the node ends itself")
+        service.cluster.remove(name)
+        service.cluster.add(name, 1)
+
+    service.survives("link cut", lambda: network.cut(name), mend, lost={"replicas": replica}, breaks_streams=True)
+
+
+def test_the_head_is_started_anew(service: Service):
+    needs_redis(service)
+    cluster = service.cluster
+    service.survives(
+        "head restarted with Redis", lambda: cluster.remove("head"), lambda: cluster.add("head", 0), breaks_all=True
+    )
+
+
+def a_node(service: Service) -> tuple[str, str]:
+    """The name of a replica, and of the node that it is on."""
+    name, pid = a_replica(service)
+    nodes = service.cluster.nodes.items()
+    return name, next(node for node, its in nodes if pid in {process.pid for process in its.processes()})
+
+
+def needs_network(service: Service) -> Network:
+    if service.cluster.network is None:
+        pytest.skip("this machine does not let us make network namespaces, whose links could be cut")
+    return service.cluster.network
+
+
+def needs_redis(service: Service) -> None:
+    if not service.store:
+        pytest.skip("redis-server is not installed: without it, what the head knew dies with it")

@@ -1,0 +1,261 @@
+"""Answers that lose their replica, once or again and again, against the same answers undisturbed. Real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
+from tests.unit.replicas.test_engine import prompt
+from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
+from warmkv.platform.gateway.errors import ReplicaFailedError
+from warmkv.platform.gateway.resume import Attempt, Send, resumed
+from warmkv.replicas.engine import Engine
+from warmkv.replicas.loading import prepare
+from warmkv.replicas.protocol import Alive, Delta, Event, Failed, Finished, QueueFullError, Started
+from warmkv.replicas.streaming import stream
+
+Fault = Literal["raises", "fails", "ends", "hangs"]
+FAULTS: list[Fault] = ["raises", "fails", "ends", "hangs"]
+REPLICAS = 3
+POLICIES = ["full", "h2o@20", "streaming_llm@20", "snapkv@20+ring:window=6", "tova@16", "full+kivi4"]
+
+NUMBERS = itertools.count()
+
+# Token ids as UTF-8: letters, and characters of two bytes that come in pieces.
+BYTES = bytes([*range(ord("A"), ord("A") + 60), *[0xC3] * 18, *range(0xA0, 0xA0 + VOCABULARY - 78)])
+
+
+def decode(ids: Any) -> str:
+    return bytes(BYTES[token] for token in ids).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[Engine]]:
+    """Replicas of the same weights, each in its own thread."""
+    settings = EngineConfig(kv_bytes=1 << 26, prefill_chunk=16, beat_seconds=0.1)
+    made = [
+        Engine(
+            prepare(random_model("llama")), settings, PrefixCacheConfig(block_size=8), clock=lambda: 0.0, name=str(n)
+        )
+        for n in range(REPLICAS)
+    ]
+    threads = [threading.Thread(target=engine.run) for engine in made]
+    for thread in threads:
+        thread.start()
+    yield made
+    for engine, thread in zip(made, threads, strict=True):
+        engine.stop()
+        thread.join()
+
+
+def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[Attempt]) -> Send:
+    """The n-th attempt goes to the n-th replica, which shows the n-th fault in place of an event."""
+
+    async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+        number = len(seen)
+        seen.append(attempt)
+        engine = engines[number % REPLICAS]
+        attempt.replica = engine.name
+        fault, after = faults[number] if number < len(faults) else ("raises", -1)
+        async for event in stream(engine, attempt.request, decode):
+            if after == 0:
+                if fault == "raises":
+                    raise ConnectionError("the replica has died")
+                if fault == "fails":
+                    yield Failed("RuntimeError")
+                if fault == "hangs":
+                    await asyncio.sleep(3600)
+                return
+            after -= 1
+            yield event
+
+    return send
+
+
+def answer(request: Any, send: Send, **limits: Any) -> tuple[list[Event], list[str]]:
+    """All events, and when the request was sent again."""
+    events, retried = [], []
+
+    async def run() -> None:
+        config = GatewayConfig(**{"retry_seconds": 0.0, "stall_seconds": 0.3, **limits})
+        named = replace(request, id=str(next(NUMBERS)))
+        async for event in resumed(named, send, config, retried.append):
+            events.append(event)
+
+    asyncio.run(run())
+    return events, retried
+
+
+def text(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+def idle(engine: Engine) -> bool:
+    stats = engine.stats()
+    return stats.waiting == stats.decoding == stats.workspace_bytes == 0
+
+
+@settings(max_examples=30)
+@given(
+    policy=st.sampled_from(POLICIES),
+    temperature=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 5),
+    faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 25)), min_size=1, max_size=3),
+    stop=st.sampled_from([(), ("Q",), ("à",), ("AB", "Z")]),
+)
+def test_the_client_cannot_tell_that_replicas_failed(engines, policy, temperature, seed, faults, stop):
+    request = make_request(prompt(40, seed=seed), new=30, policy=policy, temperature=temperature, seed=seed, stop=stop)
+    seen: list[Attempt] = []
+    whole, _ = answer(request, cluster(engines, [], []))
+    events, retried = answer(request, cluster(engines, faults, seen))
+    assert text(events) == text(whole)
+    assert events[-1] == whole[-1]
+    assert [type(event) for event in events if not isinstance(event, Delta)] == [Started, Finished]
+    assert isinstance(events[0], Started)
+    begun = next(number for number, fault in enumerate([*faults, ("", 1)]) if fault[1] > 0)  # who sent the Started
+    assert events[0].replica == str(begun % REPLICAS)
+    counts = [event.output_tokens for event in events if isinstance(event, Delta)]
+    assert counts == sorted(counts)
+    assert retried == ["waiting" if n < begun else "streaming" for n in range(len(seen) - 1)]
+    assert len({attempt.request.id for attempt in seen}) == len(seen)
+
+
+def test_a_replica_that_dies_between_the_last_text_and_the_end_changes_nothing(engines):
+    request = make_request(prompt(40), new=12, stop=("no such text",))  # some text is held back until the end
+    whole, _ = answer(request, cluster(engines, [], []))
+    for after in range(1, len(whole)):
+        events, _ = answer(request, cluster(engines, [("ends", after)], []))
+        assert (text(events), events[-1]) == (text(whole), whole[-1])
+
+
+def test_what_was_given_up_is_told_to_the_next_attempt(engines):
+    seen: list[Attempt] = []
+    answer(make_request(prompt(20)), cluster(engines, [("raises", 0), ("hangs", 3)], seen))
+    assert [attempt.given_up for attempt in seen] == [(), (seen[0],), (seen[0], seen[1])]
+    assert seen[0].request.resume == seen[1].request.resume == ()
+    assert len(seen[2].request.resume) > 0
+
+
+def test_after_so_many_retries_the_last_fault_is_raised(engines):
+    seen: list[Attempt] = []
+    with pytest.raises(ConnectionError):
+        answer(make_request(prompt(20)), cluster(engines, [("raises", 2)] * 9, seen), retries=2)
+    assert len(seen) == 3
+    with pytest.raises(ReplicaFailedError, match="ended the answer early"):
+        answer(make_request(prompt(20)), cluster(engines, [("ends", 2)], []), retries=0)
+
+
+def test_without_resuming_only_what_had_not_begun_is_sent_again(engines):
+    whole, _ = answer(make_request(prompt(20)), cluster(engines, [], []))
+    events, retried = answer(make_request(prompt(20)), cluster(engines, [("fails", 0)], []), resume=False)
+    assert (text(events), retried) == (text(whole), ["waiting"])
+    with pytest.raises(ReplicaFailedError, match="silent"):
+        answer(make_request(prompt(20)), cluster(engines, [("hangs", 1)], []), resume=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(QueueFullError("3 wait"), QueueFullError), (type("BackPressureError", (Exception,), {})(), Exception)],
+)
+def test_for_want_of_room_nothing_is_sent_again(engines, error, raised):
+    sent = []
+
+    async def refuse(attempt: Attempt) -> AsyncGenerator[Event]:
+        sent.append(attempt)
+        raise error
+        yield
+
+    with pytest.raises(raised):
+        answer(make_request(prompt(20)), refuse)
+    assert len(sent) == 1
+
+
+def test_what_a_replica_refuses_is_not_offered_to_another(engines):
+    seen: list[Attempt] = []
+    with pytest.raises(Exception, match="vocabulary"):
+        answer(make_request([VOCABULARY]), cluster(engines, [], seen))
+    assert len(seen) == 1
+
+
+def test_a_client_that_leaves_is_no_fault_of_the_replica(engines):
+    seen: list[Attempt] = []
+
+    async def leave() -> None:
+        events = resumed(make_request(prompt(20), new=400), cluster(engines, [], seen), GatewayConfig(), print)
+        assert isinstance(await anext(events), Started)
+        await events.aclose()
+
+    asyncio.run(leave())
+    assert len(seen) == 1
+    until(lambda: idle(engines[0]))
+
+
+def test_what_waits_to_be_sent_is_not_taken_for_a_fault(engines):
+    """No replica is there for a while: each attempt is silent, but none was sent anywhere."""
+    seen: list[Attempt] = []
+    send = cluster(engines, [], [])
+
+    async def later(attempt: Attempt) -> AsyncGenerator[Event]:
+        seen.append(attempt)
+        if len(seen) < 4:
+            await asyncio.sleep(3600)
+        async for event in send(attempt):
+            yield event
+
+    events, retried = answer(make_request(prompt(20)), later, retries=0, stall_seconds=0.05)
+    assert isinstance(events[-1], Finished)
+    assert (len(seen), retried) == (4, [])
+
+
+def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
+    """One slot, taken by an answer of which nothing is decoded while the others wait."""
+    settings = EngineConfig(kv_bytes=1 << 26, max_slots=1, beat_seconds=0.1)
+    engine = Engine(prepare(random_model("llama")), settings, PrefixCacheConfig(), clock=lambda: 0.0, name="busy")
+    gate = threading.Event()
+
+    async def run() -> list[Event]:
+        events: list[Event] = []
+        running = threading.Thread(target=engine.run)
+        engine.call(lambda: gate.wait(30) and None)  # the engine's thread stands still
+        running.start()
+        task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), decode), events))
+        await asyncio.sleep(0.5)
+        assert sum(isinstance(event, Alive) for event in events) <= 1  # its last turn, at most
+        before = len(events)
+        gate.set()
+        await task
+        engine.stop()
+        running.join()
+        assert before <= 1
+        return events
+
+    assert isinstance(asyncio.run(run())[-1], Finished)
+
+
+async def collect(events: AsyncGenerator[Event], into: list[Event]) -> None:
+    async for event in events:
+        into.append(event)
+
+
+def test_an_attempt_travels_as_its_request():
+    request = make_request(prompt(9))
+    attempt = Attempt(replace(request, resume=(1, 2)), (Attempt(request),), "a", "b")
+    assert pickle.loads(pickle.dumps(attempt)) == attempt.request
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")

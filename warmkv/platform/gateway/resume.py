@@ -1,0 +1,103 @@
+"""An answer that outlives its replica: what failed is sent again elsewhere and goes on where it was. Without Ray.
+
+Tokens are drawn from the request's seed alone, so a replica that takes the tokens of another as its own (`resume` of
+a request) comes to the same cache, the same random numbers and the same text. What the client has is left out of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from warmkv.config import GatewayConfig
+from warmkv.platform.gateway.errors import ReplicaFailedError, from_exception
+from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
+
+
+class ReplicaStalledError(ReplicaFailedError):
+    """A replica that was silent for too long."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One sending of a request. The gateway and its router share it; what travels to the replica is the request."""
+
+    request: GenerateRequest
+    given_up: tuple[Attempt, ...] = ()  # those before it
+    replica: str | None = None  # where the router sent it
+    booking: str | None = None  # what the router calls it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.request,)
+
+
+def _itself(request: GenerateRequest) -> GenerateRequest:
+    return request
+
+
+Send = Callable[[Attempt], AsyncGenerator[Event]]
+
+
+async def resumed(
+    request: GenerateRequest, send: Send, config: GatewayConfig, retried: Callable[[str], None]
+) -> AsyncGenerator[Event]:
+    """The events of an answer, from as many replicas as it takes: one Started, text, one Finished.
+
+    A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
+    begun ("streaming") or not ("waiting"). What is the request's own fault, or for want of room, is not tried again.
+    Raises what the last replica raised, ReplicaFailedError where it raised nothing.
+    """
+    started, sent = False, 0  # characters
+    drawn: list[int] = []
+    attempts: tuple[Attempt, ...] = ()
+    while True:
+        name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
+        attempt = Attempt(replace(request, id=name, resume=tuple(drawn)), attempts)
+        own: list[int] = []
+        length = 0
+        try:
+            async with aclosing(send(attempt)) as events:
+                while not isinstance(event := await _next(events, config.stall_seconds), Finished):
+                    if isinstance(event, Started) and not started:
+                        started = True
+                        yield event
+                    elif isinstance(event, Delta):
+                        own += event.tokens
+                        drawn = max(drawn, own, key=len)
+                        length += len(event.text)
+                        if length > sent:
+                            new, sent = event.text[sent - length :], length
+                            yield replace(event, text=new)
+                yield event
+                return
+        except Exception as error:
+            if isinstance(error, ReplicaStalledError) and attempt.replica is None:
+                continue  # it was waiting to be sent: no replica has failed
+            attempts += (attempt,)
+            replicas_fault = from_exception(error).type == "api_error"
+            if not replicas_fault or len(attempts) > config.retries or (started and not config.resume):
+                raise
+        retried("streaming" if started else "waiting")
+        if len(attempts) > 1:
+            await asyncio.sleep(config.retry_seconds * 2 ** (len(attempts) - 2))
+
+
+async def _next(events: AsyncGenerator[Event], silence: float) -> Event:
+    """The next event. Raises ReplicaFailedError where there is none, or none within `silence` seconds."""
+    try:
+        async with asyncio.timeout(silence) as waiting:
+            event = await anext(events, None)
+    except TimeoutError:
+        if waiting.expired():
+            raise ReplicaStalledError(f"it was silent for {silence:g} s") from None
+        raise
+    if event is None:
+        raise ReplicaFailedError("it ended the answer early")
+    if isinstance(event, Failed):
+        raise ReplicaFailedError(event.message)
+    if isinstance(event, Finished) and event.reason == "cancelled":  # not by us: we would not be listening
+        raise ReplicaFailedError("it gave the answer up")
+    return event
