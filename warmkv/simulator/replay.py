@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, describe
-from warmkv.policies import budgets, slot_sizes
-from warmkv.policies.costs import StepKind, StepTimes
+from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
-from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
 from warmkv.simulator.garbage import uncollected
+from warmkv.simulator.job_sizes import sizes_of
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
@@ -167,68 +165,36 @@ def prepare(
         tier = price_tier(variant.ttl, cache.ttls)
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
-    shape, recorded = kv_shape(config), recorded_policy()
-    sizes: dict[tuple[int, int, int, int], tuple[Any, ...]] = {}
-    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
+    recorded = recorded_policy()
+    specs = [variant.policy] * len(records) if variant.policy else [recorded(record) for record in records]
+    marks = [()] * len(records) if not cache.enabled else [_marks(record, tier, lifetimes) for record in records]
     start = records[0].arrival if records else 0.0
-    jobs = []
-    for number, record in enumerate(records):
-        spec = variant.policy or recorded(record)
-        marks = record.marks if cache.enabled else ()
-        if tier:
-            marks = tuple(Mark(mark.position, tier, mark.key) for mark in marks)
-        for mark in marks:
-            if mark.ttl not in lifetimes.ttls:
-                known = ", ".join(lifetimes.ttls)
-                raise VariantError(
-                    f"request {record.id}: TTL {mark.ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
-                )
-        # The live slot is sized for what the request allowed. Many requests are alike, and sizes take long to find.
-        allowed = max(record.output_tokens, record.max_tokens)
-        alike = (id(spec), record.input_tokens, allowed, len(marks))
-        if alike not in sizes:
-            sizes[alike] = _sizes(spec, *alike[1:], shape, config.engine.max_context or 0, forced)
-        jobs.append(Job(number, record, record.arrival - start, marks, *sizes[alike]))
-        if marks or record.reads:
-            jobs[-1].shares = record.api == "messages"
+    sizes = sizes_of(records, specs, marks, kv_shape(config), config.engine.max_context or 0)
+    jobs = [
+        Job(number, record, record.arrival - start, own, *size)
+        for number, (record, own, size) in enumerate(zip(records, marks, sizes, strict=True))
+    ]
+    for job in jobs:
+        if job.marks or job.record.reads:
+            job.shares = job.record.api == "messages"
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
 
 
-def _sizes(
-    spec: PolicySpec,
-    prompt: int,
-    allowed: int,
-    marks: int,
-    shape: KVShape,
-    max_context: int,
-    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
-) -> tuple[StepKind, int, int, int, int, int, int, bool]:
-    """What a job takes that may draw `allowed` tokens: fields of `Job`, from `kind` on.
-
-    `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
-    """
-    spec = budgets.in_force(spec, prompt, allowed)
-    if id(spec) not in forced:
-        forced[id(spec)] = (spec, StepKind.of(spec), {})
-    _, kind, rows = forced[id(spec)]
-    if spec.name == "full" and spec.storage == "model":  # the most common, as below: all is kept as it is
-        entries = prompt + allowed - 1 if allowed > 1 else 0
-        slot = slot_sizes.size_class(entries) * shape.token_bytes if entries else 0
-        return kind, prompt, entries, 1, slot, prompt * shape.token_bytes, 0, False
-    slot = slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0
-    return (
-        kind,
-        budgets.kept_tokens(spec, prompt),
-        budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
-        budgets.recomputed_tokens(spec, prompt),
-        slot,
-        slot_sizes.workspace_bytes(spec, shape, prompt, marks),
-        slot_sizes.column_sum_bytes(spec, shape, prompt),
-        budgets.is_endless(spec, prompt, allowed, max_context),
-    )
+def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark, ...]:
+    """The marks of a record, all sold as `tier` if that is given. Raises VariantError."""
+    if not record.marks:
+        return ()
+    marks = tuple(Mark(mark.position, tier, mark.key) for mark in record.marks) if tier else record.marks
+    for mark in marks:
+        if mark.ttl not in lifetimes.ttls:
+            known = ", ".join(lifetimes.ttls)
+            raise VariantError(
+                f"request {record.id}: TTL {mark.ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
+            )
+    return marks
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:

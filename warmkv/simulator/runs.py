@@ -192,9 +192,10 @@ class RunCache:
         runs, lengths = self._prompt, self._lengths
         if not runs:
             return 0
-        if match is not None and match.blocks > self._leading(self._places[0], runs):
+        tiers = len(self._places)
+        if tiers > 1 and match is not None and match.blocks > self._leading(self._places[0], runs):
             self._keep(0, *self._begun(runs, match.blocks))
-        for tier in range(len(self._places)):
+        for tier in range(tiers):
             if self._keep(tier, runs, lengths[runs[-1]]):
                 break
         self._use(runs, now)
