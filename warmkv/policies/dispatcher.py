@@ -5,7 +5,7 @@ The live router and the gateways of the simulator run this same code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -19,16 +19,16 @@ class Bookings:
     """Requests in flight per replica, each booked once and released once, whatever order the calls come in."""
 
     def __init__(self) -> None:
-        self._booked: dict[str, str] = {}  # request -> replica
-        self._given_up: set[str] = set()  # booked requests
+        self._booked: dict[Hashable, str] = {}  # request -> replica
+        self._given_up: set[Hashable] = set()  # booked requests
         self.load: dict[str, int] = {}
 
-    def book(self, request: str, replica: str) -> None:
+    def book(self, request: Hashable, replica: str) -> None:
         self.release(request)
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
 
-    def release(self, request: str, replica: str | None = None) -> None:
+    def release(self, request: Hashable, replica: str | None = None) -> None:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
         if replica is not None and self._booked.get(request) != replica:
             return
@@ -39,7 +39,7 @@ class Bookings:
             if not self.load[replica]:
                 del self.load[replica]
 
-    def give_up(self, request: str) -> None:
+    def give_up(self, request: Hashable) -> None:
         """Nobody waits for a request any more. A replica that works ends it, which releases the booking."""
         if request in self._booked:
             self._given_up.add(request)
@@ -86,7 +86,7 @@ class Dispatcher:
 
     def choose(
         self,
-        request: str,
+        request: Hashable,
         hashes: Sequence[bytes],
         replicas: Sequence[str],
         *,

@@ -67,6 +67,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     load_weight, queue_weight = config.load_weight, config.queue_weight
     fetchable, least = fetchable_blocks(view, config), worth_fetching(config)
     start, saved = config.transfer_start, 1 - config.transfer_block  # in blocks, by each that is fetched
+    gains = fetchable >= least
     replicas = _round_robin(view, config, random)
     loads = [load.get(replica, 0) for replica in replicas]
     limit = min(loads, default=0) + config.overload
@@ -75,11 +76,11 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         cost = load_weight * busy
         if busy > slots:
             cost += queue_weight * (busy - slots)
-        held = 0
-        if replica in warm:
-            cost -= blocks_saved(warm[replica], config)
-            held = warm[replica][2]
-        if fetchable - held >= least:
+        depths, held = warm.get(replica), 0
+        if depths is not None:
+            device, _, held = depths
+            cost -= device if device == held else blocks_saved(depths, config)
+        if gains and fetchable - held >= least:
             cost -= saved * (fetchable - held) - start
         costs[replica] = (busy >= limit, cost, busy)
     return sorted(replicas, key=costs.__getitem__)

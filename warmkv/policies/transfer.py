@@ -77,8 +77,9 @@ class RunningLine:
         """With one more measurement; after `half_life` others it will count half as much."""
         weight = 1 - 0.5 ** (1 / half_life)
         more, longer = amount - self.amount, seconds - self.seconds
-        return replace(
-            self,
+        return RunningLine(
+            self.guess,
+            self.spread,
             amount=self.amount + weight * more,
             seconds=self.seconds + weight * longer,
             variance=(1 - weight) * (self.variance + weight * more * more),
@@ -114,7 +115,8 @@ class TransferTimes:
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
         """After a prefill of `tokens` tokens."""
-        return replace(self, prefill=self.prefill.measured(tokens, seconds, self.config.half_life))
+        prefill = self.prefill.measured(tokens, seconds, self.config.half_life)
+        return TransferTimes(self.config, prefill, self.fetch)
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
         """After a fetch of `nbytes` bytes."""

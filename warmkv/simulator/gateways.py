@@ -33,18 +33,18 @@ class Gateway:
             return replicas, None
         hashes = job.record.hashes
         queues = None if self._alone else self._queues(now)
-        choice = self._dispatcher.choose(job.key, hashes, replicas, queues=queues, warm=self._warm(job.record))
+        choice = self._dispatcher.choose(job.number, hashes, replicas, queues=queues, warm=self._warm(job.record))
         return choice.order, choice.fetch
 
     def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
         """A replica took a job, and told how many requests it has, whoever sent them."""
-        self._dispatcher.bookings.book(job.key, replica)
+        self._dispatcher.bookings.book(job.number, replica)
         if not self._alone:
             self._told[replica] = (now, in_flight)
 
     def over(self, job: Job) -> None:
         """A job has ended, or no replica takes it."""
-        self._dispatcher.bookings.release(job.key)
+        self._dispatcher.bookings.release(job.number)
 
     def drop(self, replica: str) -> None:
         """Forget a replica that is gone."""

@@ -338,10 +338,10 @@ class Replica:
         """How many of the next `steps` steps the batch stays as it is for; one if stepping."""
         if not self._fast_forward:
             return 1
-        if self._ends:
-            steps = min(steps, self._ends[0][0] - self._steps)
-        if self._fulls:
-            steps = min(steps, self._fulls[0][0] - self._steps)
+        if self._ends and (end := self._ends[0][0] - self._steps) < steps:
+            steps = end
+        if self._fulls and (full := self._fulls[0][0] - self._steps) < steps:
+            steps = full
         return steps
 
     def _ends_in(self, steps: int) -> bool:

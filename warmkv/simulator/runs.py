@@ -277,7 +277,8 @@ class RunCache:
             used[run] = now
         if runs and self._ttl < math.inf:
             self._uses.append((now, runs))
-            self.due = min(self.due, now + self._ttl)
+            if now + self._ttl < self.due:
+                self.due = now + self._ttl
         return runs
 
     def _keep(self, tier: int, runs: Runs, last: int) -> bool:
@@ -321,12 +322,17 @@ class RunCache:
                 if run not in stays and (loose := held[run] - pinned.get(run, 0)) > 0:
                     break
             else:
-                return
-            gone = min(loose, missing)
+                break
+            gone = loose if loose < missing else missing
             missing -= gone
             evicted.append((run, held[run]))
-            self._removals.evicted += gone
-            self._shorten(place, run, gone)
+            held[run] -= gone
+            if not held[run]:
+                del order[run]
+        gone = blocks - place.free - missing
+        self._removals.evicted += gone
+        place.free += gone
+        place.untold -= gone
 
     def _path(self, run: int) -> Runs:
         """The chain from its beginning to a run."""
