@@ -9,9 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from warmkv.policies import budgets
 from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
 from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
@@ -60,14 +57,6 @@ def size_class(capacity: int) -> int:
     """Entries that a row of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
     step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
     return -(-capacity // step) * step
-
-
-def size_classes(capacities: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`size_class` of each."""
-    _, bits = np.frexp(capacities)
-    steps = np.maximum(16, np.left_shift(1, np.maximum(bits - 1, 0).astype(np.int64)) // 4)
-    classes: NDArray[np.int64] = -(-capacities // steps) * steps
-    return classes
 
 
 def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.costs import StepKind
@@ -44,12 +45,20 @@ def _whole_sizes(records: Sequence[RequestRecord], kind: StepKind, shape: KVShap
     prompts = np.array([record.input_tokens for record in records], dtype=np.int64)
     allowed = np.array([max(record.output_tokens, record.max_tokens) for record in records], dtype=np.int64)
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
-    slots, workspaces = slot_sizes.size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
+    slots, workspaces = size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
     columns = (column.tolist() for column in (prompts, entries, slots, workspaces))
     return (
         (kind, prompt, capacity, 1, slot, workspace, 0, False)
         for prompt, capacity, slot, workspace in zip(*columns, strict=True)
     )
+
+
+def size_classes(entries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`slot_sizes.size_class` of each."""
+    _, bits = np.frexp(entries)
+    steps = np.maximum(16, np.left_shift(1, np.maximum(bits - 1, 0).astype(np.int64)) // 4)
+    classes: NDArray[np.int64] = -(-entries // steps) * steps
+    return classes
 
 
 def _size(

@@ -13,6 +13,7 @@ from warmkv.policies.budgets import kept_tokens
 from warmkv.policies.costs import StepCost, StepKind
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator import workloads
+from warmkv.simulator.job_sizes import size_classes
 from warmkv.simulator.measures import Level, percentiles
 from warmkv.simulator.replay import billed, prepare, replay
 from warmkv.simulator.sessions import Workload
@@ -282,3 +283,8 @@ def test_the_collector_rests_during_a_replay_and_is_as_before_then(conversations
         finally:
             gc.enable()
     assert not any(seen)
+
+
+def test_size_classes_of_many_are_those_of_each():
+    entries = np.array([*range(70_000), *(2**bits + more for bits in range(17, 40) for more in (-1, 0, 1))])
+    assert size_classes(entries).tolist() == [slot_sizes.size_class(each) for each in entries.tolist()]
