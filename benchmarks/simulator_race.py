@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         races = [replace(race, requests=min(race.requests, 500)) for race in races]
     repeats = 1 if options.quick else options.repeats
     figures, notes, start = [], [], time.perf_counter()
+    grid = {}
 
     def say(what: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
@@ -104,10 +105,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if (path := options.traces / CONVERSATION).exists():
             figures += simulator_sweep.race(path, [MODEL, ENGINE], options.quick, say)
+            grid = {"sweep": simulator_sweep.GRID}
         else:
             notes.append(f"{SWEEP} was not run: {CONVERSATION} is not at {options.traces}; --traces names the folder")
     identity, versions, commit = _machine()
-    settings = {"races": [asdict(race) for race in races], "repeats": repeats, "seed": options.seed, "cost": str(COST)}
+    settings = {
+        "races": [asdict(race) for race in races],
+        "repeats": repeats,
+        "seed": options.seed,
+        "cost": str(COST),
+        **grid,
+    }
     if options.json is not None:
         report.write(options.json, report.document(identity, versions, commit, settings, figures, notes))
     report.show("simulator race" + (" (quick: too small for figures)" if options.quick else ""), figures, notes)

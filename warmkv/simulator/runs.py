@@ -184,8 +184,7 @@ class RunCache:
         return found
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
-        """Keep the full blocks of the prompt that was looked up last, as many from its beginning as fit; there are no
-        marks.
+        """Keep the blocks of the prompt that `match` looked up last, as many from its beginning as fit; without marks.
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.
         """
