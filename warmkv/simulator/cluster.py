@@ -200,13 +200,22 @@ class Cluster:
             gateway.drop(name)
 
     def _lost(self, jobs: Sequence[Job]) -> None:
-        """Requests whose replica is gone go elsewhere."""
+        """Requests whose replica is gone go elsewhere, as often and as soon as the gateway sends them again."""
+        gateway = self._config.gateway
         for job in sorted(jobs, key=lambda job: job.number):
-            if job.first == NEVER:
-                job.retries += 1
+            begun = job.first != NEVER
+            attempts = 1 + job.retries + job.resumptions
+            if attempts > gateway.retries or (begun and not gateway.resume):
+                job.failed = True
+                self._refuse(job)
+                continue
+            job.retries += not begun
+            job.resumptions += begun
+            if attempts == 1:
+                self._send(job)
             else:
-                job.resumptions += 1
-            self._send(job)
+                again = self._env.timeout(gateway.retry_seconds * 2 ** (attempts - 2))
+                again.callbacks.append(lambda _, job=job: self._send(job))
 
     def _warm(self, record: RequestRecord) -> Mapping[str, Depths]:
         return self._stores.warm(record, self._env.now)

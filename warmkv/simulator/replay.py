@@ -53,6 +53,7 @@ class Result:
     ttl: float | None  # seconds; None as recorded
     requests: int
     refused: int  # too large for any replica, or every queue was full
+    failed: int  # with their replica, more often than they are sent again
     retries: int  # of requests whose replica failed before their first token
     resumptions: int  # and after it
     fetches: int  # of blocks from other replicas that brought any
@@ -252,7 +253,8 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         policy=variant.label,
         ttl=variant.ttl,
         requests=len(jobs),
-        refused=len(jobs) - len(served),
+        refused=len(jobs) - len(served) - sum(job.failed for job in jobs),
+        failed=sum(job.failed for job in jobs),
         retries=sum(job.retries for job in jobs),
         resumptions=sum(job.resumptions for job in jobs),
         fetches=outcome.moved.fetches,

@@ -58,8 +58,9 @@ class Job:
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
     read: int = 0  # position up to which it is billed as a reader
-    retries: int = 0  # how often its replica failed before its first token
+    retries: int = 0  # how often it was sent again because its replica failed before its first token
     resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
+    failed: bool = False  # its replica failed, and it was not sent again
 
     # On the replica that has it now.
     submitted: float = NEVER

@@ -89,6 +89,8 @@ def _disturbances(result: Result) -> list[tuple[str, str]]:
     rows = []
     if result.retries or result.resumptions:
         rows.append(("sent again before, after the first token", f"{result.retries:,}, {result.resumptions:,}"))
+    if result.failed:
+        rows.append(("failed with their replica", f"{result.failed:,}"))
     if result.fetches:
         rows.append(("fetched from other replicas", f"{result.fetches:,} times, {_bytes(result.fetched_bytes)}"))
     if result.handed_bytes:

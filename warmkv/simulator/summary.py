@@ -12,8 +12,8 @@ def figures(result: Result) -> dict[str, float]:
 
     `dollars` is what the tenants are billed, `gpu_dollars` what the replicas cost. `resident_bytes` are those of stored
     prefixes, in all tiers and by tier; `slot_bytes` those of decode slots. `retries` and `resumptions` count how often
-    the replica of a request failed, before and after its first token; `replicas` are those that are alive. `fetches`
-    get blocks from other replicas, `handed_bytes` are what stopped replicas left to others.
+    requests were sent again because a replica failed, before and after the first token; `replicas` are those that are
+    alive. `fetches` get blocks from other replicas, `handed_bytes` are what stopped replicas left to others.
     """
     tokens = result.prompt_tokens + result.usage.output
     places = {"slot_bytes": result.slots, "resident_bytes": result.stored}
@@ -22,6 +22,7 @@ def figures(result: Result) -> dict[str, float]:
     return {
         "requests": result.requests,
         "refused": result.refused,
+        "failed": result.failed,
         "retries": result.retries,
         "resumptions": result.resumptions,
         "fetches": result.fetches,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
-from tests.unit.simulator.test_failures import FAILURES, times
+from tests.unit.simulator.test_failures import FAILURES, PATIENT, times
 from warmkv.config import AutoscalingConfig
 from warmkv.simulator.autoscaler import Autoscaler
 
@@ -31,7 +31,7 @@ SETTINGS = st.sampled_from(
 @given(logs(), SCALING, SETTINGS, st.none() | FAILURES, st.sampled_from([EXACT, uniform(TWO_ROOFS)]))
 def test_nothing_is_lost_and_fast_forward_equals_stepping(records, scaling, flags, failures, cost):
     failures = [failures.replace("replica: 1", "replica: 0")] if failures else []
-    settings = config(scaling, *flags, *failures)
+    settings = config(scaling, *PATIENT, *flags, *failures)
     fast, outcome = run(records, settings, cost=cost)
     slow, same = run(records, settings, cost=cost, fast_forward=False)
     assert times(fast) == times(slow)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.config import ConfigError
 from warmkv.simulator.cluster import simulate
-from warmkv.simulator.replay import billed, prepare, summarise
+from warmkv.simulator.replay import billed, prepare, replay, summarise
 from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant
 
@@ -30,8 +30,11 @@ SETTINGS = st.sampled_from(
 )
 
 
+PATIENT = ("gateway.retries=1000", "gateway.retry_seconds=0.125")
+
+
 def failing(*flags):
-    return config("cluster.replicas=2", *flags)
+    return config("cluster.replicas=2", *PATIENT, *flags)
 
 
 def times(jobs):
@@ -118,6 +121,28 @@ def test_a_request_that_had_not_begun_is_sent_again():
     assert [job.retries for job in jobs] == [1, 0, 1, 0]
     assert not any(job.resumptions for job in jobs)
     assert jobs[0].started > at
+
+
+def test_a_request_is_sent_again_as_often_and_as_soon_as_the_gateway_does():
+    """Its replicas fail in turn while it computes its prompt, which takes 68 ms."""
+    failures = [(0.05, 0), (0.1, 1), (0.65, 1)]
+    listed = ", ".join(f"{{at: {at}, replica: {place}, seconds: 0}}" for at, place in failures)
+    flags = ("simulator.startup_seconds=0", f"simulator.failures=[{listed}]", "gateway.retry_seconds=0.5")
+    for most, started in ((3, 0.65 + 1.0), (2, -1), (0, -1)):
+        (job,), outcome = run([record(0.0, [1] * 20, output=5)], failing(*flags, f"gateway.retries={most}"))
+        assert (bool(job.replica), job.retries, job.failed) == (most == 3, most, most < 3)
+        assert job.started == pytest.approx(started)
+        assert outcome.slots.value == 0
+
+
+def test_answers_that_are_not_resumed_fail_with_their_replica():
+    flags = ("simulator.failures=[{at: 0.1}]", "gateway.resume=false")
+    records = [record(0.0, [number] * 8, output=50, name=str(number)) for number in range(4)]
+    jobs, _ = run(records, failing(*flags, "engine.max_slots=1"))
+    assert [(job.failed, job.retries) for job in jobs] == [(True, 0), (False, 0), (False, 1), (False, 0)]
+    result = replay(records, failing(*flags, "engine.max_slots=1"), [Variant()], EXACT)[0]
+    assert (result.failed, result.refused, result.retries) == (1, 0, 1)
+    assert result.usage.output == 3 * 50
 
 
 def test_requests_wait_while_no_replica_is_there_and_as_many_as_may():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from tests.unit.simulator.test_autoscaling import SCALING
-from tests.unit.simulator.test_failures import FAILURES, times
+from tests.unit.simulator.test_failures import FAILURES, PATIENT, times
 from warmkv.policies.retention import Entry
 from warmkv.simulator.transfers import Part, pieces_of
 
@@ -43,7 +43,7 @@ POLICIES = ("full", "snapkv@6", "h2o@6", "streaming_llm@0.5")
 
 
 def eager(*flags):
-    return config("cluster.replicas=2", *EAGER, *flags)
+    return config("cluster.replicas=2", *EAGER, *PATIENT, *flags)
 
 
 def moved(outcome):
