@@ -480,8 +480,12 @@ class Config(Section):
         for failure in self.simulator.failures:
             if failure.replica >= (most := self.cluster.most_replicas):
                 raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
-        if self.gateway.stall_seconds <= self.engine.beat_seconds:
-            raise ValueError("gateway.stall_seconds must be more than engine.beat_seconds")
+        for name, silent in (
+            ("engine.beat_seconds", self.engine.beat_seconds),
+            ("transfer.timeout_seconds", self.transfer.timeout_seconds),
+        ):
+            if self.gateway.stall_seconds <= silent:
+                raise ValueError(f"gateway.stall_seconds must be more than {name}")
         return self
 
 

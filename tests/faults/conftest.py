@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -87,11 +88,11 @@ class Service:
             return {"replicas": replicas, "gateways": set(self.get("policy")["parts"])}
         return {"replicas": set(), "gateways": set()}
 
-    def is_whole(self, lost: dict[str, str]) -> bool:
-        """Whether as many replicas and gateways are there as there should be, and not those that were lost."""
+    def is_whole(self, but: Mapping[str, set[str]] = MappingProxyType({})) -> bool:
+        """Whether as many replicas and gateways are there as there should be, `but` not the very same."""
         wanted, found = self.config.cluster, self.names()
         counts = (len(found["replicas"]), len(found["gateways"]))
-        return counts == (wanted.replicas, wanted.gateways) and not any(lost[kind] in found[kind] for kind in lost)
+        return counts == (wanted.replicas, wanted.gateways) and not any(found[kind] == but[kind] for kind in but)
 
     def make_whole(self) -> None:
         """Give every test a cluster with all its nodes, whatever became of the one before."""
@@ -99,7 +100,7 @@ class Service:
             if not node.find_program("raylet"):
                 self.cluster.remove(name)
                 self.cluster.add(name, NODES[name])
-        until(lambda: self.is_whole({}), "all replicas and gateways are there", 180)
+        until(self.is_whole, "all replicas and gateways are there", 180)
 
     def change_policy(self) -> int:
         """Bring the other policy into force, as an operator would who tries again if it fails; the version."""
@@ -114,8 +115,11 @@ class Service:
         version: int = until(change, "the policy is changed")
         return version
 
-    def check_nothing_leaks(self) -> None:
-        """Once nobody asks any more, no slot is taken, no block is pinned and no booking is left."""
+    def check_books(self) -> None:
+        """Nothing is billed twice; and once nobody asks any more, no slot, pinned block or booking is left."""
+        assert self.config.gateway.access_log is not None
+        billed = [json.loads(line)["id"] for line in self.config.gateway.access_log.read_text().splitlines()]
+        assert len(billed) == len(set(billed))
 
         def idle() -> bool:
             found = self.get("replicas")
@@ -134,21 +138,21 @@ class Service:
         mend: Callable[[], dict[str, float] | None] = lambda: None,
         *,
         hold: float = 2.0,
-        lost: dict[str, str] | None = None,
+        replica: str | None = None,
+        loses: Sequence[str] = (),
         breaks_streams: bool = False,
         breaks_all: bool = False,
     ) -> None:
         """Load before, during and after a fault, in the middle of which the policy is changed; everything is checked.
 
-        Streams are half read when it strikes, on the replica that is lost if one is. Every answer is right, whole and
-        counted once, or an error; an error only where the fault takes the client's own connection along. It is mended
-        after `hold` seconds; what `mend` returns is recorded with the figures.
+        Streams from `replica` are half read when it strikes. Every answer is right, whole and billed once, or an error,
+        and an error only where the fault takes the client's own connection along. `loses` are the kinds of parts that do
+        not survive. It is mended after `hold` seconds; what `mend` returns is recorded with the figures.
         """
-        lost = lost or {}
         with Load(self.url, self.expected) as load, ThreadPoolExecutor(1) as operator:
             load.wait(lambda seen: len(seen) >= 6, "answers before the fault")
-            replica = lost.get("replicas") or min(self.names()["replicas"])
-            streams = [load.stream(question, replica) for question in LONG]
+            names = self.names()
+            streams = [load.stream(question, replica or min(names["replicas"])) for question in LONG]
             before, begun = len(load.outcomes), time.monotonic()
             halfway = sum(stream.is_alive() for stream in streams)
             strike()
@@ -156,7 +160,9 @@ class Service:
             time.sleep(hold)
             measured = mend() or {}
             version = changing.result()
-            until(lambda: self.is_whole(lost), "all replicas and gateways are back", 180)
+            until(
+                lambda: self.is_whole({kind: names[kind] for kind in loses}), "all replicas and gateways are back", 180
+            )
             whole = time.monotonic() - begun
             load.wait(lambda seen: self._is_warm(seen, version), "the hit rate is back")
             warm = time.monotonic() - begun
@@ -181,7 +187,7 @@ class Service:
         assert breaks_all or not failed[False], failed[False][0]
         assert breaks_all or breaks_streams or not failed[True], failed[True][0]
         assert halfway > 0, "no stream was there to be broken"
-        self.check_nothing_leaks()
+        self.check_books()
 
     def _is_warm(self, seen: list[Outcome], version: int) -> bool:
         """Whether the last answer to every question read what a warm cluster reads, under the new policy."""
@@ -228,12 +234,13 @@ def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -
         for name, cpus in NODES.items():
             cluster.add(name, cpus)
         port = free_port(host)
-        config = parse({**SETTINGS, "gateway": {**SETTINGS["gateway"], "host": host, "port": port}})
+        reached = {"host": host, "port": port, "access_log": str(folder / "access.jsonl")}
+        config = parse({**SETTINGS, "gateway": {**SETTINGS["gateway"], **reached}})
         document = {**serve_document(config), "proxy_location": "HeadOnly"}
         file = folder / "document.json"
         file.write_text(json.dumps(document))
         cluster.start(file)
         made = Service(cluster, f"http://{host}:{port}", config, folder / "recovery.jsonl", store)
-        until(lambda: made.is_whole({}), "the service is there")
+        until(made.is_whole, "the service is there")
         made.learn()
         yield made

@@ -23,12 +23,12 @@ def a_replica(service: Service) -> tuple[str, int]:
 
 def test_a_replica_is_killed(service: Service):
     name, pid = a_replica(service)
-    service.survives("replica killed", lambda: os.kill(pid, signal.SIGKILL), lost={"replicas": name})
+    service.survives("replica killed", lambda: os.kill(pid, signal.SIGKILL), replica=name, loses=["replicas"])
 
 
 def test_a_replica_hangs(service: Service):
     name, pid = a_replica(service)
-    service.survives("replica hung", lambda: os.kill(pid, signal.SIGSTOP), lost={"replicas": name})
+    service.survives("replica hung", lambda: os.kill(pid, signal.SIGSTOP), replica=name, loses=["replicas"])
 
 
 def test_the_directory_is_killed(service: Service):
@@ -51,7 +51,7 @@ def test_the_policy_control_is_killed(service: Service):
 
 def test_a_gateway_is_killed(service: Service):
     gateway = service.cluster.find(GATEWAY)[0]
-    service.survives("gateway killed", lambda: gateway.signal(signal.SIGKILL), breaks_streams=True)
+    service.survives("gateway killed", lambda: gateway.signal(signal.SIGKILL), loses=["gateways"], breaks_streams=True)
 
 
 def test_the_gcs_is_killed_and_started_again(service: Service):
@@ -67,7 +67,8 @@ def test_a_node_is_removed(service: Service):
         "node removed",
         lambda: service.cluster.remove(node),
         lambda: service.cluster.add(node, 1),
-        lost={"replicas": replica},
+        replica=replica,
+        loses=["replicas"],
         breaks_streams=True,
     )
 
@@ -90,7 +91,9 @@ def test_a_link_is_cut_until_the_node_is_given_up(service: Service):
         service.cluster.remove(name)
         service.cluster.add(name, 1)
 
-    service.survives("link cut", lambda: network.cut(name), mend, lost={"replicas": replica}, breaks_streams=True)
+    service.survives(
+        "link cut", lambda: network.cut(name), mend, replica=replica, loses=["replicas"], breaks_streams=True
+    )
 
 
 def test_the_head_is_started_anew(service: Service):

@@ -169,6 +169,7 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("gateway.retry_seconds=-1", r"gateway\.retry_seconds: .*greater than or equal to 0"),
         ("gateway.stall_seconds=0", r"gateway\.stall_seconds: .*greater than 0"),
         ("gateway.stall_seconds=5", r"gateway\.stall_seconds must be more than engine\.beat_seconds"),
+        ("transfer.timeout_seconds=60", r"gateway\.stall_seconds must be more than transfer\.timeout_seconds"),
         ("cluster.health_check_seconds=0", r"cluster\.health_check_seconds: .*greater than 0"),
         ("cluster.health_timeout_seconds=0", r"cluster\.health_timeout_seconds: .*greater than 0"),
     ],

@@ -102,8 +102,8 @@ class Dispatcher:
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` and suspects are left out if there are others.
         """
-        shunned = {*avoid, *self.bookings.suspects}
-        replicas = [name for name in replicas if name not in shunned] or replicas
+        if shunned := {*avoid, *self.bookings.suspects}:
+            replicas = [name for name in replicas if name not in shunned] or replicas
         config, load = self._config, self.bookings.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}

@@ -83,8 +83,10 @@ class Replica:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """Stream an answer: Started, then text, then Finished (or Failed).
 
-        Raises EngineError where the request cannot be taken. A client that leaves cancels the request.
+        Raises EngineError where the request cannot be taken, and RuntimeError where the engine hangs, which the gateway
+        would find out too late. A client that leaves cancels the request.
         """
+        self._engine.check_turning(self._config.gateway.stall_seconds)
         await self._transfers.prepare(request)
         async for event in stream(self._engine, request, self._decode):
             if isinstance(event, Started):
@@ -121,7 +123,7 @@ class Replica:
         """Called by Serve: a replica whose engine thread has died or stands still must be replaced."""
         if not any(thread.name == "engine" for thread in threading.enumerate()):
             raise RuntimeError("the engine thread has died")
-        self._engine.check_turning()
+        self._engine.check_turning(self._config.engine.stall_seconds)
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is stopped and no request is in flight any more."""

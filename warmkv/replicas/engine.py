@@ -170,10 +170,10 @@ class Engine:
         self._stopped.set()
         self._inbox.put(None)
 
-    def check_turning(self) -> None:
-        """Raise RuntimeError where the engine's thread is in a step that takes longer than `engine.stall_seconds`."""
-        if (still := self._clock() - self._turned) > self.config.stall_seconds:
-            raise RuntimeError(f"the engine has been in one step for {still:.0f} s (engine.stall_seconds)")
+    def check_turning(self, limit: float) -> None:
+        """Raise RuntimeError where the engine's thread has been in one step for more than `limit` seconds."""
+        if (still := self._clock() - self._turned) > limit:
+            raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
 
     def stats(self) -> EngineStats:
         scheduler, prefilling, device = self.scheduler, self.scheduler.prefilling, self.model.device
