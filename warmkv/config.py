@@ -197,7 +197,7 @@ class PricingConfig(Prices):
 class RoutingConfig(Section):
     policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = "prefix_cost"
     load_weight: float = Field(
-        4.0, ge=0, allow_inf_nan=False, description="blocks of prefill that one request in flight counts as"
+        1.0, ge=0, allow_inf_nan=False, description="blocks of prefill that one request in flight counts as"
     )
     queue_weight: float = Field(
         8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"

@@ -146,8 +146,8 @@ class Service:
         """Load before, during and after a fault, in the middle of which the policy is changed; everything is checked.
 
         Streams from `replica` are half read when it strikes. Every answer is right, whole and billed once, or an error,
-        and an error only where the fault takes the client's own connection along. `loses` are the kinds of parts that do
-        not survive. It is mended after `hold` seconds; what `mend` returns is recorded with the figures.
+        and an error only where the fault takes the client's own connection along. `loses` are the kinds of parts that
+        do not survive. It is mended after `hold` seconds; what `mend` returns is recorded with the figures.
         """
         with Load(self.url, self.expected) as load, ThreadPoolExecutor(1) as operator:
             load.wait(lambda seen: len(seen) >= 6, "answers before the fault")
