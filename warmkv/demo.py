@@ -101,7 +101,8 @@ class Result:
 def run(config: Config, console: Console, seed: int) -> Result:
     """Start the service with two replicas, ask everything, stop it. Raises OSError where the port is taken."""
     cluster = config.cluster.model_copy(update={"replicas": max(2, config.cluster.replicas)})
-    config = config.model_copy(update={"cluster": cluster})
+    routing = config.routing.model_copy(update={"transfer": False})  # to show what it is to be on the wrong replica
+    config = config.model_copy(update={"cluster": cluster, "routing": routing})
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting Ray and two replicas", total=len(POLICIES) * 2 * QUESTIONS + 4)
         check_model(config.model)

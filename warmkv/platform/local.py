@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import socket
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 from warmkv.config import Config, ModelConfig
 from warmkv.platform.document import serve_document
 
+PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -29,11 +32,15 @@ class Running:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is free now, and that neither Ray's workers nor the system will take of their own accord.
+
+    Raises OSError if there is none.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with suppress(OSError):
+            check_port(host, port)
+            return port
+    raise OSError(f"no port of {host} from {PORTS[0]} to {PORTS[-1]} is free")
 
 
 def check_port(host: str, port: int) -> None:
