@@ -97,6 +97,8 @@ class Service:
     def make_whole(self) -> None:
         """Give every test a cluster with all its nodes, whatever became of the one before."""
         for name, node in list(self.cluster.nodes.items()):
+            if self.cluster.network:
+                self.cluster.network.heal(name)
             if not node.find_program("raylet"):
                 self.cluster.remove(name)
                 self.cluster.add(name, NODES[name])
