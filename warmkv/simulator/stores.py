@@ -102,7 +102,8 @@ class Stores:
         """Leading blocks of a prompt that each replica holds, as the routers know it."""
         if self._layout is not None:
             runs = self._runs[record.id]
-            return {name: blocks.depths(runs) for name, blocks in self._run_caches.items()}
+            found = ((name, blocks.depths(runs)) for name, blocks in self._run_caches.items())
+            return {name: depths for name, depths in found if depths[-1]}
         index = self.index if self._late is None else self._late.at(now)
         return index.longest_match(record.hashes)
 
