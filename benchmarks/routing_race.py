@@ -92,11 +92,13 @@ def _live_figures(measured: dict[str, list[float]]) -> list[Figure]:
     found = []
     for kind in ("zipf", "hot"):
         found.append(
-            figure(f"hit_rate_of_ideal_{kind}", measured[f"prefix_cost_{kind}_hit_rate_of_ideal"], 0.95, "higher")
+            figure(
+                f"hit_rate_of_ideal_{kind}", measured.get(f"prefix_cost_{kind}_hit_rate_of_ideal", []), 0.95, "higher"
+            )
         )
         for peer in ("power_of_two", "affinity"):
             for quantile in ("p50", "p99"):
-                ours, theirs = (measured[f"{name}_{kind}_ttft_{quantile}_ms"] for name in ("prefix_cost", peer))
+                ours, theirs = (measured.get(f"{name}_{kind}_ttft_{quantile}_ms", []) for name in ("prefix_cost", peer))
                 found.append(figure(f"ttft_{quantile}_vs_{peer}_{kind}", ratios(ours, theirs), 1.0, "lower"))
     return found
 

@@ -63,5 +63,6 @@ def test_a_missed_target_is_told():
     assert met["decision_microseconds_p50"] is False
     assert met["decision_times_faster_than_tree"] is True
     assert met["index_bytes_per_block"] is True
+    assert met["ttft_p50_vs_affinity_hot"] is False  # not measured
     missing = routing_race._figures(routing_race.Run(), {"decision_microseconds_p50": [1.0]})
     assert missing[0].met is False
