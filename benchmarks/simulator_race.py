@@ -133,7 +133,7 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
     for _ in range(repeats):
         fresh = replace(requests)  # so that each lays out the blocks, which a sweep does once
         begin = time.perf_counter()
-        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, lay_out=fresh.layout)
+        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, common=fresh.common)
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")

@@ -197,7 +197,7 @@ def _replay_with_bar(
                 variant,
                 times,
                 turns=requests.turns,
-                lay_out=requests.layout,
+                common=requests.common,
                 progress=shown,
             )
             results.append(done.result)

@@ -20,12 +20,11 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
+from warmkv.simulator.common import Common
 from warmkv.simulator.garbage import uncollected
-from warmkv.simulator.job_sizes import sizes_of
 from warmkv.simulator.measures import Level, Percentiles, percentiles
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
-from warmkv.simulator.runs import Layout
 from warmkv.simulator.stores import kv_shape
 from warmkv.simulator.variants import Variant, VariantError, price_tier
 
@@ -121,21 +120,23 @@ def replay(
     times: StepTimes,
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
-    lay_out: Callable[[], Layout | None] | None = None,
+    common: Common | None = None,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
     """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
 
     Records in `turns`, by number, arrive when the turn before them is over, whatever arrival they were recorded with.
 
-    `times` are the step times, as `timing.choose_cost` finds them; `lay_out` is `Requests.layout`, where records are
-    replayed more than once. Raises VariantError if the log names a TTL or a
-    policy that the configuration does not know.
+    `times` are the step times, as `timing.choose_cost` finds them; `common` is
+    `Requests.common`, where records are replayed more than once. Raises VariantError if the log names a TTL or a policy
+    that the configuration does not know.
     """
-    return [
-        run(records, config, variant, times, turns=turns, lay_out=lay_out, progress=partial(progress, number)).result
-        for number, variant in enumerate(variants)
-    ]
+    common = common or Common(records)
+    with uncollected():  # until the jobs of each run are gone, too
+        return [
+            run(records, config, variant, times, turns=turns, common=common, progress=partial(progress, number)).result
+            for number, variant in enumerate(variants)
+        ]
 
 
 def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
@@ -156,7 +157,11 @@ def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
 
 
 def prepare(
-    records: Sequence[RequestRecord], config: Config, variant: Variant, turns: Mapping[int, Turn] = NO_TURNS
+    records: Sequence[RequestRecord],
+    config: Config,
+    variant: Variant,
+    turns: Mapping[int, Turn] = NO_TURNS,
+    common: Common | None = None,
 ) -> tuple[list[Job], Lifetimes]:
     """The jobs of a variant, arrivals counted from the first, and how long their prefixes live. Raises VariantError."""
     cache = config.prefix_cache
@@ -170,7 +175,8 @@ def prepare(
     specs = [variant.policy] * len(records) if variant.policy else [recorded(record) for record in records]
     marks = [()] * len(records) if not cache.enabled else [_marks(record, tier, lifetimes) for record in records]
     start = records[0].arrival if records else 0.0
-    sizes = sizes_of(records, specs, marks, kv_shape(config), config.engine.max_context or 0)
+    common = common or Common(records)
+    sizes = common.sizes(variant.policy, specs, marks, kv_shape(config), config.engine.max_context or 0)
     jobs = [
         Job(number, record, record.arrival - start, own, *size)
         for number, (record, own, size) in enumerate(zip(records, marks, sizes, strict=True))
@@ -215,7 +221,7 @@ def run(
     *,
     turns: Mapping[int, Turn] = NO_TURNS,
     as_placed: bool = False,
-    lay_out: Callable[[], Layout | None] | None = None,
+    common: Common | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
     """Replay records once, as `replay` does, and keep what became of every request.
@@ -223,10 +229,18 @@ def run(
     `as_placed` sends each to the replica that its record names.
     """
     token_bytes = kv_shape(config).token_bytes
+    common = common or Common(records)
     with uncollected():
-        jobs, lifetimes = prepare(records, config, variant, turns)
+        jobs, lifetimes = prepare(records, config, variant, turns, common)
         outcome = simulate(
-            jobs, config, lifetimes, token_bytes, times, as_placed=as_placed, lay_out=lay_out, progress=progress
+            jobs,
+            config,
+            lifetimes,
+            token_bytes,
+            times,
+            as_placed=as_placed,
+            lay_out=lambda: common.layout,
+            progress=progress,
         )
         return summarise(jobs, outcome, config, lifetimes, variant)
 

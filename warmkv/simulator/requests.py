@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.runs import Layout, layout
+from warmkv.simulator.common import Common
 from warmkv.simulator.traces import Trace, TraceError
 from warmkv.simulator.traces.columns import UNKNOWN
 
@@ -45,13 +45,10 @@ class Requests:
     turns: Mapping[int, Turn] = field(default_factory=dict)
     blocks: Ints | None = field(default=None, repr=False, compare=False)
 
-    def layout(self) -> Layout | None:
-        """The prompts' blocks as runs, found once: they depend on no configuration."""
-        return self._layout
-
     @cached_property
-    def _layout(self) -> Layout | None:
-        return layout([record.hashes for record in self.records], self.blocks)
+    def common(self) -> Common:
+        """What all replays of these requests have in common."""
+        return Common(self.records, self.blocks)
 
 
 def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: bool = False) -> Requests:

@@ -130,7 +130,7 @@ def run_task(requests: Requests, task: Task) -> Figures:
     """Raises SweepError with the point that cannot be replayed."""
     try:
         (result,) = replay(
-            requests.records, task.config, [task.variant], task.times, turns=requests.turns, lay_out=requests.layout
+            requests.records, task.config, [task.variant], task.times, turns=requests.turns, common=requests.common
         )
     except ValueError as error:
         raise SweepError(f"{task.label}: {error}") from None

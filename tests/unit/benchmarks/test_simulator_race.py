@@ -43,7 +43,12 @@ def test_the_sweep_runs_in_one_process_and_in_several(tmp_path):
     arguments = ["--quick", "--only", "sweep", "--traces", str(tmp_path), "--json", str(path)]
     assert simulator_race.main(arguments) == 0
     figures = {each["name"]: each for each in json.loads(path.read_text())["figures"]}
-    assert figures.keys() == {"requests_per_second_sweep", "speed_up_per_process_sweep"}
+    assert figures.keys() == {
+        "requests_per_second_sweep",
+        "speed_up_per_process_sweep",
+        "speed_up_per_process_apart",
+        "share_of_processes_apart_sweep",
+    }
     assert all(each["value"] > 0 for each in figures.values())
 
 
