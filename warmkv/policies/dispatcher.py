@@ -47,7 +47,7 @@ class Bookings:
     @property
     def suspects(self) -> set[str]:
         """Replicas that have not ended what was given up: they may be hung or cut off."""
-        return {self._booked[request] for request in self._given_up}
+        return {self._booked[request] for request in self._given_up} if self._given_up else set()
 
     def drop(self, replica: str) -> None:
         """Forget what is booked on a replica that is gone."""
@@ -102,15 +102,16 @@ class Dispatcher:
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` and suspects are left out if there are others.
         """
-        if shunned := {*avoid, *self.bookings.suspects}:
+        if avoid or self.bookings.suspects:
+            shunned = {*avoid, *self.bookings.suspects}
             replicas = [name for name in replicas if name not in shunned] or replicas
         config, load = self._config, self.bookings.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         if warm is None:
             warm = self.index.longest_match(hashes)
-        view = View(replicas, hashes, warm, load, self._slots, self._turn)
-        order = rank(view, config, self._random)
+        fetch = plan(replicas, warm, load, config)
+        order = rank(View(replicas, hashes, warm, load, self._slots, self._turn, fetch), config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica
         if asked:
@@ -126,7 +127,7 @@ class Dispatcher:
         else:
             reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
         self.bookings.book(request, best)
-        return Choice(order, reason, matched, plan(view, config))
+        return Choice(order, reason, matched, fetch)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""

@@ -13,6 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
+from warmkv.policies.transfer import Fetch, worth_fetching
 from warmkv.prefixes.index import Depths
 
 
@@ -25,6 +26,7 @@ class View(NamedTuple):
     load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
     slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
     turn: int  # decisions made before this one
+    fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -43,21 +45,6 @@ def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
     return device + config.host_credit * (host - device) + config.disk_credit * (anywhere - host)
 
 
-def fetchable_blocks(view: View, config: RoutingConfig) -> int:
-    """Leading blocks that some replica holds in device or host memory, from where others may fetch them."""
-    if not config.transfer or not view.warm:
-        return 0
-    warm = view.warm
-    return max([warm[replica][1] for replica in view.replicas if replica in warm], default=0)
-
-
-def worth_fetching(config: RoutingConfig) -> float:
-    """Blocks from which on fetching them costs less than computing them; infinite where it never does."""
-    if config.transfer_block >= 1:
-        return math.inf
-    return max(config.transfer_min_blocks, config.transfer_start / (1 - config.transfer_block))
-
-
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
     """By cost in blocks of prefill: those left to compute or to fetch, and those that the requests in flight count as.
 
@@ -65,25 +52,29 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     """
     warm, load, slots = view.warm, view.load, view.slots
     load_weight, queue_weight = config.load_weight, config.queue_weight
-    fetchable, least = fetchable_blocks(view, config), worth_fetching(config)
-    start, saved = config.transfer_start, 1 - config.transfer_block  # in blocks, by each that is fetched
-    gains = fetchable >= least
+    fetchable, least, start, saved = 0, math.inf, 0.0, 0.0
+    if view.fetch is not None:
+        fetchable, least = view.fetch.blocks, worth_fetching(config)
+        start, saved = config.transfer_start, 1 - config.transfer_block  # in blocks, by each that is fetched
     replicas = _round_robin(view, config, random)
     loads = [load.get(replica, 0) for replica in replicas]
     limit = min(loads, default=0) + config.overload
-    costs = {}
-    for replica, busy in zip(replicas, loads, strict=True):
+    calm: list[tuple[float, int, int, str]] = []
+    overloaded: list[tuple[float, int, int, str]] = []
+    for turn, replica in enumerate(replicas):
+        busy, depths, held = loads[turn], warm.get(replica), 0
         cost = load_weight * busy
         if busy > slots:
             cost += queue_weight * (busy - slots)
-        depths, held = warm.get(replica), 0
         if depths is not None:
             device, _, held = depths
             cost -= device if device == held else blocks_saved(depths, config)
-        if gains and fetchable - held >= least:
+        if fetchable - held >= least:
             cost -= saved * (fetchable - held) - start
-        costs[replica] = (busy >= limit, cost, busy)
-    return sorted(replicas, key=costs.__getitem__)
+        (calm if busy < limit else overloaded).append((cost, busy, turn, replica))
+    calm.sort()
+    overloaded.sort()
+    return [entry[3] for entry in calm + overloaded]
 
 
 def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:

@@ -7,12 +7,13 @@ decides by what it lacks and by times that it measured itself (`TransferTimes`).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from warmkv.config import RoutingConfig, TransferConfig
-from warmkv.policies.routing import View, fetchable_blocks, worth_fetching
+from warmkv.prefixes.index import Depths
 
 PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
@@ -29,17 +30,31 @@ class Fetch(NamedTuple):
     blocks: int  # leading full blocks that the donor holds in memory
 
 
-def plan(view: View, config: RoutingConfig) -> Fetch | None:
+def plan(
+    replicas: Sequence[str], warm: Mapping[str, Depths], load: Mapping[str, int], config: RoutingConfig
+) -> Fetch | None:
     """The replica to fetch from: the one that holds most in memory, the least loaded of those that hold as much.
 
     It holds for every other replica, since Serve may take another than the best. None if no replica would gain.
     """
-    blocks = fetchable_blocks(view, config)
-    if not blocks or blocks < worth_fetching(config):
+    if not config.transfer or not warm:
         return None
-    warm = view.warm
-    donors = [name for name in view.replicas if name in warm and warm[name][1] == blocks]
-    return Fetch(min(donors, key=lambda name: view.load.get(name, 0)), blocks)
+    donor, blocks, least = "", 0, 0
+    for name in replicas:
+        depths = warm.get(name)
+        if depths is None:
+            continue
+        held = depths[1]
+        if held > blocks or (held == blocks and load.get(name, 0) < least):
+            donor, blocks, least = name, held, load.get(name, 0)
+    return Fetch(donor, blocks) if blocks and blocks >= worth_fetching(config) else None
+
+
+def worth_fetching(config: RoutingConfig) -> float:
+    """Blocks from which on fetching them costs less than computing them; infinite where it never does."""
+    if config.transfer_block >= 1:
+        return math.inf
+    return max(config.transfer_min_blocks, config.transfer_start / (1 - config.transfer_block))
 
 
 def heir(chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]) -> tuple[str, int]:

@@ -23,6 +23,7 @@ _FIELD, _WIDTH = 0b111, 3
 _SHARED_MASKS = 1 << 16  # masks kept, more or less, so that blocks held alike share one object
 _DECODED_MASKS = 1 << 10  # masks whose replicas are remembered
 _NOTHING: Depths = (0, 0, 0)
+_SHORT = slice(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,22 +159,22 @@ class PrefixIndex:
         All replicas and tiers are bisected together, and apart only where they differ: about log2(n) lookups for
         each depth that occurs.
         """
-        get = self._masks.get
-        first = get(hashes[0][:KEY_BYTES], 0) if hashes else 0
+        get, short = self._masks.get, _SHORT
+        first = get(hashes[0][short], 0) if hashes else 0
         found: dict[str, Depths] = {}
         parts = [(first, 1, len(hashes))] if first else []
         while parts:
             bits, low, high = parts.pop()  # each of these bits holds at least the first `low`, at most `high` blocks
             while low < high:
-                middle = (low + high + 1) // 2
-                deeper = get(hashes[middle - 1][:KEY_BYTES], 0) & bits
-                if not deeper:
-                    high = middle - 1
-                    continue
-                if deeper != bits:
-                    parts.append((bits ^ deeper, low, middle - 1))
-                    bits = deeper
-                low = middle
+                at = (low + high) >> 1
+                deeper = get(hashes[at][short], 0) & bits
+                if deeper == bits:
+                    low = at + 1
+                elif not deeper:
+                    high = at
+                else:
+                    parts.append((bits ^ deeper, low, at))
+                    bits, low = deeper, at + 1
             alike = (low, low, low)
             for replica, planes in self._holders.get(bits) or self._decode(bits):
                 if planes == _FIELD:

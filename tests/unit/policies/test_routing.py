@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.routing import View, blocks_saved, rank
+from warmkv.policies.transfer import plan
 
 REPLICAS = ["a", "b", "c"]
 POLICIES = get_args(RoutingConfig.model_fields["policy"].annotation)
@@ -20,8 +21,9 @@ def device(**blocks):
 
 
 def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
-    view = View(replicas, HASHES[:blocks], warm or {}, load or {}, slots, turn)
-    return rank(view, RoutingConfig(**settings), random.Random(seed))
+    config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
+    view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config))
+    return rank(view, config, random.Random(seed))
 
 
 def test_the_warm_replica_wins():

@@ -13,37 +13,37 @@ REPLICAS = ["a", "b", "c"]
 DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
 
 
-def view(warm, load=None, replicas=REPLICAS):
-    return View(replicas, [bytes([number]) * 16 for number in range(50)], warm, load or {}, 16, 0)
+def planned(warm, config, load=None):
+    return plan(REPLICAS, warm, load or {}, config)
 
 
 def test_the_donor_is_who_holds_most_in_memory():
     config = RoutingConfig()
-    assert plan(view({"a": (20, 20, 20), "b": (5, 30, 30), "c": (0, 0, 50)}), config) == Fetch("b", 30)
-    assert plan(view({"a": (20, 20, 20), "b": (20, 20, 20)}, {"a": 1}), config) == Fetch("b", 20)
+    assert planned({"a": (20, 20, 20), "b": (5, 30, 30), "c": (0, 0, 50)}, config) == Fetch("b", 30)
+    assert planned({"a": (20, 20, 20), "b": (20, 20, 20)}, config, {"a": 1}) == Fetch("b", 20)
 
 
 def test_nobody_fetches_what_is_not_worth_it():
-    assert plan(view({}), RoutingConfig()) is None
-    assert plan(view({"a": (0, 0, 50)}), RoutingConfig()) is None  # on disk alone
-    assert plan(view({"gone": (50, 50, 50)}), RoutingConfig()) is None
+    assert planned({}, RoutingConfig()) is None
+    assert planned({"a": (0, 0, 50)}, RoutingConfig()) is None  # on disk alone
+    assert planned({"gone": (50, 50, 50)}, RoutingConfig()) is None
     few = {"a": (8, 8, 8)}
-    assert plan(view(few), RoutingConfig(transfer_min_blocks=8)) == Fetch("a", 8)
-    assert plan(view(few), RoutingConfig(transfer_min_blocks=9)) is None
-    assert plan(view(few), RoutingConfig(transfer_start=6.1)) is None
-    assert plan(view(few), RoutingConfig(transfer=False)) is None
+    assert planned(few, RoutingConfig(transfer_min_blocks=8)) == Fetch("a", 8)
+    assert planned(few, RoutingConfig(transfer_min_blocks=9)) is None
+    assert planned(few, RoutingConfig(transfer_start=6.1)) is None
+    assert planned(few, RoutingConfig(transfer=False)) is None
 
 
 @given(st.dictionaries(st.sampled_from([*REPLICAS, "gone"]), DEPTHS), st.sampled_from(["prefix_cost", "round_robin"]))
 def test_a_plan_names_a_replica_that_has_what_it_promises(warm, policy):
-    seen, config = view(warm), RoutingConfig(policy=policy)
-    fetch = plan(seen, config)
+    config = RoutingConfig(policy=policy)
+    fetch = planned(warm, config)
     held = {name: warm[name][1] for name in REPLICAS if name in warm}
     if fetch is None:
         assert max(held.values(), default=0) < 8
     else:
         assert held[fetch.donor] == fetch.blocks == max(held.values())
-        assert fetch.donor in rank(seen, config, random.Random(0))
+        assert fetch.donor in rank(View(REPLICAS, [], warm, {}, 16, 0, fetch), config, random.Random(0))
 
 
 CHAINS = st.lists(st.binary(min_size=2, max_size=2), min_size=1, max_size=8, unique=True)
