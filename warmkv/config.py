@@ -202,6 +202,12 @@ class RoutingConfig(Section):
     queue_weight: float = Field(
         8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
     )
+    prefill_weight: float = Field(
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="blocks of prefill that each counts as which requests in flight without a token have to compute",
+    )
     host_credit: float = Field(0.75, ge=0, le=1, description="worth of a warm block in host memory; 1 on the device")
     disk_credit: float = Field(0.25, ge=0, le=1, description="worth of a warm block on disk")
     overload: int = Field(

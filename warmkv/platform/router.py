@@ -101,8 +101,14 @@ class PrefixRouter(RequestRouter):
                 attempt.replica = future.result().replica_id.unique_id
 
         pending.future.add_done_callback(chosen)
+        loop = asyncio.get_running_loop()  # Serve gives routers one of their own
+
+        def began() -> None:
+            loop.call_soon_threadsafe(bookings.began, key)
+
+        attempt.began = began
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
-        asyncio.get_running_loop().call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
+        loop.call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]
 
     def _named(

@@ -16,22 +16,42 @@ from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
 
 
 class Bookings:
-    """Requests in flight per replica, each booked once and released once, whatever order the calls come in."""
+    """Requests in flight per replica, each booked once and released once, whatever order the calls come in.
+
+    `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer.
+    """
 
     def __init__(self) -> None:
         self._booked: dict[Hashable, str] = {}  # request -> replica
+        self._blocks: dict[Hashable, int] = {}  # of booked requests that have not begun
         self._given_up: set[Hashable] = set()  # booked requests
         self.load: dict[str, int] = {}
+        self.prefill: dict[str, int] = {}
 
-    def book(self, request: Hashable, replica: str) -> None:
+    def book(self, request: Hashable, replica: str, blocks: int | None = None) -> None:
+        """A request goes to a replica, which has to compute so many blocks for it; as many as were booked if None."""
+        if blocks is None:
+            blocks = self._blocks.get(request, 0)
         self.release(request)
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
+        if blocks:
+            self._blocks[request] = blocks
+            self.prefill[replica] = self.prefill.get(replica, 0) + blocks
+
+    def began(self, request: Hashable) -> None:
+        """The first token is there: what is computed for a request keeps nobody waiting any more."""
+        if blocks := self._blocks.pop(request, 0):
+            replica = self._booked[request]
+            self.prefill[replica] -= blocks
+            if not self.prefill[replica]:
+                del self.prefill[replica]
 
     def release(self, request: Hashable, replica: str | None = None) -> None:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
         if replica is not None and self._booked.get(request) != replica:
             return
+        self.began(request)
         replica = self._booked.pop(request, None)
         self._given_up.discard(request)
         if replica is not None:
@@ -111,7 +131,11 @@ class Dispatcher:
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = plan(replicas, warm, load, config)
-        order = rank(View(replicas, hashes, warm, load, self._slots, self._turn, fetch), config, self._random)
+        order = rank(
+            View(replicas, hashes, warm, load, self._slots, self._turn, fetch, self.bookings.prefill),
+            config,
+            self._random,
+        )
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica
         if asked:
@@ -126,7 +150,8 @@ class Dispatcher:
             reason = "cold"
         else:
             reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
-        self.bookings.book(request, best)
+        known = matched if fetch is None else max(matched, fetch.blocks)
+        self.bookings.book(request, best, len(hashes) - known)
         return Choice(order, reason, matched, fetch)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:

@@ -10,11 +10,14 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.transfer import Fetch, worth_fetching
 from warmkv.prefixes.index import Depths
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class View(NamedTuple):
@@ -27,6 +30,7 @@ class View(NamedTuple):
     slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
     turn: int  # decisions made before this one
     fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
+    prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -52,6 +56,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     """
     warm, load, slots = view.warm, view.load, view.slots
     load_weight, queue_weight = config.load_weight, config.queue_weight
+    prefill, prefill_weight = view.prefill, config.prefill_weight
     fetchable, least, start, saved = 0, math.inf, 0.0, 0.0
     if view.fetch is not None:
         fetchable, least = view.fetch.blocks, worth_fetching(config)
@@ -66,6 +71,8 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         cost = load_weight * busy
         if busy > slots:
             cost += queue_weight * (busy - slots)
+        if ahead := prefill.get(replica):
+            cost += prefill_weight * ahead
         if depths is not None:
             device, _, held = depths
             cost -= device if device == held else blocks_saved(depths, config)

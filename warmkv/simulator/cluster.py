@@ -157,7 +157,10 @@ class Cluster:
         self._over(job)
 
     def _began(self, job: Job) -> None:
-        """The first token: the bill is made, by the rule that whoever came before a prefix was there writes it, too."""
+        """The prompt is computed. Now the bill is made: whoever came before a prefix was there writes it, too."""
+        self._gateways[job.gateway].began(job)
+        if job.resumptions:
+            return
         self._fleet.transfers[job.replica].computed(job)
         if job.shares:
             record, found, now = job.record, job.match.hit, self._env.now

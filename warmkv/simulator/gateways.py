@@ -42,6 +42,10 @@ class Gateway:
         if not self._alone:
             self._told[replica] = (now, in_flight)
 
+    def began(self, job: Job) -> None:
+        """A job has its first token."""
+        self._dispatcher.bookings.began(job.number)
+
     def over(self, job: Job) -> None:
         """A job has ended, or no replica takes it."""
         self._dispatcher.bookings.release(job.number)

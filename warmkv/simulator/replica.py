@@ -306,7 +306,7 @@ class Replica:
         self._prefilling = None
         if job.first == NEVER:
             job.first, job.written = now + self._overhead, written
-            self._began(job)
+        self._began(job)
         steps = job.decode_steps
         if not steps:
             self._finish(job)

@@ -217,6 +217,23 @@ def test_what_waits_to_be_sent_is_not_taken_for_a_fault(engines):
     assert (len(seen), retried) == (4, [])
 
 
+def test_the_router_hears_of_every_attempt_that_its_prompt_is_computed(engines):
+    begun: list[int] = []
+    seen: list[Attempt] = []
+    send = cluster(engines, [("raises", 0), ("fails", 3)], [])
+
+    async def counted(attempt: Attempt) -> AsyncGenerator[Event]:
+        number = len(seen)
+        seen.append(attempt)
+        attempt.began = lambda: begun.append(number)
+        async for event in send(attempt):
+            yield event
+
+    events, _ = answer(make_request(prompt(20)), counted, retries=3)
+    assert isinstance(events[-1], Finished)
+    assert (len(seen), begun) == (3, [1, 2])  # the first failed before
+
+
 def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
     """One slot, taken by an answer of which nothing is decoded while the others wait."""
     settings = EngineConfig(kv_bytes=1 << 26, max_slots=1, beat_seconds=0.1)

@@ -138,6 +138,25 @@ def test_a_booking_counts_once_however_often_it_is_made_or_released():
     assert bookings.load == {}
 
 
+def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_token():
+    routing = dispatcher(load_weight=0.0, prefill_weight=1.0)
+    assert routing.choose("long", HASHES, REPLICAS).order[0] == "a"
+    assert routing.bookings.prefill == {"a": 100}
+    assert [routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)] == ["a"] * 4
+    routing.bookings.began("long")
+    assert routing.bookings.prefill == {}
+    assert {routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)} > {"a"}
+
+
+def test_what_is_warm_or_can_be_fetched_is_not_computed():
+    routing = dispatcher(overload=1)
+    routing.index.add("a", HASHES[:60])
+    assert [routing.choose(str(turn), HASHES, ["a", "b"]).order[0] for turn in range(2)] == ["a", "b"]
+    assert routing.bookings.prefill == {"a": 40, "b": 40}
+    routing.bookings.book("1", "c")  # Serve took another replica
+    assert routing.bookings.prefill == {"a": 40, "c": 40}
+
+
 class BookingMachine(RuleBasedStateMachine):
     """Requests that are routed, routed again, end early, late or twice, on replicas that die: nothing leaks."""
 
@@ -146,13 +165,22 @@ class BookingMachine(RuleBasedStateMachine):
         self.routing = dispatcher(overload=2)
         self.routing.index.add("a", HASHES)
         self.booked: dict[str, str] = {}
+        self.begun: set[str] = set()
 
     @rule(request=st.integers(0, 9).map(str))
     def choose(self, request: str) -> None:
-        self.booked[request] = self.routing.choose(request, HASHES, REPLICAS).order[0]
+        self.booked[request] = self.routing.choose(request, [b"cold", *HASHES[:6]], REPLICAS).order[0]
+        self.begun.discard(request)
+
+    @rule(request=st.integers(0, 9).map(str))
+    def begins(self, request: str) -> None:
+        self.routing.bookings.began(request)
+        self.begun.add(request)
 
     @rule(request=st.integers(0, 9).map(str), replica=st.sampled_from(REPLICAS))
     def routed_elsewhere(self, request: str, replica: str) -> None:
+        if request not in self.booked:
+            self.begun.add(request)  # nobody said what there is to compute
         self.routing.bookings.book(request, replica)
         self.booked[request] = replica
 
@@ -171,6 +199,8 @@ class BookingMachine(RuleBasedStateMachine):
     @invariant()
     def balances(self) -> None:
         assert self.routing.bookings.load == Counter(self.booked.values())
+        waiting = [replica for request, replica in self.booked.items() if request not in self.begun]
+        assert self.routing.bookings.prefill == {replica: 7 * n for replica, n in Counter(waiting).items()}
 
 
 TestBookings = BookingMachine.TestCase

@@ -20,9 +20,9 @@ def device(**blocks):
     return {replica: (depth, depth, depth) for replica, depth in blocks.items()}
 
 
-def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
+def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, prefill=None, **settings):
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
-    view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config))
+    view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config), prefill or {})
     return rank(view, config, random.Random(seed))
 
 
@@ -55,6 +55,13 @@ def test_waiting_for_a_slot_costs_more_than_decoding():
     settings = {"load_weight": 1.0, "queue_weight": 9.0, "slots": 2}
     assert order(device(b=9), {"b": 2}, **settings)[0] == "b"  # 1 + 2 against 10
     assert order(device(b=9), {"b": 3}, **settings)[0] == "a"  # 1 + 3 + 9 against 10
+
+
+def test_prompts_that_are_computed_before_cost_time():
+    settings = {"load_weight": 0.0, "prefill_weight": 0.5, "transfer": False}
+    assert order(prefill={"a": 1, "b": 2}, **settings) == ["c", "a", "b"]
+    assert order(device(b=9), prefill={"b": 17}, **settings)[0] == "b"  # 1 + 8.5 against 10
+    assert order(device(b=9), prefill={"b": 19}, **settings)[0] == "a"  # 1 + 9.5 against 10
 
 
 def test_an_overloaded_replica_goes_last_however_warm():
@@ -116,11 +123,18 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
         assert load.get(ranking[0], 0) - least < RoutingConfig().overload
 
 
-@given(st.dictionaries(st.sampled_from(REPLICAS), DEPTHS), LOADS, st.integers(0, 9), st.integers(1, 12), st.booleans())
-def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, turn, slots, transfer):
-    settings = {"load_weight": 0.5, "queue_weight": 2.0, "overload": 6, "transfer": transfer}
+@given(
+    st.dictionaries(st.sampled_from(REPLICAS), DEPTHS),
+    LOADS,
+    LOADS,
+    st.integers(0, 9),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, turn, slots, transfer):
+    settings = {"load_weight": 0.5, "queue_weight": 2.0, "prefill_weight": 0.25, "overload": 6, "transfer": transfer}
     config = RoutingConfig(**settings)
-    ranking = order(warm, load, blocks=50, turn=turn, slots=slots, **settings)
+    ranking = order(warm, load, blocks=50, turn=turn, slots=slots, prefill=prefill, **settings)
 
     def cost(replica):
         busy, depths = load.get(replica, 0), warm.get(replica, (0, 0, 0))
@@ -129,7 +143,8 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, turn, slots,
         if transfer and lacking >= config.transfer_min_blocks:
             left = min(left, left - lacking + config.transfer_start + config.transfer_block * lacking)
         overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
-        return overloaded, left + 0.5 * busy + 2.0 * max(0, busy - slots), busy
+        waiting = 2.0 * max(0, busy - slots) + 0.25 * prefill.get(replica, 0)
+        return overloaded, left + 0.5 * busy + waiting, busy
 
     assert [cost(replica) for replica in ranking] == sorted(cost(replica) for replica in REPLICAS)
 

@@ -29,6 +29,7 @@ class Attempt:
     given_up: tuple[Attempt, ...] = ()  # those before it
     replica: str | None = None  # where the router sent it
     booking: str | None = None  # what the router calls it
+    began: Callable[[], None] = lambda: None  # tells the router that the prompt is computed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.request,)
@@ -61,9 +62,11 @@ async def resumed(
         try:
             async with aclosing(send(attempt)) as events:
                 while not isinstance(event := await _next(events, config.stall_seconds), Finished):
-                    if isinstance(event, Started) and not started:
-                        started = True
-                        yield event
+                    if isinstance(event, Started):
+                        attempt.began()
+                        if not started:
+                            started = True
+                            yield event
                     elif isinstance(event, Delta):
                         own += event.tokens
                         drawn = max(drawn, own, key=len)
