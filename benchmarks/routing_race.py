@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(what: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
 
+    turns = []
     if "decision" in run.races:
-        decision.race_decisions(run.blocks, run.replicas, run.repeats, run.seed, results, say)
+        turns.append(decision.race_decisions(run.blocks, run.replicas, run.repeats, run.seed, results, say))
     if "tree" in run.races:
-        decision.race_tree(run.replicas, run.repeats, run.seed, results, say)
+        turns.append(decision.race_tree(run.replicas, run.repeats, run.seed, results, say))
+    for _ in zip_longest(*turns):  # side by side, since a machine is not as fast at all times
+        pass
     if "directory" in run.races:
         asyncio.run(decision.race_directory(run.blocks, run.replicas, results, say))
     if "live" in run.races:

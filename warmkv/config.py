@@ -208,6 +208,12 @@ class RoutingConfig(Section):
         allow_inf_nan=False,
         description="blocks of prefill that each counts as which requests in flight without a token have to compute",
     )
+    recent_weight: float = Field(
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="blocks of prefill that having been given all work of late counts as; less for a share",
+    )
     host_credit: float = Field(0.75, ge=0, le=1, description="worth of a warm block in host memory; 1 on the device")
     disk_credit: float = Field(0.25, ge=0, le=1, description="worth of a warm block on disk")
     overload: int = Field(

@@ -26,6 +26,7 @@ from warmkv.replicas.protocol import BlockEvents
 CHAIN, SHARED = 256, 32  # blocks of a prompt; the first of them are shared by GROUP prompts
 GROUP = 8
 SLOTS = 16
+IN_FLIGHT = 2  # requests for each replica, all of them in prefill
 QUESTIONS = 2_000  # decisions in a repeat
 TREE_PROMPTS = 2_000  # that the tree knows: 64 MB of text
 CHARACTERS = 32_000
@@ -78,8 +79,11 @@ def worst(index: PrefixIndex, names: list[str], chance: random.Random) -> list[b
 
 def race_decisions(
     blocks: int, count: int, repeats: int, seed: int, results: Results, say: Callable[[str], None]
-) -> None:
-    """Microseconds of a decision at 256-block prompts, and of checking the match that it relied on afterwards."""
+) -> Iterator[None]:
+    """Microseconds of a decision at 256-block prompts, and of checking the match that it relied on afterwards.
+
+    A repeat at a time, so that it may take turns with `race_tree`.
+    """
     chance, names = random.Random(seed), replicas(count)
     dispatcher = Dispatcher(RoutingConfig(), SLOTS, random.Random(seed))
     say(f"an index of {blocks} blocks on {count} replicas")
@@ -90,16 +94,20 @@ def race_decisions(
         say(f"decisions {repeat}/{repeats}")
         for name, asked in (("", questions), ("worst_", [hardest] * len(questions))):
             choosing, mending = [], []
-            for hashes in arriving(asked):
+            for number, hashes in enumerate(arriving(asked)):
                 began = now()
-                choice = dispatcher.choose("request", hashes, names)
+                choice = dispatcher.choose(number, hashes, names)
                 chosen = now()
                 dispatcher.mend(choice, hashes)
                 mending.append(now() - chosen)
                 choosing.append(chosen - began)
+                dispatcher.bookings.release(number - IN_FLIGHT * count)
+            for number in range(len(asked)):
+                dispatcher.bookings.release(number)
             for what, times in (("decision", sorted(choosing)), ("mend", sorted(mending))):
                 results.add(f"{name}{what}_microseconds_p50", 1e6 * times[len(times) // 2])
                 results.add(f"{name}{what}_microseconds_p99", 1e6 * times[len(times) * 99 // 100])
+        yield
 
 
 async def race_directory(blocks: int, count: int, results: Results, say: Callable[[str], None]) -> None:
@@ -117,8 +125,11 @@ async def race_directory(blocks: int, count: int, results: Results, say: Callabl
     results.add("directory_bytes_per_block", directory.nbytes / (await directory.status())["blocks"])
 
 
-def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callable[[str], None]) -> None:
-    """Microseconds of a match of 32,000 characters in the prefix tree of Ray Serve's PrefixCacheAffinityRouter."""
+def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callable[[str], None]) -> Iterator[None]:
+    """Microseconds of a match of 32,000 characters in the prefix tree of Ray Serve's PrefixCacheAffinityRouter.
+
+    A repeat at a time.
+    """
     module = prefix_tree()
     if module is None:
         results.note("Ray's prefix tree is not installed here: nothing to compare with")
@@ -147,6 +158,7 @@ def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callab
             times.append(now() - began)
         times.sort()
         results.add("tree_match_microseconds_p50", 1e6 * times[len(times) // 2])
+        yield
 
 
 def prefix_tree() -> ModuleType | None:

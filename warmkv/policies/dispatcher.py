@@ -14,6 +14,12 @@ from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
 
+HALF_LIFE = 100
+"""Decisions after which an earlier one counts half as much in what replicas were given lately."""
+
+_GROWTH = 2 ** (1 / HALF_LIFE)
+_LARGE = 1e9
+
 
 class Bookings:
     """Requests in flight per replica, each booked once and released once, whatever order the calls come in.
@@ -30,9 +36,9 @@ class Bookings:
 
     def book(self, request: Hashable, replica: str, blocks: int | None = None) -> None:
         """A request goes to a replica, which has to compute so many blocks for it; as many as were booked if None."""
-        if blocks is None:
-            blocks = self._blocks.get(request, 0)
-        self.release(request)
+        if request in self._booked:
+            blocks = self._blocks.get(request, 0) if blocks is None else blocks
+            self.release(request)
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
         if blocks:
@@ -75,6 +81,21 @@ class Bookings:
             self.release(request)
 
 
+class Recent:
+    """What replicas were given lately, in a unit that changes: an amount counts half after `HALF_LIFE` others."""
+
+    def __init__(self) -> None:
+        self._unit = 1.0
+        self.amounts: dict[str, float] = {}
+
+    def give(self, replica: str, amount: float) -> None:
+        self._unit *= _GROWTH  # in place of making all earlier amounts smaller
+        self.amounts[replica] = self.amounts.get(replica, 0.0) + self._unit * amount
+        if self._unit > _LARGE:
+            shares = {name: given / self._unit for name, given in self.amounts.items()}
+            self._unit, self.amounts = 1.0, {name: share for name, share in shares.items() if share > 1 / _LARGE}
+
+
 class Choice(NamedTuple):
     """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there.
 
@@ -99,6 +120,7 @@ class Dispatcher:
         self._turn = 0
         self.index = PrefixIndex()
         self.bookings = Bookings()
+        self.recent = Recent()
 
     def configure(self, config: RoutingConfig) -> None:
         """Decide by other settings from now on; what is booked stays booked."""
@@ -131,11 +153,9 @@ class Dispatcher:
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = plan(replicas, warm, load, config)
-        order = rank(
-            View(replicas, hashes, warm, load, self._slots, self._turn, fetch, self.bookings.prefill),
-            config,
-            self._random,
-        )
+        ahead, given = self.bookings.prefill, self.recent.amounts
+        view = View(replicas, hashes, warm, load, self._slots, self._turn, fetch, ahead, given)
+        order = rank(view, config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica
         if asked:
@@ -149,9 +169,15 @@ class Dispatcher:
         elif not warm:
             reason = "cold"
         else:
-            reason = "warm" if matched == max([depths[-1] for depths in warm.values()]) else "load"
+            reason = "warm"
+            for depths in warm.values():
+                if depths[2] > matched:
+                    reason = "load"
+                    break
         known = matched if fetch is None else max(matched, fetch.blocks)
-        self.bookings.book(request, best, len(hashes) - known)
+        blocks = len(hashes) - known
+        self.bookings.book(request, best, blocks)
+        self.recent.give(best, 1 + config.prefill_weight * blocks)
         return Choice(order, reason, matched, fetch)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:

@@ -1,23 +1,22 @@
 """Where to send a request. Pure: the live router and the simulator both call `rank`, with the same settings.
 
-A policy is a function from what is known (`View`) to an order of the replicas, best first. Replicas that are equal to a
-policy take turns.
+A policy is a function from what is known (`View`) to an order of the replicas, best first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.transfer import Fetch, worth_fetching
 from warmkv.prefixes.index import Depths
 
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+BEHIND = 1e9  # blocks: more than anything else costs
 
 
 class View(NamedTuple):
@@ -31,6 +30,7 @@ class View(NamedTuple):
     turn: int  # decisions made before this one
     fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
     prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
+    recent: Mapping[str, float] = NOTHING  # work that each was given lately, in any unit
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -50,42 +50,47 @@ def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
 
 
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By cost in blocks of prefill: those left to compute or to fetch, and those that the requests in flight count as.
+    """By cost in blocks of prefill: those left to compute or to fetch, and what each replica has to do already.
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
+    What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
+    that happens to be idle.
     """
-    warm, load, slots = view.warm, view.load, view.slots
-    load_weight, queue_weight = config.load_weight, config.queue_weight
-    prefill, prefill_weight = view.prefill, config.prefill_weight
-    fetchable, least, start, saved = 0, math.inf, 0.0, 0.0
+    replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
+    load_weight, queue_weight, prefill_weight = config.load_weight, config.queue_weight, config.prefill_weight
+    prefill, share = view.prefill, config.recent_weight / (sum(recent.values()) or 1.0)
+    # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
+    poor, gain, each = -1.0, 0.0, 0.0
     if view.fetch is not None:
-        fetchable, least = view.fetch.blocks, worth_fetching(config)
-        start, saved = config.transfer_start, 1 - config.transfer_block  # in blocks, by each that is fetched
-    replicas = _round_robin(view, config, random)
+        each = 1 - config.transfer_block
+        poor = view.fetch.blocks - worth_fetching(config)
+        gain = each * view.fetch.blocks - config.transfer_start
     loads = [load.get(replica, 0) for replica in replicas]
-    limit = min(loads, default=0) + config.overload
-    calm: list[tuple[float, int, int, str]] = []
-    overloaded: list[tuple[float, int, int, str]] = []
-    for turn, replica in enumerate(replicas):
-        busy, depths, held = loads[turn], warm.get(replica), 0
+    costs = {}
+    for replica, busy in zip(replicas, loads, strict=True):
         cost = load_weight * busy
-        if busy > slots:
-            cost += queue_weight * (busy - slots)
         if ahead := prefill.get(replica):
             cost += prefill_weight * ahead
-        if depths is not None:
+        if given := recent.get(replica):
+            cost += share * given
+        depths = warm.get(replica)
+        if depths is None:
+            cost -= gain
+        else:
             device, _, held = depths
             cost -= device if device == held else blocks_saved(depths, config)
-        if fetchable - held >= least:
-            cost -= saved * (fetchable - held) - start
-        (calm if busy < limit else overloaded).append((cost, busy, turn, replica))
-    calm.sort()
-    overloaded.sort()
-    return [entry[3] for entry in calm + overloaded]
+            if held <= poor:
+                cost -= gain - each * held
+        costs[replica] = cost
+    limit = min(loads, default=0) + config.overload
+    if max(loads, default=0) >= min(limit, slots):
+        for replica, busy in zip(replicas, loads, strict=True):
+            costs[replica] += queue_weight * max(0, busy - slots) + BEHIND * (busy >= limit)
+    return sorted(replicas, key=costs.__getitem__)
 
 
 def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By requests in flight."""
+    """By requests in flight; those that have as many take turns."""
     return sorted(_round_robin(view, config, random), key=lambda replica: view.load.get(replica, 0))
 
 

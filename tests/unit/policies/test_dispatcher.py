@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.dispatcher import Bookings, Dispatcher
+from warmkv.policies.dispatcher import HALF_LIFE, Bookings, Dispatcher, Recent
 from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
@@ -145,7 +147,35 @@ def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_
     assert [routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)] == ["a"] * 4
     routing.bookings.began("long")
     assert routing.bookings.prefill == {}
-    assert {routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)} > {"a"}
+    assert "a" in {routing.choose(str(turn), [], REPLICAS).order[0] for turn in range(100)}
+
+
+def test_new_prompts_keep_away_from_a_replica_with_a_hot_prefix_even_while_it_is_idle():
+    routing = dispatcher()
+    routing.index.add("a", HASHES)
+    taken = Counter()
+    for number in range(400):
+        hashes = HASHES if number % 2 else [number.to_bytes(16, "big")]
+        taken[routing.choose("1", hashes, REPLICAS).order[0], number % 2] += 1
+    assert taken["a", 1] == 200
+    assert taken["a", 0] <= 1
+    assert min(taken[name, 0] for name in "bcd") > 50
+
+
+@given(st.lists(st.tuples(st.sampled_from(REPLICAS), st.floats(0, 100)), min_size=1, max_size=50), st.integers(0, 4000))
+def test_what_was_given_counts_less_and_less(given, before):
+    recent = Recent()
+    for _ in range(before):
+        recent.give("before", 1.0)
+    for replica, amount in given:
+        recent.give(replica, amount)
+    shares = dict.fromkeys(("before", *REPLICAS), 0.0)
+    for replica, amount in [("before", 1.0)] * before + given:
+        shares = {name: share * 2 ** (-1 / HALF_LIFE) for name, share in shares.items()}
+        shares[replica] += amount
+    total, found = sum(shares.values()), sum(recent.amounts.values())
+    for name, share in shares.items():
+        assert recent.amounts.get(name, 0.0) * total == pytest.approx(share * found, rel=1e-6, abs=1e-6 * total * found)
 
 
 def test_what_is_warm_or_can_be_fetched_is_not_computed():
