@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,63 +35,109 @@ TRAFFIC = Traffic(
     answer_tokens=(4, 8),
 )
 HOTTEST = 0.5
+SLICE = 16  # sessions that a service is asked before it is the next one's turn
 
 
 def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
-    """Every contestant with each kind of traffic; a new service for each, in another order in each repeat."""
+    """Every contestant with each kind of traffic, new services in each repeat.
+
+    A machine is not as fast at all times, so the services are up side by side, and are asked a slice of the sessions in
+    turns, one service at a time.
+    """
     traffic = replace(TRAFFIC, sessions=6, rate=2.0) if quick else TRAFFIC
     for repeat in range(repeats):
+        say(f"repeat {repeat + 1} of {repeats}")
         kinds = {
             "zipf": replace(traffic, seed=seed + repeat),
             "hot": replace(traffic, seed=seed + repeat, hottest=HOTTEST),
         }
-        turn = repeat % len(CONTESTANTS)
-        for name in (*CONTESTANTS[turn:], *CONTESTANTS[:turn]):
-            say(f"{name}, repeat {repeat + 1} of {repeats}")
-            _serve(name, kinds, results, say)
+        with tempfile.TemporaryDirectory() as folder, _services(Path(folder)) as services:
+            for kind, own in kinds.items():
+                _ask(services, kind, own, repeat, results, say)
 
 
-def _serve(name: str, kinds: dict[str, Traffic], results: Results, say: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A contestant that answers, and the settings that it has."""
+
+    name: str
+    url: str
+    config: Config
+
+    @property
+    def log(self) -> Path:
+        assert self.config.gateway.access_log is not None
+        return self.config.gateway.access_log
+
+
+@contextmanager
+def _services(folder: Path) -> Iterator[list[Service]]:
+    """All contestants, each an application of its own."""
     import ray
     from ray import serve
 
     from benchmarks.routing.peers import router
     from warmkv.platform.application import routed
 
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "access.jsonl"
-        config = with_port(
-            parse(
+    first = with_port(parse({"cluster": {"replicas": len(CONTESTANTS) * REPLICAS}, "gateway": {"port": 0}}))
+    host, port = first.gateway.host, first.gateway.port
+    start_ray(first)
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        found = []
+        for name in CONTESTANTS:
+            application = name.replace("_", "-")
+            config = parse(
                 {
-                    "cluster": {"replicas": REPLICAS},
+                    "cluster": {"replicas": REPLICAS, "application": application},
                     "engine": {"threads": 1},
                     "prefix_cache": {"memory_bytes": "32MiB"},
-                    "gateway": {"port": 0, "access_log": str(log)},
+                    "gateway": {"host": host, "port": port, "access_log": str(folder / f"{name}.jsonl")},
                 }
             )
-        )
-        start_ray(config)
-        try:
-            serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
             args = config.model_dump(mode="json", exclude_defaults=True)
-            serve.run(routed(args, router(name, config)), name=config.cluster.application)
-            before = 0
-            for kind, traffic in kinds.items():
-                sessions = [replace(session, key=f"{kind}-{session.key}") for session in plan(traffic)]
-                samples = ask_all(f"http://127.0.0.1:{config.gateway.port}", config.model.name, sessions, say)
-                records = access_log.read(log).requests[before:]
-                before += len(records)
-                label = f"{name}_{kind}"
-                for quantile in (50, 99):
-                    seconds = float(np.percentile([sample.ttft for sample in samples], quantile))
-                    results.add(f"{label}_ttft_p{quantile}_ms", seconds * 1e3)
-                rate, ideal = hit_rate(records), ideal_hit_rate(records, config)
-                results.add(f"{label}_hit_rate", rate)
-                results.add(f"{label}_hit_rate_of_ideal", rate / ideal)
-                say(f"{label}: hit rate {rate:.3f}, ideal {ideal:.3f}")
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+            serve.run(routed(args, router(name, config)), name=application, route_prefix=f"/{application}")
+            found.append(Service(name, f"http://{host}:{port}/{application}", config))
+        yield found
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _ask(
+    services: Sequence[Service],
+    kind: str,
+    traffic: Traffic,
+    repeat: int,
+    results: Results,
+    say: Callable[[str], None],
+) -> None:
+    """The sessions of one kind of traffic, to all services."""
+    sessions = [replace(session, key=f"{kind}-{session.key}") for session in plan(traffic)]
+    before = {service.name: len(_records(service)) for service in services}
+    ttfts: dict[str, list[float]] = {service.name: [] for service in services}
+    slices = [sessions[start : start + SLICE] for start in range(0, len(sessions), SLICE)]
+    for number, part in enumerate(slices):
+        rebased = [replace(session, begins=session.begins - part[0].begins) for session in part]
+        turn = (number + repeat) % len(services)
+        for service in (*services[turn:], *services[:turn]):
+            samples = ask_all(service.url, service.config.model.name, rebased, lambda _: None)
+            ttfts[service.name] += [sample.ttft for sample in samples]
+        say(f"{kind}: {number + 1} of {len(slices)} parts asked")
+    for service in services:
+        label = f"{service.name}_{kind}"
+        for quantile in (50, 99):
+            seconds = float(np.percentile(ttfts[service.name], quantile))
+            results.add(f"{label}_ttft_p{quantile}_ms", seconds * 1e3)
+        records = _records(service)[before[service.name] :]
+        rate, ideal = hit_rate(records), ideal_hit_rate(records, service.config)
+        results.add(f"{label}_hit_rate", rate)
+        results.add(f"{label}_hit_rate_of_ideal", rate / ideal)
+        say(f"{label}: hit rate {rate:.3f}, ideal {ideal:.3f}")
+
+
+def _records(service: Service) -> Sequence[RequestRecord]:
+    return access_log.read(service.log).requests if service.log.exists() else ()
 
 
 def hit_rate(records: Sequence[RequestRecord]) -> float:

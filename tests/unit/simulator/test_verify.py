@@ -41,7 +41,7 @@ def test_a_replay_as_it_was_gives_what_was(live):
     verdict = verify([replace(r, replica=names[r.replica]) for r in log], settings, TIMES)
     assert (verdict.equal_hits, verdict.equal_bills, verdict.equal_slots, verdict.hit_error) == (1, 1, 1, 0)
     assert (verdict.evictions, verdict.expirations) == (removals.evicted, removals.expired)
-    assert verdict.times.worst < 1e-6
+    assert verdict.times.worst < 1e-5
     assert not verdict.misses
 
 
