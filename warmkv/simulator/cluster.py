@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from warmkv.config import Config
 from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
+from warmkv.simulator.clock import FIRST, Alarm, Clock
 from warmkv.simulator.fleet import Fleet
 from warmkv.simulator.gateways import Gateway
 from warmkv.simulator.measures import Level
@@ -89,7 +88,7 @@ class Cluster:
     ) -> None:
         self._jobs, self._config, self._stores, self._times = jobs, config, stores, times
         self._fast_forward, self._as_placed, self._progress = fast_forward, as_placed, progress
-        self._env, self._slots = simpy.Environment(), Level()
+        self._env, self._slots = Clock(), Level()
         count = config.cluster.gateways
         self._gateways = [
             Gateway(config, self._warm, count == 1, random.Random(seed + number)) for number in range(count)
@@ -158,14 +157,14 @@ class Cluster:
 
     def _began(self, job: Job) -> None:
         """The prompt is computed. Now the bill is made: whoever came before a prefix was there writes it, too."""
-        self._gateways[job.gateway].began(job)
+        gateway = self._gateways[job.gateway]
+        gateway.bookings.began(job.number)
         if job.resumptions:
             return
         self._fleet.transfers[job.replica].computed(job)
         if job.shares:
             record, found, now = job.record, job.match.hit, self._env.now
-            writers = self._gateways[job.gateway].writers
-            job.read = writers.began(job.key, job.replica, record.reads, job.marks, found, job.written, now)
+            job.read = gateway.writers.began(job.key, job.replica, record.reads, job.marks, found, job.written, now)
 
     def _ended(self, job: Job) -> None:
         self._over(job)
@@ -173,7 +172,7 @@ class Cluster:
 
     def _over(self, job: Job) -> None:
         gateway = self._gateways[job.gateway]
-        gateway.over(job)
+        gateway.bookings.release(job.number)
         self._fleet.in_flight(-1)
         if job.shares:
             gateway.writers.left(job.key)
@@ -224,19 +223,19 @@ class Cluster:
         return self._stores.warm(record, self._env.now)
 
 
-def _arrivals(env: simpy.Environment, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
-    """Let jobs arrive, each at its time: those of now at once, then each by an event that brings the next."""
+def _arrivals(clock: Clock, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
+    """Let jobs arrive, each at its time: those of now at once, then each by an alarm that is set when it is next."""
     coming = iter(jobs)
+    job = next(coming, None)
 
-    def go_on() -> None:
-        for job in coming:
-            if job.arrival > env.now:
-                env.timeout(job.arrival - env.now, job).callbacks.append(ring)
+    def go_on(now: float) -> None:
+        nonlocal job
+        while job is not None:
+            if job.arrival > now:
+                clock.set(alarm, job.arrival, FIRST)
                 return
             arrive(job)
+            job = next(coming, None)
 
-    def ring(event: simpy.Event) -> None:
-        arrive(event.value)
-        go_on()
-
-    go_on()
+    alarm = Alarm(go_on)
+    go_on(clock.now)

@@ -19,23 +19,31 @@ class Level:
     """
 
     def __init__(self) -> None:
-        self.value = 0
-        self.peak = 0
         self._times, self._changes = array("d"), array("q")
 
     def change(self, amount: int, at: float) -> None:
-        self.value += amount
         self._times.append(at)
         self._changes.append(amount)
-        if self.value > self.peak:
-            self.peak = self.value
+
+    @property
+    def value(self) -> int:
+        return sum(self._changes)
+
+    @property
+    def peak(self) -> int:
+        import numpy as np
+
+        return int(np.cumsum(self._changes).max(initial=0))
 
     def mean(self, end: float) -> float:
         """Mean from time 0 to `end`, the level having started at 0."""
         import numpy as np
 
-        moment = float(np.dot(self._times, self._changes)) if self._times else 0.0  # sum of change * time of change
-        return max(0.0, self.value - moment / end) if end > 0 else float(self.value)
+        if not self._times or end <= 0:
+            return float(self.value)
+        times, changes = np.frombuffer(self._times), np.frombuffer(self._changes, dtype=np.int64)
+        moment = float(np.dot(times, changes))  # sum of change * time of change
+        return max(0.0, int(changes.sum()) - moment / end)
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
         """The level at each of these times, with what changed at that very moment."""

@@ -8,10 +8,8 @@ nothing joins or leaves the batch, many steps are taken at once: their times add
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-
-import simpy
 
 from warmkv.config import EngineConfig
 from warmkv.policies.costs import FREE, Line, PhaseCosts, StepCost, StepKind, StepTimes, run_seconds, steps_until
@@ -19,12 +17,12 @@ from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache import ReplicaCache
+from warmkv.simulator.clock import Alarm, Clock
 from warmkv.simulator.measures import Level
 from warmkv.simulator.runs import RunCache
 
 NEVER = -1.0
 NO_MATCH = Match()
-LATE = 2  # priority of what comes after all arrivals of the same moment, which SimPy gives 1
 NO_COSTS = PhaseCosts(FREE, FREE)
 
 
@@ -95,18 +93,6 @@ class Load:
     growing: int = 0  # how many take one more entry per step
 
 
-class Alarm(simpy.Event):
-    """Rings after some seconds, behind all arrivals of that moment. Its value is the number it was given."""
-
-    _ok = True
-
-    def __init__(
-        self, env: simpy.Environment, seconds: float, number: int, ring: list[simpy.events.EventCallback]
-    ) -> None:
-        self.callbacks, self._value = ring, number  # of what Event's own __init__ does, what the loop needs
-        env.schedule(self, LATE, seconds)
-
-
 class Replica:
     """A process in SimPy's time. `submit` hands it a job; it sets the job's times and frees what it held at its end.
 
@@ -117,7 +103,7 @@ class Replica:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        clock: Clock,
         name: str,
         config: EngineConfig,
         times: StepTimes,
@@ -129,7 +115,7 @@ class Replica:
         tier_seconds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.name, self.cache = name, cache
-        self._env, self._config, self._times, self._slots = env, config, times, slots
+        self._clock, self._config, self._times, self._slots = clock, config, times, slots
         self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self._overhead = times.overhead
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
@@ -152,12 +138,12 @@ class Replica:
 
         # The sleep that an arrival may cut short.
         self._now = 0.0  # when the last alarm rang that counted
-        self._alarms = 0  # only the last one that was set counts
-        self._bell: list[simpy.events.EventCallback] = [self._ring]
         self._idle = True
         self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
         self._run_lines: Sequence[Line] = ()
-        self._life = self._process()
+        life = self._process()
+        next(life)
+        self._alarm = Alarm(life.send)
 
     @property
     def full(self) -> bool:
@@ -178,7 +164,8 @@ class Replica:
         self._expected += 1
 
     def submit(self, job: Job, *, expected: bool = False) -> None:
-        job.replica, job.submitted = self.name, self._env.now
+        now = self._clock.now
+        job.replica, job.submitted = self.name, now
         if expected:
             self._expected -= 1
         else:
@@ -186,25 +173,28 @@ class Replica:
         self.waiting.push(job, job.record.tenant, job.work)
         if self._idle:
             self._idle = False
-            self._set_alarm(0.0)
+            self._clock.set(self._alarm, now)
         elif self._run_steps and self.waiting.peek() is job and self._fits(job):
-            self._cut_run()
+            self._cut_run(now)
 
     def fail(self) -> list[Job]:
         """Stop for good and lose everything; the requests that it had."""
-        self._alarms += 1  # whatever was to happen next does not
+        self._alarm.cancel()
         computing = [] if self._prefilling is None else [self._prefilling]
         decoding = [end[2] for end in self._ends]
-        self._slots.change(-sum(job.slot_bytes for job in computing + decoding), self._env.now)
+        self._slots.change(-sum(job.slot_bytes for job in computing + decoding), self._clock.now)
         return decoding + computing + list(self.waiting)
 
     # --- the process
 
-    def _process(self) -> Iterator[None]:
+    def _process(self) -> Generator[None, float, None]:
         """What the replica does; at every `yield` it waits for its alarm, or idle for a request."""
-        chunk = self._config.prefill_chunk
+        chunk, waiting, clock = self._config.prefill_chunk, self.waiting, self._clock
+        now = self._now = yield
         while True:
-            job = self._prefilling or self._admit()
+            job = self._prefilling
+            if job is None and waiting and self._fits(waiting.peek()):
+                job = self._admit()
             if job is not None:
                 left, lead, self._reading = job.record.input_tokens - job.computed, self._reading, 0.0
                 if left > chunk:
@@ -213,47 +203,39 @@ class Replica:
                     lead += self._chunk_seconds(job, count) + self._decode_seconds(count)
                     pauses = count < whole or self._ends_in(count) or not self._fast_forward
                     if pauses:
-                        self._set_alarm(lead)
-                        yield
+                        clock.set(self._alarm, now + lead)
+                        now = self._now = yield
                     job.computed += count * chunk
                     self._advance(count)
                     if pauses:
                         continue
-                self._set_alarm(lead + self._last_chunk_seconds(job, job.record.input_tokens - job.computed))
-                yield
+                lead += self._last_chunk_seconds(job, job.record.input_tokens - job.computed)
+                clock.set(self._alarm, now + lead)
+                now = self._now = yield
                 self._hand_off(job)
-                if self._batch and self.waiting and self._fits(self.waiting.peek()):  # else the run has this step, too
-                    self._set_alarm(self._decode_seconds(1))
-                    yield
+                if self._batch and waiting and self._fits(waiting.peek()):  # else the run has this step, too
+                    clock.set(self._alarm, now + self._decode_seconds(1))
+                    now = self._now = yield
                     self._advance(1)
             elif self._batch:
-                self._run_since, self._run_steps = self._now, self._limit(self._ends[0][0] - self._steps)
-                self._run_lines = self._lines()
-                self._set_alarm(run_seconds(self._run_lines, self._run_steps))
-                yield
+                steps = self._run_steps = self._limit(self._ends[0][0] - self._steps)
+                lines = self._run_lines = self._lines()
+                self._run_since = now
+                clock.set(self._alarm, now + run_seconds(lines, steps))
+                now = self._now = yield
                 steps, self._run_steps = self._run_steps, 0
                 self._advance(steps)
             else:
                 self._idle = True
-                yield
+                now = self._now = yield
 
-    def _set_alarm(self, seconds: float) -> None:
-        """Go on after `seconds`; this takes the place of an alarm that has not rung yet."""
-        self._alarms += 1
-        Alarm(self._env, seconds, self._alarms, self._bell)
-
-    def _ring(self, alarm: simpy.Event) -> None:
-        if alarm._value == self._alarms:
-            self._now = self._env.now
-            next(self._life)
-
-    def _cut_run(self) -> None:
+    def _cut_run(self, now: float) -> None:
         """A request arrived that fits: end the run at the first step that ends at or after this moment."""
-        now, since = self._env.now, self._run_since
+        since = self._run_since
         steps = steps_until(self._run_lines, since, now, self._run_steps)
         if steps < self._run_steps:
             self._run_steps = steps
-            self._set_alarm(max(0.0, since + run_seconds(self._run_lines, steps) - now))
+            self._clock.set(self._alarm, max(now, since + run_seconds(self._run_lines, steps)))
 
     # --- requests come and go
 
@@ -261,22 +243,23 @@ class Replica:
         needed = self._used + job.slot_bytes + job.workspace_bytes
         return self._batch < self._config.max_slots and needed <= self._config.kv_bytes
 
-    def _admit(self) -> Job | None:
-        if not self.waiting or not self._fits(self.waiting.peek()):
-            return None
+    def _admit(self) -> Job:
+        """Begin the prefill of the request that is next, which fits."""
         now = self._now
         job = self._prefilling = self.waiting.pop()
         job.costs, _ = self._kinds.get(job.kind) or self._learn(job.kind)
-        self.cache.expire(now)
-        job.found = self.cache.match(job.record, now)
-        job.warm = max(0, min(job.found.tokens, job.record.input_tokens - job.recomputed))
+        cache = self.cache
+        if cache.due <= now:
+            cache.expire(now)
+        found = job.found = cache.match(job.record, now)
+        job.warm = max(0, min(found.tokens, job.record.input_tokens - job.recomputed))
         if job.sum_bytes:
-            job.warm = self.cache.sums(job.found, job.record, job.warm, now)
+            job.warm = cache.sums(found, job.record, job.warm, now)
         job.computed = job.warm
         if self._tier_seconds is not None and job.warm:
             self._reading = self._read_seconds(job, now, *self._tier_seconds)
         if job.first == NEVER:
-            job.started, job.match, job.reused = now, job.found, job.warm
+            job.started, job.match, job.reused = now, found, job.warm
         self._used += job.slot_bytes + job.workspace_bytes
         self._slots.change(job.slot_bytes, now)
         return job
@@ -296,12 +279,13 @@ class Replica:
 
     def _hand_off(self, job: Job) -> None:
         """From prefill to decode: store the prompt's blocks, free the workspace, give the first token."""
-        now = self._now
-        self.cache.expire(now)
-        written = self.cache.store(job.record, job.marks, now, job.found, job.submitted)
+        now, cache = self._now, self.cache
+        if cache.due <= now:
+            cache.expire(now)
+        written = cache.store(job.record, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
-            self.cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
-        self.cache.release(job.found)
+            cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
+        cache.release(job.found)
         self._used -= job.workspace_bytes
         self._prefilling = None
         if job.first == NEVER:

@@ -147,20 +147,24 @@ class RunCache:
 
     def depths(self, runs: Runs) -> Depths:
         """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
+        if not runs:
+            return 0, 0, 0
         lengths, device, host, anywhere = self._lengths, 0, 0, 0
+        last, had = runs[0], 0  # where the longest part so far ends, and what it has of that run
         for tier, held in self._held:
-            count = 0  # as `_leading`, which would take a call for each of many replicas
-            for run in runs:
-                blocks = held[run]
-                count += blocks
-                if blocks < lengths[run]:
-                    break
-            if count > anywhere:
-                anywhere = count
+            if held[last] > had:  # else this tier has no more
+                count = 0  # as `_leading`, which would take a call for each of many replicas
+                for run in runs:
+                    blocks = held[run]
+                    count += blocks
+                    if blocks < lengths[run]:
+                        break
+                if count > anywhere:
+                    anywhere, last, had = count, run, blocks
             if tier < 2:
                 host = anywhere
-            if tier < 1:
-                device = anywhere
+                if tier < 1:
+                    device = anywhere
         return device, host, anywhere
 
     def match(self, record: RequestRecord, now: float) -> Match:

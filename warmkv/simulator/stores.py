@@ -102,8 +102,12 @@ class Stores:
         """Leading blocks of a prompt that each replica holds, as the routers know it."""
         if self._layout is not None:
             runs = self._runs[record.id]
-            found = ((name, blocks.depths(runs)) for name, blocks in self._run_caches.items())
-            return {name: depths for name, depths in found if depths[-1]}
+            warm = {}
+            for name, cache in self._run_caches.items():
+                depths = cache.depths(runs)
+                if depths[-1]:
+                    warm[name] = depths
+            return warm
         index = self.index if self._late is None else self._late.at(now)
         return index.longest_match(record.hashes)
 
