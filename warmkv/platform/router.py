@@ -20,8 +20,9 @@ from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
 from warmkv.policies.dispatcher import Dispatcher
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Shard
-from warmkv.replicas.protocol import ToReplica
+from warmkv.replicas.protocol import GenerateRequest, ToReplica
 
 log = logging.getLogger("ray.serve")
 
@@ -34,6 +35,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, settings: dict[str, Any]) -> None:
         self._config: Config = parse(settings)
         self._dispatcher = Dispatcher(self._config.routing, self._config.engine.max_slots, Random())
+        self._lifetimes = Lifetimes.of(self._config.prefix_cache)
         self._following: list[asyncio.Task[None]] = []
         self._recorder = telemetry.Recorder(*telemetry.ROUTER)
 
@@ -71,12 +73,11 @@ class PrefixRouter(RequestRouter):
 
     def _choose(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
         attempt = pending.args[0] if pending is not None and pending.args else None
-        if not isinstance(attempt, Attempt) or not candidates:
+        if not isinstance(attempt, Attempt) or not candidates or pending is None or pending.future.done():
             return [list(candidates)]
         request = attempt.request
         if request.terms is not None:
             self.configure(request.terms.routing)
-        assert pending is not None
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         bookings = self._dispatcher.bookings
         for earlier in attempt.given_up:
@@ -90,6 +91,7 @@ class PrefixRouter(RequestRouter):
             wanted=request.replica,
             queues=self._queues(candidates),
             avoid={earlier.replica for earlier in attempt.given_up if earlier.replica is not None},
+            leaves=self._leaves(request),
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)
@@ -110,6 +112,14 @@ class PrefixRouter(RequestRouter):
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
         loop.call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]
+
+    def _leaves(self, request: GenerateRequest) -> int:
+        """Leading blocks of a prompt that the replica which computes it will hold."""
+        cache = self._config.prefix_cache
+        if not cache.enabled:
+            return 0
+        lifetimes = request.lifetimes or self._lifetimes
+        return lifetimes.stored_blocks(request.marks, len(request.hashes), cache.block_size)
 
     def _named(
         self, name: str, candidates: list[RunningReplica], pending: PendingRequest

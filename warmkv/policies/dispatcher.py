@@ -10,6 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
+from warmkv.policies.coming import Coming
 from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
@@ -24,7 +25,8 @@ _LARGE = 1e9
 class Bookings:
     """Requests in flight per replica, each booked once and released once, whatever order the calls come in.
 
-    `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer.
+    `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer, and `coming`
+    are the prefixes that they leave behind.
     """
 
     def __init__(self) -> None:
@@ -33,12 +35,18 @@ class Bookings:
         self._given_up: set[Hashable] = set()  # booked requests
         self.load: dict[str, int] = {}
         self.prefill: dict[str, int] = {}
+        self.coming = Coming()
 
     def book(self, request: Hashable, replica: str, blocks: int | None = None) -> None:
         """A request goes to a replica, which has to compute so many blocks for it; as many as were booked if None."""
-        if request in self._booked:
+        booked = self._booked.get(request)
+        if booked is not None:
+            if booked == replica and blocks is None and request not in self._given_up:
+                return
             blocks = self._blocks.get(request, 0) if blocks is None else blocks
-            self.release(request)
+            if booked != replica:
+                self.coming.move(request, replica)
+            self._end(request)
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
         if blocks:
@@ -57,7 +65,12 @@ class Bookings:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
         if replica is not None and self._booked.get(request) != replica:
             return
-        self.began(request)
+        self.coming.remove(request)
+        self._end(request)
+
+    def _end(self, request: Hashable) -> None:
+        if request in self._blocks:
+            self.began(request)
         replica = self._booked.pop(request, None)
         self._given_up.discard(request)
         if replica is not None:
@@ -136,6 +149,7 @@ class Dispatcher:
         wanted: str | None = None,
         queues: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
+        leaves: int = 0,
     ) -> Choice:
         """Rank the replicas, at least one, for a request and book the best.
 
@@ -143,18 +157,23 @@ class Dispatcher:
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` and suspects are left out if there are others.
+        `leaves` is how many leading blocks of the prompt stay where it is computed.
         """
         if avoid or self.bookings.suspects:
             shunned = {*avoid, *self.bookings.suspects}
             replicas = [name for name in replicas if name not in shunned] or replicas
+        self.bookings.release(request)  # Serve asks again while replicas are full
         config, load = self._config, self.bookings.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = plan(replicas, warm, load, config)
+        most = max([depths[2] for depths in warm.values()], default=0)
+        coming = self.bookings.coming.depths(hashes, most)
+        held = {**warm, **{name: (depth, depth, depth) for name, depth in coming.items()}} if coming else warm
         ahead, given = self.bookings.prefill, self.recent.amounts
-        view = View(replicas, hashes, warm, load, self._slots, self._turn, fetch, ahead, given)
+        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given)
         order = rank(view, config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica
@@ -162,21 +181,23 @@ class Dispatcher:
             order.sort(key=lambda name: name != wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
+        known = coming.get(best, matched)
         if asked:
             reason = "asked"
         elif config.policy != "prefix_cost":
             reason = config.policy
-        elif not warm:
-            reason = "cold"
+        elif known > matched:
+            reason = "coming"
+        elif most > matched or coming:
+            reason = "load"
         else:
-            reason = "warm"
-            for depths in warm.values():
-                if depths[2] > matched:
-                    reason = "load"
-                    break
-        known = matched if fetch is None else max(matched, fetch.blocks)
+            reason = "warm" if warm else "cold"
+        if fetch is not None:
+            known = max(known, fetch.blocks)
         blocks = len(hashes) - known
         self.bookings.book(request, best, blocks)
+        if leaves > matched:
+            self.bookings.coming.add(request, best, hashes, matched, leaves)
         self.recent.give(best, 1 + config.prefill_weight * blocks)
         return Choice(order, reason, matched, fetch)
 

@@ -28,6 +28,12 @@ class Lifetimes:
     def of(cls, config: PrefixCacheConfig) -> Lifetimes:
         return cls(config.ttls, config.ttls[config.default_ttl], config.automatic)
 
+    def stored_blocks(self, marks: Sequence[Mark], blocks: int, size: int) -> int:
+        """How many of the full blocks of a prompt, each of `size` tokens, are stored when it is computed."""
+        if self.automatic:
+            return blocks
+        return max((mark.position // size for mark in marks), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Match:

@@ -24,7 +24,7 @@ class View(NamedTuple):
 
     replicas: Sequence[str]
     hashes: Sequence[bytes]  # of the prompt's full blocks
-    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier (`PrefixIndex.longest_match`)
+    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier, or is about to hold (`Coming`)
     load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
     slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
     turn: int  # decisions made before this one
@@ -57,7 +57,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     that happens to be idle.
     """
     replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
-    load_weight, queue_weight, prefill_weight = config.load_weight, config.queue_weight, config.prefill_weight
+    load_weight, prefill_weight = config.load_weight, config.prefill_weight
     prefill, share = view.prefill, config.recent_weight / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0
@@ -69,23 +69,22 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     costs = {}
     for replica, busy in zip(replicas, loads, strict=True):
         cost = load_weight * busy
-        if ahead := prefill.get(replica):
-            cost += prefill_weight * ahead
-        if given := recent.get(replica):
-            cost += share * given
-        depths = warm.get(replica)
-        if depths is None:
-            cost -= gain
-        else:
-            device, _, held = depths
+        if replica in prefill:
+            cost += prefill_weight * prefill[replica]
+        if replica in recent:
+            cost += share * recent[replica]
+        if replica in warm:
+            device, _, held = depths = warm[replica]
             cost -= device if device == held else blocks_saved(depths, config)
             if held <= poor:
                 cost -= gain - each * held
+        else:
+            cost -= gain
         costs[replica] = cost
-    limit = min(loads, default=0) + config.overload
-    if max(loads, default=0) >= min(limit, slots):
+    most, limit = max(loads, default=0), min(loads, default=0) + config.overload
+    if most >= limit or most > slots:
         for replica, busy in zip(replicas, loads, strict=True):
-            costs[replica] += queue_weight * max(0, busy - slots) + BEHIND * (busy >= limit)
+            costs[replica] += config.queue_weight * max(0, busy - slots) + BEHIND * (busy >= limit)
     return sorted(replicas, key=costs.__getitem__)
 
 

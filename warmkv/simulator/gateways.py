@@ -7,6 +7,7 @@ from random import Random
 
 from warmkv.config import Config
 from warmkv.policies.dispatcher import Dispatcher
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.record import RequestRecord
@@ -23,36 +24,34 @@ class Gateway:
 
     def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random)
+        self.bookings = self._dispatcher.bookings
         self._warm, self._alone = warm, alone
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
+        self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
         self.writers = Writers()
 
     def choose(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
         """Replicas, of which there is one, from best to worst for a job, and from where others may fetch blocks."""
         if len(replicas) == 1:
             return replicas, None
-        hashes = job.record.hashes
+        record, leaves = job.record, 0
+        if self._lifetimes is not None:
+            leaves = self._lifetimes.stored_blocks(job.marks, len(record.hashes), record.block_size)
         queues = None if self._alone else self._queues(now)
-        choice = self._dispatcher.choose(job.number, hashes, replicas, queues=queues, warm=self._warm(job.record))
+        choice = self._dispatcher.choose(
+            job.number, record.hashes, replicas, queues=queues, warm=self._warm(record), leaves=leaves
+        )
         return choice.order, choice.fetch
 
     def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
         """A replica took a job, and told how many requests it has, whoever sent them."""
-        self._dispatcher.bookings.book(job.number, replica)
+        self.bookings.book(job.number, replica)
         if not self._alone:
             self._told[replica] = (now, in_flight)
 
-    def began(self, job: Job) -> None:
-        """A job has its first token."""
-        self._dispatcher.bookings.began(job.number)
-
-    def over(self, job: Job) -> None:
-        """A job has ended, or no replica takes it."""
-        self._dispatcher.bookings.release(job.number)
-
     def drop(self, replica: str) -> None:
         """Forget a replica that is gone."""
-        self._dispatcher.bookings.drop(replica)
+        self.bookings.drop(replica)
         self._told.pop(replica, None)
 
     def _queues(self, now: float) -> Mapping[str, int]:

@@ -155,7 +155,7 @@ def test_new_prompts_keep_away_from_a_replica_with_a_hot_prefix_even_while_it_is
     routing.index.add("a", HASHES)
     taken = Counter()
     for number in range(400):
-        hashes = HASHES if number % 2 else [number.to_bytes(16, "big")]
+        hashes = HASHES if number % 2 else [f"{number:<16}".encode()]
         taken[routing.choose("1", hashes, REPLICAS).order[0], number % 2] += 1
     assert taken["a", 1] == 200
     assert taken["a", 0] <= 1
@@ -234,3 +234,48 @@ class BookingMachine(RuleBasedStateMachine):
 
 
 TestBookings = BookingMachine.TestCase
+
+
+def test_a_prefix_that_is_being_computed_draws_those_that_come_meanwhile():
+    routing = dispatcher()
+    first = routing.choose("1", HASHES, REPLICAS, leaves=100)
+    assert first.reason == "cold"
+    second = routing.choose("2", [*HASHES[:90], b"other" * 4], REPLICAS, leaves=91)
+    assert (second.order[0], second.reason, second.matched) == (first.order[0], "coming", 0)
+    assert second.fetch is None  # what is not there yet can be fetched nowhere
+    assert routing.bookings.prefill == {first.order[0]: 101}
+    routing.bookings.release("1")
+    routing.bookings.release("2")
+    assert routing.choose("3", HASHES, REPLICAS).reason == "cold"  # the index does not know that it is there
+
+
+def test_what_is_not_kept_draws_nobody():
+    routing = dispatcher()
+    first = routing.choose("1", HASHES, REPLICAS)
+    assert routing.choose("2", HASHES, REPLICAS).order[0] != first.order[0]
+
+
+def test_a_prefix_that_is_being_computed_overloads_nobody():
+    routing = dispatcher(overload=3)
+    chosen = [routing.choose(str(number), HASHES, REPLICAS, leaves=100).order[0] for number in range(32)]
+    assert chosen[:3] == [chosen[0]] * 3
+    assert max(routing.bookings.load.values()) - min(routing.bookings.load.values()) <= 3
+    assert sorted(routing.bookings.load) == REPLICAS
+
+
+def test_where_serve_sends_a_request_its_prefix_comes():
+    routing = dispatcher()
+    order = routing.choose("1", HASHES, REPLICAS, leaves=100).order
+    routing.bookings.book("1", order[-1])
+    assert routing.choose("2", HASHES, REPLICAS, leaves=100).order[0] == order[-1]
+    routing.bookings.drop(order[-1])
+    assert routing.choose("3", HASHES, REPLICAS, leaves=100).reason == "cold"
+
+
+def test_a_request_that_is_routed_again_does_not_follow_itself():
+    """Serve asks again while replicas are full."""
+    routing = dispatcher()
+    routing.choose("1", HASHES, REPLICAS, leaves=100)
+    again = routing.choose("1", HASHES, REPLICAS, leaves=100)
+    assert again.reason == "cold"
+    assert routing.bookings.prefill == {again.order[0]: 100}

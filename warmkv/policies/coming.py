@@ -1,0 +1,76 @@
+"""Prefixes that replicas are about to hold: those of the requests that a router sent and that have not ended.
+
+Until a prompt is computed no index tells of it. Without this, requests that come together with a new prefix would
+compute it on as many replicas.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from itertools import islice
+
+MOST = 8
+"""Requests that a look-up compares with, the latest ones: it stays as fast however many are in flight."""
+
+_POWERS = tuple(1 << power for power in range(64))
+
+
+class Coming:
+    """Chains of blocks by request. They are found by their blocks number 1, 2, 4, 8 and so on."""
+
+    def __init__(self) -> None:
+        self._chains: dict[Hashable, tuple[str, Sequence[bytes], int, int]] = {}
+        """request -> (replica, hashes of its prompt, first block that is new there, those that it leaves there)"""
+        self._requests: dict[bytes, dict[Hashable, None]] = {}  # by block, in the order in which they came
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def add(self, request: Hashable, replica: str, hashes: Sequence[bytes], known: int, leaves: int) -> None:
+        """A request leaves the first `leaves` blocks of its prompt on a replica, where `known` of them are already."""
+        self.remove(request)
+        if leaves > known:
+            self._chains[request] = (replica, hashes, known, leaves)
+            for at in _places(known, leaves):
+                self._requests.setdefault(hashes[at - 1], {})[request] = None
+
+    def move(self, request: Hashable, replica: str) -> None:
+        """Another replica computes all of it."""
+        if (chain := self._chains.get(request)) is not None:
+            _, hashes, _, leaves = chain
+            self.add(request, replica, hashes, 0, leaves)
+
+    def remove(self, request: Hashable) -> None:
+        """Forget a request."""
+        if request in self._chains:
+            _, hashes, known, leaves = self._chains.pop(request)
+            for at in _places(known, leaves):
+                requests = self._requests[hashes[at - 1]]
+                del requests[request]
+                if not requests:
+                    del self._requests[hashes[at - 1]]
+
+    def depths(self, hashes: Sequence[bytes], known: int) -> dict[str, int]:
+        """Leading blocks of a prompt that replicas are about to hold, where they are more than `known`.
+
+        Of replicas that are about to hold much less than another one, not all are found.
+        """
+        found: dict[str, int] = {}
+        if not self._requests:
+            return found
+        for at in reversed(_places(known, len(hashes))):
+            for request in islice(reversed(self._requests.get(hashes[at - 1], ())), MOST):
+                replica, chain, _, leaves = self._chains[request]
+                alike = range(at, min(leaves, len(hashes)))  # the chain is prefix-closed: one block tells of all before
+                depth = at + bisect_left(alike, True, key=lambda block: chain[block] != hashes[block])
+                if depth > found.get(replica, known):
+                    found[replica] = depth
+            if found:
+                break
+        return found
+
+
+def _places(known: int, blocks: int) -> tuple[int, ...]:
+    """Powers of two above `known`, up to `blocks`."""
+    return _POWERS[known.bit_length() : blocks.bit_length()]
