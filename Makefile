@@ -20,15 +20,24 @@ help: ## List the targets
 	@echo
 	@echo "Variables: PYTHON=python3.12       the interpreter to build .venv with"
 	@echo "           TORCH_INDEX=URL         a package index with PyTorch's CPU build, for machines without a GPU"
-	@echo "           ARGS='-k publish -x'    further arguments for pytest"
+	@echo "           ARGS='-k publish -x'    arguments for pytest, which then runs once, in one process"
 
 setup: $(STAMP) ## Make .venv and install everything, as pinned in constraints.txt
 
 demo: $(STAMP) ## Start the service with the tiny model and show what warm prefixes save
 	@$(BIN)/warmkv demo
 
+PYTEST := $(BIN)/python -m pytest -m "not gpu"
+
 test: $(STAMP) ## Run the tests that need no GPU
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@echo "test: unit tests, on all cores"
+	@status=0; $(PYTEST) --numprocesses logical --maxprocesses 8 --dist worksteal tests/unit || status=1; \
+	echo "test: what needs a Ray cluster, one after the other"; \
+	$(PYTEST) --ignore tests/unit || status=1; exit $$status
+else
+	@$(PYTEST) $(ARGS)
+endif
 
 check: lint types imports ## Run what CI runs before the tests: format, lint, types, import rules
 
