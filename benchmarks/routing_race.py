@@ -115,9 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--blocks", type=int, metavar="N", help="distinct blocks of the index (1000000)")
     parser.add_argument("--replicas", type=int, metavar="N", help="16 by default")
     parser.add_argument("--repeats", type=int, metavar="N", help="5 by default")
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="of the live race, two minutes each for three routers (3)"
-    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="of the live race, about ten minutes each (3)")
     parser.add_argument("--seed", type=int, help="of prompts and order (0)")
     options = parser.parse_args(arguments)
     run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:3], quick=True) if options.quick else Run()

@@ -115,25 +115,29 @@ def _ask(
     """The sessions of one kind of traffic, to all services."""
     sessions = [replace(session, key=f"{kind}-{session.key}") for session in plan(traffic)]
     before = {service.name: len(_records(service)) for service in services}
-    ttfts: dict[str, list[float]] = {service.name: [] for service in services}
+    ttfts: dict[str, dict[tuple[int, int, int], float]] = {service.name: {} for service in services}  # by request
     slices = [sessions[start : start + SLICE] for start in range(0, len(sessions), SLICE)]
     for number, part in enumerate(slices):
         rebased = [replace(session, begins=session.begins - part[0].begins) for session in part]
         turn = (number + repeat) % len(services)
         for service in (*services[turn:], *services[:turn]):
             samples = ask_all(service.url, service.config.model.name, rebased, lambda _: None)
-            ttfts[service.name] += [sample.ttft for sample in samples]
+            ttfts[service.name] |= {(number, sample.session, sample.turn): sample.ttft for sample in samples}
         say(f"{kind}: {number + 1} of {len(slices)} parts asked")
     for service in services:
         label = f"{service.name}_{kind}"
         for quantile in (50, 99):
-            seconds = float(np.percentile(ttfts[service.name], quantile))
+            seconds = float(np.percentile(list(ttfts[service.name].values()), quantile))
             results.add(f"{label}_ttft_p{quantile}_ms", seconds * 1e3)
         records = _records(service)[before[service.name] :]
         rate, ideal = hit_rate(records), ideal_hit_rate(records, service.config)
         results.add(f"{label}_hit_rate", rate)
         results.add(f"{label}_hit_rate_of_ideal", rate / ideal)
         say(f"{label}: hit rate {rate:.3f}, ideal {ideal:.3f}")
+    ours, *peers = (ttfts[name] for name in CONTESTANTS)
+    for name, theirs in zip(CONTESTANTS[1:], peers, strict=True):
+        pairs = [seconds / theirs[request] for request, seconds in ours.items()]
+        results.add(f"ttft_paired_vs_{name}_{kind}", float(np.median(pairs)))
 
 
 def _records(service: Service) -> Sequence[RequestRecord]:
