@@ -197,16 +197,19 @@ class PricingConfig(Prices):
 class RoutingConfig(Section):
     policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = "prefix_cost"
     load_weight: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="blocks of prefill that one request in flight counts as"
+        4.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="blocks of prefill that one request in flight counts as while no replica computes a prompt",
     )
     queue_weight: float = Field(
         8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
     )
     prefill_weight: float = Field(
-        0.1,
+        0.5,
         ge=0,
         allow_inf_nan=False,
-        description="blocks of prefill that each counts as which requests in flight without a token have to compute",
+        description="the same for each block that requests in flight without a token have to compute",
     )
     recent_weight: float = Field(
         0.1,

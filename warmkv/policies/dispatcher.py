@@ -18,6 +18,9 @@ from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
 HALF_LIFE = 100
 """Decisions after which an earlier one counts half as much in what replicas were given lately."""
 
+BUSY_DECISIONS = 32
+"""Over so many the share of replicas with a prompt to compute is averaged; earlier ones count less and less."""
+
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGE = 1e9
 
@@ -131,6 +134,7 @@ class Dispatcher:
     def __init__(self, config: RoutingConfig, slots: int, random: Random) -> None:
         self._config, self._slots, self._random = config, slots, random
         self._turn = 0
+        self._busy = 0.0  # share of the replicas that have a prompt to compute, averaged over decisions
         self.index = PrefixIndex()
         self.bookings = Bookings()
         self.recent = Recent()
@@ -173,7 +177,8 @@ class Dispatcher:
         coming = self.bookings.coming.depths(hashes, most)
         held = {**warm, **{name: (depth, depth, depth) for name, depth in coming.items()}} if coming else warm
         ahead, given = self.bookings.prefill, self.recent.amounts
-        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given)
+        self._busy += (min(1.0, len(ahead) / len(replicas)) - self._busy) / BUSY_DECISIONS
+        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, 1 - self._busy)
         order = rank(view, config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica

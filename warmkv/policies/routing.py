@@ -31,6 +31,7 @@ class View(NamedTuple):
     fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
     prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
     recent: Mapping[str, float] = NOTHING  # work that each was given lately, in any unit
+    spare: float = 1.0  # share of the replicas that have no prompt to compute, on average
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -53,11 +54,14 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     """By cost in blocks of prefill: those left to compute or to fetch, and what each replica has to do already.
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
+    A block that is computed delays all requests that come before its replica is idle again: of replicas that are busy a
+    share `u` of the time, 1 / (1 - u) in the mean. Waiting delays one. So what a replica has to do counts `1 - u`.
+
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
     """
     replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
-    load_weight, prefill_weight = config.load_weight, config.prefill_weight
+    load_weight, prefill_weight = config.load_weight * view.spare, config.prefill_weight * view.spare
     prefill, share = view.prefill, config.recent_weight / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0
