@@ -31,6 +31,7 @@ class Run:
     replicas: int = 16
     repeats: int = 5
     rounds: int = 3  # of the live race
+    cores: float = 0.25  # that each of its replicas may use; 0 for as many as there are
     seed: int = 0
     races: tuple[str, ...] = RACES
     quick: bool = False
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "live" in run.races:
         from benchmarks.routing import live
 
-        live.race(run.rounds, run.seed, run.quick, results, say)
+        live.race(run.rounds, run.seed, run.cores, run.quick, results, say)
     figures = _figures(run, results.measured)
     if path is not None:
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
@@ -116,15 +117,20 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--replicas", type=int, metavar="N", help="16 by default")
     parser.add_argument("--repeats", type=int, metavar="N", help="5 by default")
     parser.add_argument("--rounds", type=int, metavar="N", help="of the live race, about ten minutes each (3)")
+    parser.add_argument(
+        "--cores", type=float, metavar="N", help="of each replica of the live race (0.25); 0: they share all"
+    )
     parser.add_argument("--seed", type=int, help="of prompts and order (0)")
     options = parser.parse_args(arguments)
     run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:3], quick=True) if options.quick else Run()
-    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "seed")}
+    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "cores", "seed")}
     if options.only:
         run = replace(run, races=tuple(race for race in RACES if race in options.only))
     run = replace(run, **{name: value for name, value in given.items() if value is not None})
-    if run.blocks < 2_000 or run.replicas < 1 or run.repeats < 1:
-        parser.error("at least 2000 blocks, one replica and one repeat are needed")
+    if run.blocks < 2_000 or run.replicas < 1 or run.repeats < 1 or run.rounds < 1:
+        parser.error("at least 2000 blocks, one replica, one repeat and one round are needed")
+    if not 0 <= run.cores <= 1:
+        parser.error("--cores is a share of a core: from 0 to 1")
     return run, options.json
 
 

@@ -26,23 +26,19 @@ def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
 
     Raises QuotaError where control groups cannot be made: it takes root, and a container that allows it.
     """
-    quota = round(cores * PERIOD_MICROSECONDS)
     made: list[Path] = []
     try:
-        root = _root()
-        for pid in pids:
-            group = root / f"warmkv-{os.getpid()}-{pid}"
-            group.mkdir()
-            made.append(group)
-            if (group / "cpu.max").exists():
-                (group / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
-            else:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
-            (group / "cgroup.procs").write_text(str(pid))
+        try:
+            root = _root()
+            for pid in pids:
+                group = root / f"warmkv-{os.getpid()}-{pid}"
+                group.mkdir()
+                made.append(group)
+                _limit(group, round(cores * PERIOD_MICROSECONDS))
+                (group / "cgroup.procs").write_text(str(pid))
+        except OSError as error:
+            raise QuotaError(f"no CPU quotas here: {error}") from error
         yield
-    except OSError as error:
-        raise QuotaError(f"no CPU quotas on this machine: {error}") from error
     finally:
         for group in made:
             _remove(group)
@@ -58,9 +54,17 @@ def _root() -> Path:
     raise FileNotFoundError(f"{_GROUPS} has no controller of processors")
 
 
+def _limit(group: Path, quota: int) -> None:
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+    else:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
 def _remove(group: Path) -> None:
-    for pid in (group / "cgroup.procs").read_text().split():
-        with suppress(OSError):  # it may have ended
+    with suppress(OSError):  # its processes may be ending
+        for pid in (group / "cgroup.procs").read_text().split():
             (group.parent / "cgroup.procs").write_text(pid)
     for _ in range(50):
         with suppress(OSError):  # busy until the kernel has let its last process go

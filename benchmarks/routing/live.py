@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.engine.results import Results
-from benchmarks.live.service import ask_all
+from benchmarks.live.cores import QuotaError, held_to
+from benchmarks.live.service import ask_all, replicas
 from benchmarks.live.traffic import Traffic, plan
 from warmkv.config import Config, parse
 from warmkv.platform.local import start_ray, with_port
@@ -25,8 +26,8 @@ CONTESTANTS = ("prefix_cost", "power_of_two", "affinity")
 REPLICAS = 4
 AT_ONCE = StepCost(1e-9, 0.0, 0.0)
 TRAFFIC = Traffic(
-    sessions=80,
-    rate=1.2,
+    sessions=120,
+    rate=1.5,
     turns=(2, 4),
     think=1.0,
     prompts=24,
@@ -35,14 +36,14 @@ TRAFFIC = Traffic(
     answer_tokens=(4, 8),
 )
 HOTTEST = 0.5
-SLICE = 16  # sessions that a service is asked before it is the next one's turn
+SLICE = 40  # sessions that a service is asked before it is the next one's turn
 
 
-def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
+def race(repeats: int, seed: int, cores: float, quick: bool, results: Results, say: Callable[[str], None]) -> None:
     """Every contestant with each kind of traffic, new services in each repeat.
 
     A machine is not as fast at all times, so the services are up side by side, and are asked a slice of the sessions in
-    turns, one service at a time.
+    turns, one service at a time. Each replica is held to its `cores` if they are not 0 and the machine allows quotas.
     """
     traffic = replace(TRAFFIC, sessions=6, rate=2.0) if quick else TRAFFIC
     for repeat in range(repeats):
@@ -51,7 +52,15 @@ def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[
             "zipf": replace(traffic, seed=seed + repeat),
             "hot": replace(traffic, seed=seed + repeat, hottest=HOTTEST),
         }
-        with tempfile.TemporaryDirectory() as folder, _services(Path(folder)) as services:
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            services = stack.enter_context(_services(Path(folder)))
+            if cores:
+                pids = [replica["pid"] for service in services for replica in replicas(service.url).values()]
+                try:
+                    stack.enter_context(held_to(cores, pids))
+                except QuotaError as error:
+                    results.note(f"all replicas share the machine's cores: {error}")
             for kind, own in kinds.items():
                 _ask(services, kind, own, repeat, results, say)
 

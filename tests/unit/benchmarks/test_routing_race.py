@@ -46,7 +46,10 @@ def test_every_replica_holds_another_share_of_the_hardest_prompt():
     assert [depths[name][-1] for name in names] == [16 * number for number in range(1, 17)]
 
 
-@pytest.mark.parametrize("arguments", [["--blocks", "1"], ["--only", "nothing"], ["--repeats", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--blocks", "1"], ["--only", "nothing"], ["--repeats", "0"], ["--rounds", "0"], ["--cores", "2"]],
+)
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(SystemExit) as ended:
         routing_race.main(arguments)

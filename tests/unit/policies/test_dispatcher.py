@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.dispatcher import HALF_LIFE, Bookings, Dispatcher, Recent
+from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, Bookings, Dispatcher, Recent
 from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
@@ -279,3 +279,20 @@ def test_a_request_that_is_routed_again_does_not_follow_itself():
     again = routing.choose("1", HASHES, REPLICAS, leaves=100)
     assert again.reason == "cold"
     assert routing.bookings.prefill == {again.order[0]: 100}
+
+
+def test_the_busier_the_replicas_the_less_a_wait_weighs_against_what_is_warm():
+    routing = dispatcher(overload=1000)
+    routing.index.add("a", HASHES[:20])
+    routing.bookings.book("long", "a", 60)
+    assert routing.choose("idle", HASHES, REPLICAS).reason == "load"
+    for number, name in enumerate("bcd"):
+        routing.bookings.book(f"busy{number}", name, 1)
+    for _ in range(10 * BUSY_DECISIONS):
+        routing.choose("idle", HASHES, REPLICAS)
+    assert routing.choose("idle", HASHES, REPLICAS).reason == "warm"
+    for number in range(3):
+        routing.bookings.release(f"busy{number}")
+    for _ in range(10 * BUSY_DECISIONS):
+        routing.choose("idle", HASHES, REPLICAS)
+    assert routing.choose("idle", HASHES, REPLICAS).reason == "load"

@@ -151,3 +151,14 @@ def test_pieces_of_a_parcel_are_blocks_in_order():
     assert (parcel.blocks, parcel.nbytes) == (7, 8)
     assert donor.lend(request, 3, 4, 1, False, 1.0).nbytes == 8  # at least one
     assert donor.lend(request, 0, 7, 20, False, 400.0).blocks == 0  # all has expired
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("ends", [[], [1], [10, 30], [8], [17, 29]])
+def test_a_replica_keeps_as_many_blocks_as_routing_expects(automatic, ends):
+    store, index, *_ = cache(automatic=automatic)
+    request = record(0, PROMPT, ends=ends, ttls=["5m"] * len(ends))
+    use(store, request, 0)
+    depths = index.longest_match(request.hashes).get("a", (0, 0, 0))
+    lifetimes = Lifetimes({"5m": 300.0}, 300.0, automatic)
+    assert depths[-1] == lifetimes.stored_blocks(request.marks, len(request.hashes), BLOCK)
