@@ -200,7 +200,7 @@ class RoutingConfig(Section):
         4.0,
         ge=0,
         allow_inf_nan=False,
-        description="blocks of prefill that one request in flight counts as while no replica computes a prompt",
+        description="blocks of prefill that one request in flight counts as; less, the busier the replicas are",
     )
     queue_weight: float = Field(
         8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
@@ -209,7 +209,7 @@ class RoutingConfig(Section):
         0.5,
         ge=0,
         allow_inf_nan=False,
-        description="the same for each block that requests in flight without a token have to compute",
+        description="blocks that each counts as which is still to compute for a request in flight; less, likewise",
     )
     recent_weight: float = Field(
         0.1,

@@ -46,7 +46,7 @@ def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
 
 def _root() -> Path:
     """The control group that hands out processors, in version 1 or 2."""
-    if (_GROUPS / "cpu" / "cpu.shares").exists() or (_GROUPS / "cpu" / "tasks").exists():
+    if (_GROUPS / "cpu" / "tasks").exists():
         return _GROUPS / "cpu"
     if (_GROUPS / "cgroup.controllers").exists():
         (_GROUPS / "cgroup.subtree_control").write_text("+cpu")
@@ -63,6 +63,7 @@ def _limit(group: Path, quota: int) -> None:
 
 
 def _remove(group: Path) -> None:
+    """Let its processes go. A group that stays nevertheless is empty and limits nobody."""
     with suppress(OSError):  # its processes may be ending
         for pid in (group / "cgroup.procs").read_text().split():
             (group.parent / "cgroup.procs").write_text(pid)

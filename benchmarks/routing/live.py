@@ -61,6 +61,7 @@ def race(repeats: int, seed: int, cores: float, quick: bool, results: Results, s
                     stack.enter_context(held_to(cores, pids))
                 except QuotaError as error:
                     results.note(f"all replicas share the machine's cores: {error}")
+                    cores = 0.0  # in the next repeat as well
             for kind, own in kinds.items():
                 _ask(services, kind, own, repeat, results, say)
 
