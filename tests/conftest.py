@@ -10,10 +10,22 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.cpu_durations import CpuDurations
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only wait for each other
 
 settings.register_profile("default", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "show the N tests and fixtures that took most processor time (in one process: without xdist)"
+    parser.addoption("--cpu-durations", type=int, default=0, metavar="N", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if shown := config.getoption("cpu_durations"):
+        config.pluginmanager.register(CpuDurations(shown), "cpu durations")
 
 
 def _has_gpu() -> bool:

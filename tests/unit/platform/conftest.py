@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import openai
 import pytest
 import uvicorn
 
+from tests import clocks
+from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.config import Config, load
 from warmkv.platform.control import Control
@@ -90,21 +93,51 @@ class Server:
         )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
+        self._loop = clocks.SkippingLoop()
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
         self._threads = [
             threading.Thread(target=self.engine.run, daemon=True),
-            threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True),
+            threading.Thread(target=lambda: clocks.run(self._server.serve(), lambda: self._loop), daemon=True),
         ]
         for thread in self._threads:
             thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        until(lambda: self._server.started, "the gateway listens")
 
     def stop(self) -> None:
         self._server.should_exit = True
         self.engine.stop()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE)
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass for the gateway's time-outs."""
+        self._loop.call_soon_threadsafe(self._loop.skip, seconds)
+
+    @contextmanager
+    def standing_still(self, tokens: int = 0) -> Iterator[None]:
+        """Stop the engine's thread meanwhile: now, or when it has drawn so many tokens of a request that comes now."""
+        gate = threading.Event()
+        submit = self.engine.submit
+
+        def submit_and_stop(request: GenerateRequest, emit: Callable[[Any], None]) -> None:
+            drawn = itertools.count(1)
+
+            def emit_and_stop(event: Any) -> None:
+                emit(event)
+                if isinstance(event, int) and next(drawn) == tokens:
+                    gate.wait()
+
+            submit(request, emit_and_stop)
+
+        if tokens:
+            self.engine.submit = submit_and_stop  # type: ignore[method-assign]
+        else:
+            self.engine.call(gate.wait)
+        try:
+            yield
+        finally:
+            self.engine.submit = submit  # type: ignore[method-assign]
+            gate.set()
 
     def anthropic(self, key: str = "alice") -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import anthropic
 import pytest
 import requests
 
+from tests.polling import PATIENCE, until
 from warmkv.platform.gateway.content import AssistantMessage, Tool, UserMessage, turns
 from warmkv.platform.tenants import authenticate
 
@@ -31,28 +28,10 @@ def ask(server: Any, *texts: str, key: str = "alice", ttl: str = "5m", **more: A
     return server.anthropic(key).messages.create(messages=[{"role": "user", "content": blocks}], **options).usage
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in 30 s"
-        time.sleep(0.01)
-
-
-@contextmanager
-def standing_still(server: Any) -> Iterator[None]:
-    """The engine does nothing meanwhile."""
-    gate = threading.Event()
-    server.engine.call(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
-
-
 def test_who_comes_before_the_first_answer_begins_is_a_writer(server):
     before = len(server.requests)
     with ThreadPoolExecutor(3) as pool:
-        with standing_still(server):
+        with server.standing_still():
             waiting = [pool.submit(ask, server, LONG, str(number), key="parallel") for number in range(3)]
             until(lambda: len(server.requests) == before + 3)
         usages = [answer.result() for answer in waiting]
@@ -69,7 +48,7 @@ def test_who_comes_before_it_reads_what_was_there_before(server):
     first = ask(server, LONG, "?", key="extended")
     before = len(server.requests)
     with ThreadPoolExecutor(2) as pool:
-        with standing_still(server):
+        with server.standing_still():
             waiting = [pool.submit(ask, server, LONG, LONG[:600], "?", key="extended") for _ in range(2)]
             until(lambda: len(server.requests) == before + 2)
         usages = [answer.result() for answer in waiting]
@@ -124,10 +103,14 @@ def test_an_operator_s_own_ttl_is_billed_and_expires(serve):
 
 
 def test_a_time_out_is_504_and_in_a_stream_an_event(serve):
-    server = serve("engine.threads=1", "gateway.request_timeout_seconds=2")
-    ask(server, "warm", "up")
-    with standing_still(server), pytest.raises(anthropic.APIStatusError) as caught:
-        ask(server, "too", "late")
+    server = serve("engine.threads=1")
+    seconds = server.config.gateway.request_timeout_seconds
+    with server.standing_still(), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, "too", "late")
+        until(lambda: server.requests, "the request is on its way to the engine")
+        server.skip(seconds)
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            answer.result()
     assert caught.value.status_code == 504
     assert caught.value.body["error"]["type"] == "timeout_error"
     assert caught.value.body["request_id"] == caught.value.response.headers["request-id"]
@@ -139,11 +122,14 @@ def test_a_time_out_is_504_and_in_a_stream_an_event(serve):
         "messages": [{"role": "user", "content": "?"}],
         "warmkv": {"ignore_eos": True},
     }
-    with requests.post(f"{server.url}/v1/messages", json=body, stream=True, timeout=30) as response:
+    with (
+        server.standing_still(tokens=3),
+        requests.post(f"{server.url}/v1/messages", json=body, stream=True, timeout=PATIENCE) as response,
+    ):
         lines = response.iter_lines(chunk_size=1)
         assert next(lines) == b"event: message_start"
-        with standing_still(server):
-            *_, kind, data = [line for line in lines if line]
+        server.skip(seconds)
+        *_, kind, data = [line for line in lines if line]
     assert kind == b"event: error"
     error = json.loads(data.removeprefix(b"data: "))
     assert error["error"]["type"] == "timeout_error"
@@ -151,7 +137,9 @@ def test_a_time_out_is_504_and_in_a_stream_an_event(serve):
 
 
 def test_a_tenant_drops_its_own_prefixes(server):
-    answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "carol"}, timeout=10).json()
+    answer = requests.delete(
+        f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "carol"}, timeout=PATIENCE
+    ).json()
     assert answer == {"type": "prefixes_dropped", "replicas": 2, "freed_bytes": 12}
     assert server.dropped == [authenticate({"x-api-key": "carol"}, (), b"secret").label]
 

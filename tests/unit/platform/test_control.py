@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.polling import PATIENCE
 from warmkv.config import Config, ConfigError, ControlConfig, load
 from warmkv.platform.control import Control, Follower, Report, StoreError
 from warmkv.platform.policy_store import FolderStore
@@ -16,19 +17,19 @@ from warmkv.platform.policy_versions import StaleVersionError, Version, in_force
 
 START = Config()
 CHANGES = {"pricing.input": 5}
-PATIENT = ControlConfig(apply_seconds=30)  # whoever has not heard of a change would be waited for
+PATIENT = ControlConfig(apply_seconds=PATIENCE)  # whoever has not heard of a change would be waited for
 HASTY = ControlConfig(apply_seconds=0)
 
 
 def run(scenario: Awaitable[Any]) -> Any:
     async def limited() -> Any:
-        return await asyncio.wait_for(scenario, 20)
+        return await asyncio.wait_for(scenario, PATIENCE)
 
     return asyncio.run(limited())
 
 
 def control(folder: Path, config: ControlConfig = HASTY, **clocks: Callable[[], float]) -> Control:
-    return Control(config, FolderStore(folder), "warmkv", **{"wall_clock": lambda: 1e9, **clocks})
+    return Control(config, FolderStore(folder), "warmkv", **{"clock": lambda: 0.0, "wall_clock": lambda: 1e9, **clocks})
 
 
 class Part:
@@ -92,7 +93,7 @@ def test_a_follower_outlives_an_actor_that_does_not_answer(tmp_path, monkeypatch
             return await super().follow(part, report, seconds)
 
     async def scenario() -> None:
-        actor, part = Restarting(PATIENT, FolderStore(tmp_path), "warmkv"), Part()
+        actor, part = Restarting(PATIENT, FolderStore(tmp_path), "warmkv", clock=lambda: 0.0), Part()
         follower = Follower(actor, "a", part.take, HASTY)
         await follower.start()
         assert part.taken == [0]

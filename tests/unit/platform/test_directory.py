@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform import prefix_directory
 from warmkv.platform.prefix_directory import Change, Follower, PrefixDirectory, merged
@@ -17,10 +17,6 @@ from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.protocol import BlockEvents
 
 ALL = (1, 1, 1)  # one block, on the device
-
-
-def run(scenario: Any) -> Any:
-    return asyncio.run(scenario)
 
 
 def snapshot(number: int, *blocks: bytes) -> BlockEvents:

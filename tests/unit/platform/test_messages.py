@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import anthropic
 import pytest
 import requests
 
+from tests.polling import PATIENCE, until
 from warmkv.platform.tenants import hash_key
 from warmkv.policy_spec import METHODS
 
@@ -247,9 +246,11 @@ def test_what_is_refused_and_why(server, content, message):
 def test_typed_errors_of_other_kinds(serve, server):
     with pytest.raises(anthropic.NotFoundError, match="gpt"):
         ask(server, "x", model="gpt")
-    assert requests.get(f"{server.url}/v1/nothing", timeout=5).json()["error"]["type"] == "not_found_error"
-    assert requests.get(f"{server.url}/v1/messages", timeout=5).json()["error"]["type"] == "invalid_request_error"
-    assert requests.post(f"{server.url}/v1/messages", data=b"{", timeout=5).status_code == 400
+    assert requests.get(f"{server.url}/v1/nothing", timeout=PATIENCE).json()["error"]["type"] == "not_found_error"
+    assert (
+        requests.get(f"{server.url}/v1/messages", timeout=PATIENCE).json()["error"]["type"] == "invalid_request_error"
+    )
+    assert requests.post(f"{server.url}/v1/messages", data=b"{", timeout=PATIENCE).status_code == 400
     strict = serve(
         f"gateway.tenants=[{{name: team, key_sha256: {hash_key('right')}}}]",
         "gateway.max_body_bytes=2000",
@@ -275,12 +276,12 @@ def test_a_full_queue_is_overloaded(serve):
     busy = serve("engine.max_queue=1", "engine.max_slots=1", "engine.threads=1")
     gate = threading.Event()
     busy.engine.call(gate.wait)  # the engine's thread stands still, so the queue is what the test makes it
-    _until(lambda: busy.engine._inbox.empty())
+    until(lambda: busy.engine._inbox.empty())
     threads = [threading.Thread(target=lambda: ask(busy, "for the slot, and to wait")) for _ in range(2)]
     try:
         for number, thread in enumerate(threads):
             thread.start()
-            _until(lambda number=number: busy.engine._arrivals.qsize() == number + 1)
+            until(lambda number=number: busy.engine._arrivals.qsize() == number + 1)
         with pytest.raises(anthropic.APIStatusError) as caught:
             ask(busy, "one too many")
     finally:
@@ -289,29 +290,25 @@ def test_a_full_queue_is_overloaded(serve):
     assert caught.value.body["error"]["type"] == "overloaded_error"
     assert caught.value.response.headers["retry-after"]
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert ask(busy, "later").usage.output_tokens > 0
 
 
 def test_a_client_that_leaves_frees_its_slot(server):
     body = {"model": server.config.model.name, "prompt": "def f(", "max_tokens": 3000, "stream": True}
-    response = requests.post(
-        f"{server.url}/v1/completions", json={**body, "warmkv": {"ignore_eos": True}}, stream=True, timeout=30
-    )
-    lines = response.iter_lines()  # held on to: the connection closes with it
-    next(lines)
-    assert server.engine.stats().decoding == 1
-    response.close()
-    _until(lambda: server.engine.stats().decoding == 0)
-    _until(lambda: server.records[-1].status == "cancelled")
+    with server.standing_still(tokens=5):
+        response = requests.post(
+            f"{server.url}/v1/completions", json={**body, "warmkv": {"ignore_eos": True}}, stream=True, timeout=PATIENCE
+        )
+        lines = response.iter_lines()  # held on to: the connection closes with it
+        next(lines)
+        until(lambda: server.engine.stats().decoding == 1)
+        before = len(server.records)
+        response.close()
+        until(lambda: len(server.records) > before, "the request is recorded")
+    assert server.records[-1].status == "cancelled"
+    until(lambda: server.engine.stats().decoding == 0)
     assert 0 < server.records[-1].output_tokens < 3000
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in 30 s"
-        time.sleep(0.02)
 
 
 def test_ttl_is_counted_from_the_last_read(serve):
@@ -368,7 +365,7 @@ def test_models_and_health(server):
     name = server.config.model.name
     assert [model.id for model in server.anthropic().models.list().data] == [name]
     assert server.anthropic().models.retrieve(name).id == name
-    assert requests.get(f"{server.url}/healthz", timeout=5).json()["status"] == "ok"
+    assert requests.get(f"{server.url}/healthz", timeout=PATIENCE).json()["status"] == "ok"
 
 
 def test_memory_is_told_by_use_with_its_limits(server):

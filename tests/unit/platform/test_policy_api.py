@@ -10,6 +10,7 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
+from tests.polling import PATIENCE
 from warmkv.cli import app
 from warmkv.platform.policy_versions import LIVE
 from warmkv.platform.tenants import hash_key
@@ -31,19 +32,19 @@ def as_configured(request):
 
 def put(server: Any, changes: dict[str, Any], *, key: str = "ann", status: int = 200, **more: Any) -> Any:
     body = {"changes": changes, "why": "test", **more}
-    answer = requests.put(f"{server.url}/v1/warmkv/policy", json=body, headers={"x-api-key": key}, timeout=30)
+    answer = requests.put(f"{server.url}/v1/warmkv/policy", json=body, headers={"x-api-key": key}, timeout=PATIENCE)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
 def roll_back(server: Any, *, status: int = 200, **more: Any) -> Any:
-    answer = requests.post(f"{server.url}/v1/warmkv/policy/rollback", json={"why": "test", **more}, timeout=30)
+    answer = requests.post(f"{server.url}/v1/warmkv/policy/rollback", json={"why": "test", **more}, timeout=PATIENCE)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
 def get(server: Any, path: str = "") -> Any:
-    return requests.get(f"{server.url}/v1/warmkv/policy{path}", timeout=30).json()
+    return requests.get(f"{server.url}/v1/warmkv/policy{path}", timeout=PATIENCE).json()
 
 
 def ask(server: Any, text: str = "Hello", ttl: str | None = None, **options: Any) -> Any:
@@ -173,7 +174,7 @@ def test_routing_parameters_go_with_the_request(tuned):
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(tuned, body, says):
     before = get(tuned)
-    answer = requests.put(f"{tuned.url}/v1/warmkv/policy", json=body, timeout=30)
+    answer = requests.put(f"{tuned.url}/v1/warmkv/policy", json=body, timeout=PATIENCE)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert get(tuned) == before
@@ -212,7 +213,7 @@ def test_only_operators_may(serve):
         put(server, {"routing.overload": 3}, key=key, status=status)
         for method, path in (("GET", ""), ("GET", "/history"), ("POST", "/rollback")):
             url = f"{server.url}/v1/warmkv/policy{path}"
-            answer = requests.request(method, url, json={"why": "x"}, headers={"x-api-key": key}, timeout=30)
+            answer = requests.request(method, url, json={"why": "x"}, headers={"x-api-key": key}, timeout=PATIENCE)
             assert answer.status_code == status
     assert put(server, {"routing.overload": 3}, key="ops'")["who"] == "ops"
 

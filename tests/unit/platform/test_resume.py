@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import pickle
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,6 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import clocks
+from tests.clocks import SkippingLoop, skip
+from tests.polling import until
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
@@ -27,6 +30,7 @@ from warmkv.replicas.streaming import stream
 Fault = Literal["raises", "fails", "ends", "hangs"]
 FAULTS: list[Fault] = ["raises", "fails", "ends", "hangs"]
 REPLICAS = 3
+STALL = 1000.0  # seconds of silence: longer than any test runs, and skipped where a replica hangs
 POLICIES = ["full", "h2o@20", "streaming_llm@20", "snapkv@20+ring:window=6", "tova@16", "full+kivi4"]
 
 NUMBERS = itertools.count()
@@ -42,7 +46,7 @@ def decode(ids: Any) -> str:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Engine]]:
     """Replicas of the same weights, each in its own thread."""
-    settings = EngineConfig(kv_bytes=1 << 26, prefill_chunk=16, beat_seconds=0.1)
+    settings = EngineConfig(kv_bytes=1 << 26, prefill_chunk=16)
     made = [
         Engine(
             prepare(random_model("llama")), settings, PrefixCacheConfig(block_size=8), clock=lambda: 0.0, name=str(n)
@@ -74,7 +78,8 @@ def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[A
                 if fault == "fails":
                     yield Failed("RuntimeError")
                 if fault == "hangs":
-                    await asyncio.sleep(3600)
+                    skip(STALL)
+                    await asyncio.Event().wait()
                 return
             after -= 1
             yield event
@@ -87,12 +92,12 @@ def answer(request: Any, send: Send, **limits: Any) -> tuple[list[Event], list[s
     events, retried = [], []
 
     async def run() -> None:
-        config = GatewayConfig(**{"retry_seconds": 0.0, "stall_seconds": 0.3, **limits})
+        config = GatewayConfig(**{"retry_seconds": 0.0, "stall_seconds": STALL, **limits})
         named = replace(request, id=str(next(NUMBERS)))
         async for event in resumed(named, send, config, retried.append):
             events.append(event)
 
-    asyncio.run(run())
+    clocks.run(run(), SkippingLoop)
     return events, retried
 
 
@@ -208,11 +213,12 @@ def test_what_waits_to_be_sent_is_not_taken_for_a_fault(engines):
     async def later(attempt: Attempt) -> AsyncGenerator[Event]:
         seen.append(attempt)
         if len(seen) < 4:
-            await asyncio.sleep(3600)
+            skip(STALL)
+            await asyncio.Event().wait()
         async for event in send(attempt):
             yield event
 
-    events, retried = answer(make_request(prompt(20)), later, retries=0, stall_seconds=0.05)
+    events, retried = answer(make_request(prompt(20)), later, retries=0)
     assert isinstance(events[-1], Finished)
     assert (len(seen), retried) == (4, [])
 
@@ -236,17 +242,19 @@ def test_the_router_hears_of_every_attempt_that_its_prompt_is_computed(engines):
 
 def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
     """One slot, taken by an answer of which nothing is decoded while the others wait."""
-    settings = EngineConfig(kv_bytes=1 << 26, max_slots=1, beat_seconds=0.1)
+    settings = EngineConfig(kv_bytes=1 << 26, max_slots=1)
     engine = Engine(prepare(random_model("llama")), settings, PrefixCacheConfig(), clock=lambda: 0.0, name="busy")
     gate = threading.Event()
 
     async def run() -> list[Event]:
         events: list[Event] = []
         running = threading.Thread(target=engine.run)
-        engine.call(lambda: gate.wait(30) and None)  # the engine's thread stands still
+        engine.call(gate.wait)  # the engine's thread stands still
         running.start()
         task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), decode), events))
-        await asyncio.sleep(0.5)
+        for _ in range(50):
+            skip(settings.beat_seconds)
+            await asyncio.sleep(0)  # the stream's turn
         assert sum(isinstance(event, Alive) for event in events) <= 1  # its last turn, at most
         before = len(events)
         gate.set()
@@ -256,7 +264,7 @@ def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
         assert before <= 1
         return events
 
-    assert isinstance(asyncio.run(run())[-1], Finished)
+    assert isinstance(clocks.run(run(), SkippingLoop)[-1], Finished)
 
 
 async def collect(events: AsyncGenerator[Event], into: list[Event]) -> None:
@@ -268,11 +276,3 @@ def test_an_attempt_travels_as_its_request():
     request = make_request(prompt(9))
     attempt = Attempt(replace(request, resume=(1, 2)), (Attempt(request),), "a", "b")
     assert pickle.loads(pickle.dumps(attempt)) == attempt.request
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not happen")

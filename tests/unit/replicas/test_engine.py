@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 
+from tests.polling import PATIENCE, until
 from tests.unit.replicas.conftest import BLOCK, FAMILIES, VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
 from warmkv.policies import budgets, slot_sizes
@@ -285,12 +285,9 @@ def test_a_failing_decode_step_ends_what_decodes_and_stopping_tells_everybody(dr
     fail_once(shaky.engine, monkeypatch, "_decode")
     thread = threading.Thread(target=shaky.engine.run)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not shaky.told["waits"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: shaky.told["waits"], "the next request is answered")
     shaky.engine.stop()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert "RuntimeError" in shaky.told["lost"][-1].message
     last = shaky.told["waits"][-1]
     assert isinstance(last, Finished) or "stopping" in last.message
@@ -466,12 +463,12 @@ def test_a_step_that_never_ends_is_noticed_and_one_that_ends_is_forgiven(driver)
 
     def hang() -> None:
         inside.set()
-        gate.wait(30)
+        gate.wait(PATIENCE)
 
     engine.call(hang)
     thread = threading.Thread(target=engine.run)
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(PATIENCE)
     now[0] = 99.0
     engine.check_turning(100.0)
     now[0] = 101.0
@@ -479,10 +476,7 @@ def test_a_step_that_never_ends_is_noticed_and_one_that_ends_is_forgiven(driver)
         engine.check_turning(100.0)
     turns = engine.turns
     gate.set()
-    deadline = time.monotonic() + 30
-    while engine.turns < turns + 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: engine.turns >= turns + 2, "the engine turns")
     engine.check_turning(100.0)
     engine.stop()
     thread.join()

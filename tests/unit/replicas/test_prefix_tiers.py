@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request, random_model
 from warmkv.replicas.loading import prepare
 from warmkv.replicas.protocol import Failed
@@ -145,7 +146,7 @@ def test_others_decode_while_files_are_read(models, tmp_path):
     fill(driver)
     until_written(driver)
     gate = threading.Event()
-    driver.engine.store._lanes.submit("read", lambda: gate.wait(30))
+    driver.engine.store._lanes.submit("read", lambda: gate.wait(PATIENCE))
     driver.submit(make_request(TOKENS[9:20], new=20, name="decodes"))
     driver.engine.step()
     driver.submit(make_request(TOKENS, new=3, name="waits"))
@@ -165,7 +166,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_for_long(models, tmp_path
     fill(driver)
     until_written(driver)
     gate = threading.Event()
-    driver.engine.store._lanes.submit("read", lambda: gate.wait(30))
+    driver.engine.store._lanes.submit("read", lambda: gate.wait(PATIENCE))
     driver.submit(make_request(TOKENS, new=5, name="waits"))
     driver.engine.step()
     now[0] = 4.9
@@ -186,7 +187,7 @@ def test_a_request_that_waits_for_files_can_be_cancelled(models, tmp_path):
     fill(driver)
     until_written(driver)
     gate = threading.Event()
-    driver.engine.store._lanes.submit("read", lambda: gate.wait(30))
+    driver.engine.store._lanes.submit("read", lambda: gate.wait(PATIENCE))
     driver.submit(make_request(TOKENS, new=3, name="waits"), make_request(TOKENS[9:20], new=20, name="next"))
     driver.engine._drain()
     driver.engine._advance_prompt()

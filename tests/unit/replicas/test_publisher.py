@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform.prefix_directory import Follower, PrefixDirectory
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
@@ -43,7 +44,8 @@ class Store:
 def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shards):
     async def scenario() -> None:
         chance = random.Random(seed)
-        directories = [PrefixDirectory(CONFIG) for _ in range(shards)]
+        clock = asyncio.get_running_loop().time
+        directories = [PrefixDirectory(CONFIG, clock=clock) for _ in range(shards)]
         stores = {name: Store(seed + number) for number, name in enumerate("ab")}
         tasks = []
         for name, store in stores.items():
@@ -75,7 +77,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
         for step in range(200):
             stores[chance.choice("ab")].churn()
             if step == 100:
-                directories[-1] = PrefixDirectory(CONFIG)  # it died and came back empty
+                directories[-1] = PrefixDirectory(CONFIG, clock=clock)  # it died and came back empty
             await asyncio.sleep(0.001)
             await follow()
 
@@ -95,4 +97,4 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
         for task in tasks:
             task.cancel()
 
-    asyncio.run(scenario())
+    run(scenario())
