@@ -17,16 +17,18 @@ import requests
 
 from tests.faults.load import LONG, QUESTIONS, Load, Outcome, Reply, ask
 from tests.faults.network import Network, can_make_namespaces
-from tests.faults.nodes import Cluster, redis, until
+from tests.faults.nodes import Cluster, redis
+from tests.polling import until
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import free_port
 
-# Ray and Serve notice faults within seconds here, so that the tests need not wait for minutes.
+# Ray and Serve notice faults within seconds here, so that the tests need not wait for minutes; but none so short that a
+# part of a slow, busy machine passes for a broken one. What hangs or is cut off here stays so, however long it takes.
 QUICK = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "5",
     "RAY_worker_niceness": "0",  # replicas count as much as their clients
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as `warmkv serve` and the manifests have it
@@ -37,13 +39,13 @@ SETTINGS: dict[str, Any] = {
         "replicas": 2,
         "gateways": 2,
         "health_check_seconds": 1.0,
-        "health_timeout_seconds": 2.0,
+        "health_timeout_seconds": 5.0,
         "drain_seconds": 2.0,
     },
     "transfer": {"handover_seconds": 1.0, "timeout_seconds": 1.0},
-    "gateway": {"stall_seconds": 3.0},
-    "directory": {"follow_seconds": 0.5, "silence_seconds": 5.0},
-    "control": {"follow_seconds": 1.0, "silence_seconds": 4.0},
+    "gateway": {"stall_seconds": 6.0},
+    "directory": {"follow_seconds": 0.5, "silence_seconds": 10.0},
+    "control": {"follow_seconds": 1.0, "silence_seconds": 10.0},
 }
 NODES = {"head": 0, "a": 1, "b": 1}  # with CPUs, of which a replica takes one
 POLICIES = ["full", "snapkv@0.5"]  # that are in force in turn
@@ -102,7 +104,7 @@ class Service:
             if not node.find_program("raylet"):
                 self.cluster.remove(name)
                 self.cluster.add(name, NODES[name])
-        until(self.is_whole, "all replicas and gateways are there", 180)
+        until(self.is_whole, "all replicas and gateways are there")
 
     def change_policy(self) -> int:
         """Bring the other policy into force, as an operator would who tries again if it fails; the version."""
@@ -124,14 +126,17 @@ class Service:
         assert len(billed) == len(set(billed))
 
         def idle() -> bool:
-            found = self.get("replicas")
+            try:
+                found = self.get("replicas")
+            except requests.RequestException:  # too busy to answer
+                return False
             for replica in found["replicas"].values():
                 if any(replica[name] for name in ("waiting", "decoding", "slots", "workspace_bytes", "pinned_bytes")):
                     return False
             routers = found["routers"].values()
             return len(routers) > 0 and not any(router["booked"] for router in routers)
 
-        until(idle, "nothing is held for requests that have ended", 30)
+        until(idle, "nothing is held for requests that have ended")
 
     def survives(
         self,
@@ -153,18 +158,21 @@ class Service:
         """
         with Load(self.url, self.expected) as load, ThreadPoolExecutor(1) as operator:
             load.wait(lambda seen: len(seen) >= 6, "answers before the fault")
-            names = self.names()
-            streams = [load.stream(question, replica or min(names["replicas"])) for question in LONG]
+            until(self.is_whole, "all replicas and gateways are there")
+            names = until(lambda: all((found := self.names()).values()) and found, "their names are known")
+
+            def half_read() -> int:  # on a busy machine they may be over before the last one is begun
+                streams = [load.stream(question, replica or min(names["replicas"])) for question in LONG]
+                return sum(stream.is_alive() for stream in streams)
+
+            halfway = until(half_read, "streams are half read")
             before, begun = len(load.outcomes), time.monotonic()
-            halfway = sum(stream.is_alive() for stream in streams)
             strike()
             changing = operator.submit(self.change_policy)
             time.sleep(hold)
             measured = mend() or {}
             version = changing.result()
-            until(
-                lambda: self.is_whole({kind: names[kind] for kind in loses}), "all replicas and gateways are back", 180
-            )
+            until(lambda: self.is_whole({kind: names[kind] for kind in loses}), "all replicas and gateways are back")
             whole = time.monotonic() - begun
             load.wait(lambda seen: self._is_warm(seen, version), "the hit rate is back")
             warm = time.monotonic() - begun
@@ -188,7 +196,6 @@ class Service:
         assert not load.wrong(), load.wrong()[0]
         assert breaks_all or not failed[False], failed[False][0]
         assert breaks_all or breaks_streams or not failed[True], failed[True][0]
-        assert halfway > 0, "no stream was there to be broken"
         self.check_books()
 
     def _is_warm(self, seen: list[Outcome], version: int) -> bool:
@@ -233,8 +240,7 @@ def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -
         store = stack.enter_context(redis(host))
         cluster = Cluster({**QUICK, **({"RAY_REDIS_ADDRESS": store} if store else {})}, network)
         stack.callback(cluster.stop)
-        for name, cpus in NODES.items():
-            cluster.add(name, cpus)
+        cluster.add_all(NODES)
         port = free_port(host)
         reached = {"host": host, "port": port, "access_log": str(folder / "access.jsonl")}
         config = parse({**SETTINGS, "gateway": {**SETTINGS["gateway"], **reached}})

@@ -11,6 +11,8 @@ from typing import Any
 import anthropic
 import openai
 
+from tests.polling import PATIENCE, until
+
 POLICIES = ["full", "h2o@0.3", "streaming_llm@64", "snapkv@0.3+ring", None]  # None: the policy in force
 TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 12
 RETRIES = 6  # of the SDKs, which wait 0.5 s before the first and at most 8 s before the later ones
@@ -22,7 +24,7 @@ class Question:
     """One of a fixed set of requests; its number decides everything about it."""
 
     number: int
-    tokens: int = 48
+    tokens: int = 24
 
     @property
     def api(self) -> str:
@@ -85,7 +87,7 @@ def ask(
 
 def _messages(url: str, question: Question, warmkv: dict[str, Any], heard: Callable[[str], None]) -> Reply:
     block = {"type": "text", "text": question.text, "cache_control": {"type": "ephemeral"}}
-    with anthropic.Anthropic(base_url=url, api_key=question.key, max_retries=RETRIES, timeout=120) as client:
+    with anthropic.Anthropic(base_url=url, api_key=question.key, max_retries=RETRIES, timeout=PATIENCE) as client:
         options: dict[str, Any] = {
             "model": "tiny",
             "max_tokens": question.tokens,
@@ -109,7 +111,7 @@ def _messages(url: str, question: Question, warmkv: dict[str, Any], heard: Calla
 
 
 def _chat(url: str, question: Question, warmkv: dict[str, Any], heard: Callable[[str], None]) -> Reply:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=question.key, max_retries=RETRIES, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=question.key, max_retries=RETRIES, timeout=PATIENCE) as client:
         options: dict[str, Any] = {
             "model": "tiny",
             "max_tokens": question.tokens,
@@ -175,7 +177,7 @@ class Load:
 
         thread = threading.Thread(target=run)
         thread.start()
-        assert reading.wait(60)
+        assert reading.wait(PATIENCE)
         self._threads.append(thread)
         return thread
 
@@ -198,13 +200,10 @@ class Load:
                 raise
             self.outcomes.append(Outcome(question, begun, time.monotonic(), error=repr(error)))
 
-    def wait(self, enough: Callable[[list[Outcome]], bool], what: str, seconds: float = 120.0) -> float:
-        """Seconds until the outcomes since now are enough."""
-        since, begun = len(self.outcomes), time.monotonic()
-        while not enough(self.outcomes[since:]):
-            assert time.monotonic() < begun + seconds, f"not within {seconds:g} s: {what}"
-            time.sleep(0.05)
-        return time.monotonic() - begun
+    def wait(self, enough: Callable[[list[Outcome]], bool], what: str) -> None:
+        """Wait until the outcomes since now are enough."""
+        since = len(self.outcomes)
+        until(lambda: enough(self.outcomes[since:]), what)
 
     def wrong(self) -> list[Outcome]:
         """Answers that are not those of the undisturbed cluster, or end without saying so."""

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.faults.network import Network
+from tests.polling import PATIENCE, until
 from warmkv.platform.local import free_port
 
 MARK = "WARMKV_TEST_NODE"
@@ -144,7 +144,7 @@ class Cluster:
         for attempts_left in (2, 1, 0):  # on a busy machine a node gives up if its parts do not find each other in time
             try:
                 self._run(command, node)
-                until(lambda: node.find(AGENT) or not node.find_program("raylet"), "the node is there", pause=0.1)
+                until(lambda: node.find(AGENT) or not node.find_program("raylet"), "the node is there")
                 if node.find_program("raylet"):
                     return
             except AssertionError:
@@ -152,6 +152,16 @@ class Cluster:
                     raise
             node.kill()
         raise AssertionError(f"the node {name} ends by itself whenever it is started")
+
+    def add_all(self, cpus: Mapping[str, int]) -> None:
+        """Start the nodes of a new cluster, `head` first and then the others at once."""
+        self.add("head", cpus["head"])
+        others = [name for name in cpus if name != "head"]
+        if self.network:
+            for name in others:
+                self.network.join(name)  # one after the other: each takes the next address
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.add, others, [cpus[name] for name in others]))
 
     def start(self, document: Path) -> None:
         """Start the applications of a Serve document, by a driver on the head that ends when they answer."""
@@ -172,7 +182,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}"
 
@@ -224,13 +234,3 @@ def redis(host: str) -> Iterator[str | None]:
     finally:
         server.kill()
         server.wait()
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 120.0, pause: float = 0.2) -> Any:
-    """Wait until a condition holds and return what it gave."""
-    deadline = time.monotonic() + seconds
-    while True:
-        if value := condition():
-            return value
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(pause)

@@ -10,9 +10,10 @@ import pytest
 
 from tests.faults.conftest import Service
 from tests.faults.network import Network
-from tests.faults.nodes import CONTROL, DIRECTORY, GATEWAY, until
+from tests.faults.nodes import CONTROL, DIRECTORY, GATEWAY
+from tests.polling import until
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
 
 def a_replica(service: Service) -> tuple[str, int]:

@@ -18,14 +18,14 @@ from warmkv.simulator.variants import Variant
 from warmkv.simulator.verify import verify
 
 TIMES = UniformCosts(PhaseCosts(StepCost(0.005, 1e-4, 5e-7), StepCost(0.003, 4e-4, 1e-6)), 0.01)
-FLAGS = ["cluster.replicas=2", "prefix_cache.memory_bytes=16MiB", "prefix_cache.ttls={5m: 60, 1h: 3600}"]
+FLAGS = ["cluster.replicas=2", "prefix_cache.memory_bytes=8MiB", "prefix_cache.ttls={5m: 60, 1h: 3600}"]
 
 
 @pytest.fixture(scope="module")
 def live():
     """A log with evictions and expirations, as its cluster would have written it, and the settings."""
     settings = load(flags=FLAGS, environ={})
-    shape = Workload(sessions=60, hours=0.2, think_scale=0.05)
+    shape = Workload(sessions=30, hours=0.1, think_scale=0.05)
     records = workloads.generate(shape, np.random.SeedSequence(3), settings)
     jobs, outcome = run(records, settings, cost=replace(TIMES, overhead=0.0))
     lifetimes = prepare(records, settings, Variant())[1]
