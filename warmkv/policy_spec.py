@@ -29,7 +29,7 @@ METHODS: dict[PolicyName, dict[str, Any]] = {
     "snapkv": _VOTES,
     "pyramidkv": {**_VOTES, "beta": 20},
     "adakv": {"window": 32, "kernel": 7, "pooling": "max", "floor": 0.2},
-    "tova": {},
+    "tova": {"per_head": False},
     "knorm": {},
     "keydiff": {},
     "expected_attention": {"sinks": 4, "window": 128, "horizon": 512},
@@ -78,6 +78,7 @@ class PolicySpec(BaseModel):
     pooling: Literal["avg", "max"] | None = None
     beta: int | None = Field(None, ge=1, le=1000, description="how steep the pyramid is (pyramidkv)")
     floor: float | None = Field(None, ge=0, le=1, description="share of its budget that a head never loses (adakv)")
+    per_head: bool | None = Field(None, description="each KV head keeps tokens of its own, by its own scores (tova)")
     horizon: int | None = Field(None, ge=1, le=65536, description="future positions averaged over (expected_attention)")
     recovery: float | None = Field(None, gt=0, le=1, description="attention mass a head must keep (fastgen)")
     gamma: float | None = Field(None, ge=0, description="weight of a token's variance of attention (cake)")
@@ -146,7 +147,8 @@ class PolicySpec(BaseModel):
         if self.shots:
             head += "+shots"
         own = own_knobs(self.name, self.decode)
-        knobs = [f"{k}={getattr(self, k)}" for k, default in own.items() if getattr(self, k) != default]
+        given = {knob: getattr(self, knob) for knob, default in own.items() if getattr(self, knob) != default}
+        knobs = [f"{knob}={str(value).lower() if isinstance(value, bool) else value}" for knob, value in given.items()]
         if self.protect not in (0.0, PROTECT):
             knobs.append(f"protect={self.protect}")
         if self.residual != RESIDUAL:

@@ -215,6 +215,11 @@ def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
     return spec.name == "fastgen"
 
 
+def keeps_alike(spec: PolicySpec) -> bool:
+    """Return whether all KV heads of a layer keep the same tokens, chosen by the scores of all heads together."""
+    return spec.name == "tova" and not spec.per_head
+
+
 def recent_entries(spec: PolicySpec, limit: int) -> int:
     """Newest entries of a row that argmin never gives up, of those that may be in use."""
     return limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1

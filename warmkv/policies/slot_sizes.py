@@ -39,6 +39,9 @@ class RowKind:
     front: int = 0  # sinks of a ring that is packed in groups, in the model's dtype
     decode: DecodeRule = "append"
     replaces: bool = False  # argmin: scores are those of the last step only, not summed over all
+    alike: bool = (
+        False  # of `replaces`: scores are summed over the KV heads of a sequence, which all evict the same entry
+    )
     sinks: int = 0  # entries that a ring never overwrites
     rebased: bool = False  # whether positions are those within the cache: sinks are rotated on
     page: int = 0  # entries of a page of which only the promising are read; 0 reads everything
@@ -68,6 +71,7 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
         storage=spec.storage,
         decode=spec.decode,
         replaces=spec.name == "tova" and spec.decode == "argmin",
+        alike=budgets.keeps_alike(spec) and spec.decode == "argmin",
         sinks=sinks,
         rebased=spec.name == "streaming_llm",
     )

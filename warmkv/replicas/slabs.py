@@ -87,6 +87,7 @@ class Slab:
         self.kind, self.layers, self.rows = kind, layers, rows
         self.codec = codec(kind.storage)
         self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
+        self._kv_heads = shape.kv_heads
 
         def room(entries: int) -> Tensor:
             return torch.zeros(len(layers), rows, entries, shape.head_dim, dtype=dtype, device=device)
@@ -296,7 +297,7 @@ class Slab:
     ) -> Tensor:
         keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
         masked = (*beside, step.beside) if beside and step.beside is not None else None
-        return kernels.attend(
+        out = kernels.attend(
             query,
             self.codec,
             keys,
@@ -307,6 +308,15 @@ class Slab:
             received=scores,
             adds=not self.kind.replaces,
         )
+        if self.kind.alike:
+            assert scores is not None
+            scores.copy_(self._over_heads(scores))
+        return out
+
+    def _over_heads(self, received: Tensor) -> Tensor:
+        """Sum [n, entries] over the KV heads of each sequence, which are neighbouring rows; returns the same shape."""
+        of_sequences = received.unflatten(0, (-1, self._kv_heads))
+        return of_sequences.sum(dim=1, keepdim=True).expand_as(of_sequences).flatten(0, 1)
 
     def _attend_plain(
         self,
@@ -323,7 +333,7 @@ class Slab:
             return attend_rows(query, keys[0], values[0], step.bias, scale)
         out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
         if scores is not None:
-            received = shares.sum(dim=1)
+            received = self._over_heads(shares.sum(dim=1)) if self.kind.alike else shares.sum(dim=1)
             for mine, fresh in (
                 (scores[:, : step.reach], received[:, : step.reach]),
                 (scores[:, self.kind.packed :], received[:, step.reach :]),

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.replicas.slow_methods import Entry, LayerView, SlowCache, attend, kept, received, resolve
+from tests.unit.replicas.slow_methods import (
+    Entry,
+    LayerView,
+    SlowCache,
+    attend,
+    kept,
+    last_query_average,
+    received,
+    resolve,
+)
 from warmkv.policies.compression.storage import Codec, codec
 from warmkv.policy_spec import PolicySpec
 
@@ -167,6 +176,7 @@ class Reference:
         cache.sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
         cache.recent = cache.limit - math.floor(cache.limit * spec.heavy) if spec.heavy is not None else 1
         cache.accumulate = spec.name != "tova"
+        cache.averaged = spec.name == "tova" and spec.decode == "argmin" and not spec.per_head
         looked_at = 0
         if spec.name == "h2o":
             looked_at = view.tokens
@@ -175,6 +185,8 @@ class Reference:
         elif spec.window is not None and len(positions) < view.tokens and spec.window < resolve(spec, view.tokens):
             looked_at = spec.window
         scores = received(view, head, looked_at) if looked_at else [0.0] * view.tokens
+        if cache.averaged:
+            scores = last_query_average(view)
         cache.fill(
             unrotated[head, positions],
             view.keys[head, positions],

@@ -106,6 +106,12 @@ def received(layer: LayerView, head: int, queries: int) -> list[float]:
     return total
 
 
+def last_query_average(layer: LayerView) -> list[float]:
+    """What each position gets from the last query, averaged over all query heads of the layer."""
+    rows = [attention_row(layer, member, layer.tokens - 1) for member in range(len(layer.queries))]
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
 def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[float], list[float]]:
     """Of the attention each position gets from the last `window` queries of one query head; variance is biased."""
     rows = [attention_row(layer, member, query) for query in range(layer.tokens - window, layer.tokens)]
@@ -224,11 +230,9 @@ def kept_in_layer(
     own_front, own_end = 0, 0  # what the method itself always keeps
     if spec.name == "h2o":
         own_end = budget - math.floor(budget * spec.heavy)
-    elif spec.name == "tova":
-        own_end = 1
     elif spec.name == "expected_attention":
         own_front = spec.sinks
-    elif spec.name not in ("knorm", "keydiff"):
+    elif spec.name not in ("tova", "knorm", "keydiff"):
         own_end = spec.window
     if spec.decode == "ring":
         own_front = spec.sinks
@@ -298,7 +302,7 @@ def candidate_scores(
     if spec.name == "h2o":
         scores = received(layer, head, layer.tokens)
     elif spec.name == "tova":
-        scores = received(layer, head, 1)
+        scores = received(layer, head, 1) if spec.per_head else last_query_average(layer)
     elif spec.name == "knorm":
         scores = [-float(key.double().norm()) for key in layer.keys[head]]
     elif spec.name == "keydiff":
@@ -423,6 +427,7 @@ class SlowCache:
     sinks: int = 0
     recent: int = 1
     accumulate: bool = True
+    averaged: bool = False  # scores are averaged over all heads of the layer, which hold the same positions (TOVA)
     entries: list[Entry] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)  # positions the prompt left here, ascending
 
@@ -487,4 +492,11 @@ def attend(caches: list[SlowCache], queries: Tensor) -> Tensor:
         if cache.rule == "argmin":
             for entry, probability in zip(cache.entries, probabilities, strict=True):
                 entry.score = probability + (entry.score if cache.accumulate else 0.0)
+    if caches[0].averaged:
+        assert all(cache.positions() == caches[0].positions() for cache in caches)
+        for entry in caches[0].entries:
+            everywhere = [other for cache in caches for other in cache.entries if other.position == entry.position]
+            average = sum(other.score for other in everywhere) / len(queries)
+            for other in everywhere:
+                other.score = average
     return torch.stack(outputs)

@@ -30,6 +30,8 @@ POLICIES = [
     "adakv@16+argmin:window=4",
     "tova@16",
     "tova@16+append",
+    "tova@16+ring",
+    "tova@16:per_head=true",
     "knorm@16",
     "keydiff@0.3+argmin",
     "expected_attention@18:window=12",

@@ -109,11 +109,15 @@ def _ends(tokens: int, ends: tuple[int, int], device: torch.device) -> tuple[Ten
 
 
 def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:
-    """What each token received so far, float32 [kv_heads, T]: from all queries or from those the policy observes."""
+    """What each token received so far, float32 [kv_heads, T]: from all queries or from those the policy observes.
+
+    Summed over the query heads of each KV head, or over all heads where these keep the same tokens.
+    """
     if budgets.needs_column_sums(spec, prompt.tokens):
         assert prompt.column_sums is not None
         return prompt.column_sums[layer]
     if observed := budgets.observed_queries(spec, prompt.tokens):
         queries = prompt.last_queries(layer, min(observed, prompt.tokens))
-        return window_sums(prompt.keys[layer], queries, prompt.scale)
+        sums = window_sums(prompt.keys[layer], queries, prompt.scale)
+        return sums.sum(dim=0, keepdim=True).expand_as(sums) if budgets.keeps_alike(spec) else sums
     return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)

@@ -1,4 +1,4 @@
-"""TOVA (Oren et al., 2024, arXiv 2401.06104): what the newest query attends to least goes."""
+"""TOVA (Oren et al., 2024, arXiv 2401.06104): the token that the newest query attends to least leaves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from warmkv.policies.compression.prompt import Prompt
 
 
 class TOVA(Policy):
-    """Keep the last token and those that the last query attends to most, per KV head.
+    """Keep the tokens that the last query attends to most, on average over all heads: the same ones in every KV head.
 
-    While decoding, a new token takes the place of the one that the last query attended to least (section 3).
+    While decoding, a new token takes the place of the one that the last query attended to least (section 3). No
+    token is safe, the newest included, as in the authors' code. With `per_head` each KV head goes by its own attention.
     """
-
-    def ends(self, budget: int) -> tuple[int, int]:
-        return 0, 1
 
     def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
         return received_attention(self.spec, prompt, layer)

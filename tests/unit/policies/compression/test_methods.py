@@ -34,6 +34,7 @@ SPECS = [
     "adakv@14:window=4",
     "adakv@0.3:window=3,floor=0.5,kernel=1",
     "tova@10",
+    "tova@10:per_head=true",
     "knorm@10",
     "keydiff@0.3",
     "expected_attention@12:window=16,horizon=32",
@@ -62,6 +63,7 @@ SPECS = [
     "snapkv@12+ring:window=4",
     "knorm@10+argmin",
     "tova@0.3+protect",
+    "tova@16+ring",
     "expected_attention@20+protect:window=16",
 ]
 
