@@ -77,7 +77,9 @@ class PolicySpec(BaseModel):
     kernel: int | None = Field(None, ge=1, le=1023, description="width of the pooling along positions, odd")
     pooling: Literal["avg", "max"] | None = None
     beta: int | None = Field(None, ge=1, le=1000, description="how steep the pyramid is (pyramidkv)")
-    floor: float | None = Field(None, ge=0, le=1, description="share of its budget that a head never loses (adakv)")
+    floor: float | None = Field(
+        None, ge=0, le=1, description="weight of an even share beside what heads win, 1 is snapkv (adakv)"
+    )
     per_head: bool | None = Field(None, description="each KV head keeps tokens of its own, by its own scores (tova)")
     horizon: int | None = Field(None, ge=1, le=65536, description="future positions averaged over (expected_attention)")
     recovery: float | None = Field(None, gt=0, le=1, description="attention mass a head must keep (fastgen)")

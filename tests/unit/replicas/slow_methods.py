@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ def kept_in_layer(
     scores = [candidate_scores(spec, layer, head, candidates, window, inv_freq) for head in range(layer.kv_heads)]
     if spec.name == "adakv":
         assert not spec.shots, "whole shots and budgets shared over heads exclude each other"
-        chosen = best_over_heads(scores, left, math.floor(spec.floor * left))
+        chosen = best_over_heads(scores, left, spec.floor)
     elif spec.shots:
         chosen = [whole_spans(head_scores, left, separators) for head_scores in scores]
     else:
@@ -263,18 +264,16 @@ def best(scores: dict[int, float], count: int) -> list[int]:
     return sorted(scores, key=lambda position: (-scores[position], position))[:count]
 
 
-def best_over_heads(scores: list[dict[int, float]], left: int, guaranteed: int) -> list[list[int]]:
-    """AdaKV: a floor for each head, then the highest scores of the layer whatever their head."""
-    chosen = [best(head_scores, guaranteed) for head_scores in scores]
-    others = [
-        (-score, head, position)
-        for head, head_scores in enumerate(scores)
-        for position, score in head_scores.items()
-        if position not in chosen[head]
-    ]
-    for _, head, position in sorted(others)[: len(scores) * (left - guaranteed)]:
-        chosen[head].append(position)
-    return chosen
+def best_over_heads(scores: list[dict[int, float]], left: int, floor: float) -> list[list[int]]:
+    """AdaKV: heads keep what they win of the layer's best, drawn towards an even share by the safeguard."""
+    everything = [(-score, head, position) for head, own in enumerate(scores) for position, score in own.items()]
+    winners = [head for _, head, _ in sorted(everything)[: len(scores) * left]]
+    alpha = Fraction(str(floor))
+    wanted = {head: (1 - alpha) * winners.count(head) + alpha * left for head in range(len(scores))}
+    counts = {head: math.floor(share) for head, share in wanted.items()}
+    while sum(counts.values()) < len(scores) * left:  # whoever was cut most gets one
+        counts[max(wanted, key=lambda head: (wanted[head] - counts[head], -head))] += 1
+    return [best(scores[head], counts[head]) for head in counts]
 
 
 def whole_spans(scores: dict[int, float], left: int, separators: AbstractSet[int]) -> list[int]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.replicas import slow_methods
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
+from warmkv.policies.compression.adakv import safeguarded
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
 from warmkv.policy_spec import PolicySpec
 
@@ -33,6 +34,8 @@ SPECS = [
     "pyramidkv@0.5:window=4",
     "adakv@14:window=4",
     "adakv@0.3:window=3,floor=0.5,kernel=1",
+    "adakv@12:window=3,floor=0",
+    "adakv@0.3:window=3,floor=1",
     "tova@10",
     "tova@10:per_head=true",
     "knorm@10",
@@ -141,3 +144,18 @@ def test_budgets_hold(text, seed, tokens):
         assert counts == [[kept, kept] for kept in budgets.layer_budgets(spec, tokens, LAYERS)]
     if not budgets.is_compressed(spec, tokens):
         assert counts == [[tokens, tokens]] * LAYERS
+
+
+@settings(max_examples=100)
+@given(st.data(), st.integers(1, 8), st.integers(0, 40), st.integers(0, 100).map(lambda percent: percent / 100))
+def test_adakv_rounds_what_is_published_and_keeps_the_layers_total(data, heads, even, floor):
+    cuts = sorted(data.draw(st.lists(st.integers(0, heads * even), min_size=heads - 1, max_size=heads - 1)))
+    greedy = [b - a for a, b in zip([0, *cuts], [*cuts, heads * even], strict=True)]
+    counts = safeguarded(greedy, even, floor)
+    assert sum(counts) == heads * even
+    assert all(abs(count - (1 - floor) * own - floor * even) < 1 for own, count in zip(greedy, counts, strict=True))
+
+
+def test_adakv_draws_every_head_towards_an_even_share():
+    assert safeguarded([20, 0], 10, 0.2) == [18, 2]
+    assert safeguarded([14, 6], 10, 0.2) == [13, 7]  # a floor alone would leave it at 14 and 6
