@@ -35,9 +35,9 @@ METHODS: dict[PolicyName, dict[str, Any]] = {
     "expected_attention": {"sinks": 4, "window": 128, "horizon": 512},
     "rocketkv": {"window": 32, "kernel": 63, "pooling": "max"},
     "fastgen": {"recovery": 0.95},
-    "cake": {"window": 32, "kernel": 5, "pooling": "avg", "gamma": 200.0},
+    "cake": {"window": 32, "kernel": 5, "pooling": "avg", "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
     "adaptive": {**_VOTES, "target": 0.9, "least": 0.05},
-    "auto": {"task": "general"},
+    "auto": {"task": "general", "scoring": 0.25},
 }
 """Every method with its knobs and their defaults (reference: the papers named in each method's file)."""
 
@@ -48,6 +48,9 @@ _ONLY_APPEND = ("full", "rocketkv", "fastgen", "auto")
 _WITHOUT_SCORES = ("full", "window", "streaming_llm", "fastgen", "auto")
 _RULES: dict[DecodeRule, dict[str, Any]] = {"ring": {"sinks": 4}, "argmin": {"heavy": 0.5}}  # knobs of decode rules
 PROTECT, RESIDUAL = 0.1, 32
+KIVI_RESIDUAL = 128
+"""Of the name `kivi`, as its authors evaluate it on LongBench; 32, as in their example, where it is a storage among
+other choices: in the rows that eviction leaves, 128 entries in the model's dtype would be most of what is kept."""
 
 
 class PolicySpec(BaseModel):
@@ -57,7 +60,7 @@ class PolicySpec(BaseModel):
     prompt. A ring over the whole prompt as its budget makes room for every new token by evicting an old one.
     The short form `NAME[@BUDGET][+PART...][:KNOB=VALUE,...]` is accepted wherever a policy is: `snapkv@0.2`,
     `snapkv@1024+ring+kivi4`, `h2o@0.1+protect`, `snapkv@0.2:window=16`. `kivi`, `turboquant` and `fp8` name the full
-    cache in such a storage; `structural` and `shotkv` name snapkv inside that wrapper.
+    cache in such a storage, `kivi` with the residual of its paper; `structural` and `shotkv` name snapkv inside that wrapper.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
@@ -84,9 +87,12 @@ class PolicySpec(BaseModel):
     horizon: int | None = Field(None, ge=1, le=65536, description="future positions averaged over (expected_attention)")
     recovery: float | None = Field(None, gt=0, le=1, description="attention mass a head must keep (fastgen)")
     gamma: float | None = Field(None, ge=0, description="weight of a token's variance of attention (cake)")
+    tau1: float | None = Field(None, gt=0, description="a layer's entropy counts to the power of 1/tau1 (cake)")
+    tau2: float | None = Field(None, gt=0, description="a layer's variance counts to the power of 1/tau2 (cake)")
     target: float | None = Field(None, gt=0, le=1, description="attention mass to keep (adaptive)")
     least: float | None = Field(None, ge=0, le=1, description="smallest share of the prompt kept (adaptive)")
     task: Task | None = Field(None, description="what is asked for, where the method chooses by it (auto)")
+    scoring: float | None = Field(None, ge=0, description="most that scoring may add to prefill, a share of it (auto)")
 
     @model_validator(mode="before")
     @classmethod
@@ -222,7 +228,8 @@ def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
     match name:
         case "kivi" | "turboquant" as name:
             storage = f"{name.removesuffix('quant')}{tree.get('bits', 4)}"
-            return {**_without(tree, "bits"), "name": "full", "storage": storage}
+            residual = {"residual": KIVI_RESIDUAL} if name == "kivi" else {}
+            return {**residual, **_without(tree, "bits"), "name": "full", "storage": storage}
         case "fp8":
             return {**tree, "name": "full", "storage": "fp8"}
         case "structural":

@@ -40,9 +40,9 @@ def _made(name: PolicyName, budget: float, storage: Storage, **knobs: Any) -> Po
 def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
     """The policy that `auto` stands for at this prompt length; any other is itself.
 
-    The literature's advice to operators: nothing below 8K tokens; H2O at half until 32K; SnapKV with a wide window
-    until 128K; quantisation on top beyond. Reasoning never gets below 30%, and both ends of the prompt (system prompt
-    and question) are protected.
+    The literature's advice to operators: nothing below 8K tokens; half of the prompt until 32K, by H2O where its column
+    sums are affordable and by SnapKV elsewhere; SnapKV with a wide window until 128K; quantisation on top beyond.
+    Reasoning never gets below 30%, and both ends of the prompt (system prompt and question) are protected.
     """
     if spec.name != "auto":
         return spec
@@ -54,10 +54,24 @@ def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
         common["residual"] = spec.residual
     lossy = REASONING_FLOOR if spec.task == "reasoning" else 0.0
     if prompt_tokens <= MEDIUM:
-        return _made("h2o", 0.5, storage, **common)
+        assert spec.scoring is not None
+        if column_sums_share(prompt_tokens) <= spec.scoring:
+            return _made("h2o", 0.5, storage, **common)
+        return _made("snapkv", 0.5, storage, window=64, **common)
     if prompt_tokens <= LONG:
         return _made("snapkv", max(0.2, lossy), storage, window=64, **common)
     return _made("snapkv", max(0.1, lossy), storage, window=128, **common)
+
+
+def column_sums_share(prompt_tokens: int, hidden: int = 4096) -> float:
+    """Return the time that column sums add to a prompt's prefill on a GPU, as a share of it; `hidden` is the width.
+
+    Of a token and layer, prefill takes 24 hidden^2 operations for the weights and 2 hidden T for attention, in 16 bits.
+    Column sums write, mask, normalise and add up hidden / 128 heads * T / 2 logits in float32: 24 bytes each, and a
+    byte takes as long as 185 operations (an H100 at half of its peak, its memory at 0.8). Window votes read as much
+    once for `window` queries, so their share is w / T of this.
+    """
+    return 17 * prompt_tokens / (24 * hidden + 2 * prompt_tokens)
 
 
 def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
@@ -132,10 +146,10 @@ def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
 def pyramid(budget: int, window: int, tokens: int, layers: int, beta: int) -> list[int]:
     """Entries per layer, falling from the first to the last (PyramidKV, arXiv 2406.02069, section 4.2).
 
-    The step is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every
+    All layers keep the same of a prompt shorter than twice the budget, windows aside, as in the authors' code. The step is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every
     layer evenly, so that the total never does.
     """
-    if budget <= window or layers == 1:
+    if budget <= window or layers == 1 or tokens < 2 * (budget - window):
         return [budget] * layers
     least = (budget - window) // beta
     most = 2 * (budget - window) - least

@@ -175,6 +175,6 @@ def test_policies_are_split_at_commas_but_not_within_knobs():
 
 def test_labels_are_the_short_form_without_a_budget():
     plan = Plan(policies=("kivi", "snapkv+ring:window=16", "shotkv", "full", "h2o"))
-    assert list(plan.specs()) == ["full", "full+kivi4", "snapkv+ring:window=16", "snapkv+shots", "h2o"]
+    assert list(plan.specs()) == ["full", "full+kivi4:residual=128", "snapkv+ring:window=16", "snapkv+shots", "h2o"]
     with pytest.raises(EvalError, match="leave the budget out"):
         Plan(policies=("snapkv@100",))

@@ -29,7 +29,7 @@ def test_the_same_policy_is_measured_once():
     assert list(BenchPlan(policies=("full", "snapkv@64", "snapkv@64", "kivi")).specs()) == [
         "full",
         "snapkv@64",
-        "full+kivi4",
+        "full+kivi4:residual=128",
     ]
 
 

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.budgets import in_force, kept_tokens, recomputed_tokens, resolve_budget, slot_capacity
+from warmkv.policies.budgets import (
+    column_sums_share,
+    concrete,
+    in_force,
+    kept_tokens,
+    needs_column_sums,
+    pyramid,
+    recomputed_tokens,
+    resolve_budget,
+    slot_capacity,
+)
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 
@@ -105,3 +115,47 @@ def test_sizes_that_were_found_before_change_none(policy, requests):
         spec = in_force(policy, prompt, new)
         kept = rows.setdefault(id(spec), {})
         assert slot_bytes(spec, shape, prompt, new, kept) == slot_bytes(spec, shape, prompt, new)
+
+
+TASKS = st.sampled_from(["general", "reasoning", "few_shot"])
+
+
+@given(PROMPTS, TASKS, st.sampled_from([0.0, 0.25, 1.0, 2.0, 100.0]))
+def test_auto_chooses_column_sums_only_where_they_are_affordable(prompt, task, scoring):
+    spec = PolicySpec(name="auto", task=task, scoring=scoring)
+    chosen = concrete(spec, prompt)
+    assert not needs_column_sums(chosen, prompt) or column_sums_share(prompt) <= scoring
+    assert chosen.name in ("full", "snapkv", "h2o")
+    assert (chosen.name == "full") == (prompt < 8192)
+    if chosen.name != "full":
+        assert (chosen.protect, chosen.shots) == (0.1, task == "few_shot")
+        assert kept_tokens(spec, prompt) >= (0.3 if task == "reasoning" else 0.1) * prompt
+
+
+@given(PROMPTS, TASKS)
+def test_by_default_auto_never_waits_for_column_sums(prompt, task):
+    """They take longer than the rest of prefill at every length that auto compresses."""
+    assert not needs_column_sums(PolicySpec(name="auto", task=task), prompt)
+
+
+def test_what_column_sums_add_grows_with_the_prompt_and_shrinks_with_the_model():
+    assert column_sums_share(8_192) == pytest.approx(1.2, rel=0.05)
+    assert column_sums_share(32_768) == pytest.approx(3.4, rel=0.05)
+    assert column_sums_share(8_192, hidden=16_384) > 0.25  # no model is wide enough
+
+
+@pytest.mark.parametrize(("prompt", "name"), [(8_191, "full"), (8_192, "h2o"), (32_768, "h2o"), (32_769, "snapkv")])
+def test_auto_takes_h2o_where_it_may_take_that_long(prompt, name):
+    assert concrete(PolicySpec.model_validate("auto:scoring=4"), prompt).name == name
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "expected"),
+    [
+        (64 + 32, 127, [96] * 4),  # less than twice the budget beside the window: flat
+        (64 + 32, 128, [127, 106, 85, 64]),
+        (64 + 32, 1000, [156, 116, 76, 36]),
+    ],
+)
+def test_the_pyramid_is_flat_for_short_prompts(budget, prompt, expected):
+    assert pyramid(budget, window=32, tokens=prompt, layers=4, beta=20) == expected

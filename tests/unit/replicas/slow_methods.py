@@ -114,11 +114,11 @@ def last_query_average(layer: LayerView) -> list[float]:
 
 
 def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[float], list[float]]:
-    """Of the attention each position gets from the last `window` queries of one query head; variance is biased."""
+    """Of the attention that each position gets from the last `window` queries of one query head, a sample of queries."""
     rows = [attention_row(layer, member, query) for query in range(layer.tokens - window, layer.tokens)]
     means = [sum(column) / window for column in zip(*rows, strict=True)]
     variances = [
-        sum((weight - mean) ** 2 for weight in column) / window
+        sum((weight - mean) ** 2 for weight in column) / max(1, window - 1)
         for mean, column in zip(means, zip(*rows, strict=True), strict=True)
     ]
     return means, variances
@@ -148,7 +148,7 @@ def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
 
 def pyramid_budgets(spec: Any, layers: int, tokens: int, budget: int) -> list[int]:
     window = spec.window
-    if budget <= window or layers == 1:
+    if budget <= window or layers == 1 or tokens < 2 * (budget - window):  # short prompts: flat
         return [budget] * layers
     lowest = (budget - window) // spec.beta
     highest = 2 * (budget - window) - lowest
@@ -167,10 +167,12 @@ def cake_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
     for layer in layers:
         entropy = spread = 0.0
         for member in range(len(layer.queries)):
-            means, variances = mean_and_variance(layer, member, window)
-            entropy -= sum(mean * math.log(mean) for mean in means[:prefix] if mean > 0)
-            spread += sum(variances[:prefix])
-        preferences.append(entropy / len(layer.queries) * spread / len(layer.queries))
+            for query in range(layer.tokens - window, layer.tokens):
+                entropy -= sum(
+                    part * math.log(part) for part in attention_row(layer, member, query)[:prefix] if part > 0
+                )
+            spread += sum(mean_and_variance(layer, member, window)[1][:prefix])
+        preferences.append(entropy ** (1 / spec.tau1) * spread ** (1 / spec.tau2))
     shares = share_out(len(layers) * (budget - window), preferences, prefix)
     return [share + window for share in shares]
 
@@ -360,7 +362,7 @@ def expected_attention(spec: Any, layer: LayerView, head: int, inv_freq: Tensor)
     """Attention that normally distributed queries of the next `horizon` positions would give, times |value|."""
     tokens, head_dim = layer.keys.shape[1:]
     scale = 1 / math.sqrt(head_dim)
-    window = min(spec.window, tokens)
+    window = min(spec.window, tokens - spec.sinks)
     future = torch.zeros(head_dim, head_dim).double()
     for position in range(tokens, tokens + spec.horizon):
         future += rotation(position, inv_freq) / spec.horizon
@@ -376,8 +378,8 @@ def expected_attention(spec: Any, layer: LayerView, head: int, inv_freq: Tensor)
             covariance += torch.outer(query - mean, query - mean) / window
         mean, covariance = future @ mean, future @ covariance @ future.T
         logits = [scale * mean @ key + scale**2 / 2 * key @ covariance @ key for key in layer.keys[head].double()]
-        for position, weight in enumerate(torch.stack(logits).softmax(0).tolist()):
-            scores[position] += weight
+        for position, weight in enumerate(torch.stack(logits[spec.sinks :]).softmax(0).tolist()):
+            scores[spec.sinks + position] += weight
     return [score * float(value.double().norm()) for score, value in zip(scores, layer.values[head], strict=True)]
 
 

@@ -78,7 +78,7 @@ def test_labels_are_those_of_the_results():
     for text, label in [
         ("snapkv@0.2+ring+kivi4:window=16", "snapkv+ring+kivi4:window=16"),
         ("full", "full"),
-        ("kivi", "full+kivi4"),
+        ("kivi", "full+kivi4:residual=128"),
         ("h2o@128", "h2o"),
     ]:
         assert label_of(spec(text)) == label

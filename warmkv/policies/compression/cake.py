@@ -13,10 +13,9 @@ from warmkv.policies.compression.scoring import pool_positions, window_moments
 
 
 class Cake(Policy):
-    """Layers share the budget in proportion to the entropy times the variance of their attention (section 4.1).
+    """Layers share the budget in proportion to entropy^(1/tau1) * variance^(1/tau2) of their attention (section 4.1).
 
-    A token's score is its mean attention plus `gamma` times its variance over the window (section 4.3). The exponents
-    of entropy and variance, which the paper tunes for each model, are 1.
+    A token's score is its mean attention plus `gamma` times its variance over the window (section 4.3).
     """
 
     def ends(self, budget: int) -> tuple[int, int]:
@@ -28,7 +27,7 @@ class Cake(Policy):
         window = min(self.spec.window, budget)
         if window == budget:
             return [budget] * prompt.layers
-        preferences = [_preference(*window_moments(prompt, layer, window)) for layer in range(prompt.layers)]
+        preferences = [self._preference(prompt, layer, window) for layer in range(prompt.layers)]
         room = prompt.tokens - window
         layers = [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
         return budgets.with_room(self.spec, layers, budget)
@@ -38,15 +37,16 @@ class Cake(Policy):
         assert self.spec.kernel is not None
         assert self.spec.pooling is not None
         window = self.votes_window(budget)
-        mean, variance = window_moments(prompt, layer, window)
+        mean, variance, _ = window_moments(prompt, layer, window)
         scores = (mean + self.spec.gamma * variance).sum(dim=1)
         return F.pad(pool_positions(scores, self.spec.kernel, self.spec.pooling), (0, window))
 
-
-def _preference(mean: Tensor, variance: Tensor) -> float:
-    """Entropy times variance of attention [kv_heads, group, n] on the tokens before the window."""
-    entropy = -torch.xlogy(mean, mean).sum(dim=-1).mean()
-    return float(entropy * variance.sum(dim=-1).mean())
+    def _preference(self, prompt: Prompt, layer: int, window: int) -> float:
+        """How much a layer asks for: both factors are summed over heads and tokens before the window."""
+        assert self.spec.tau1 is not None
+        assert self.spec.tau2 is not None
+        _, variance, entropy = window_moments(prompt, layer, window)
+        return float(entropy ** (1 / self.spec.tau1) * variance.sum() ** (1 / self.spec.tau2))
 
 
 def divide(total: int, weights: list[float], most: int) -> list[int]:

@@ -17,8 +17,9 @@ class ExpectedAttention(Policy):
 
     Queries before rotation are taken as normally distributed, with mean and covariance of the prompt's last `window`
     ones; their rotation is averaged over the positions to come. The expected logit is then that of the mean plus half
-    the variance, and the score softmax(logit) * |v| (section 3.1). The paper takes all queries of the prompt; the
-    last ones make the choice independent of what was cached.
+    the variance, and the score softmax(logit) * |v| (section 3.1). The first `sinks` tokens are kept and left out of all
+    of this, as in the authors' code. The paper takes all queries of the prompt; the last ones make the choice
+    independent of what was cached.
     """
 
     def ends(self, budget: int) -> tuple[int, int]:
@@ -28,7 +29,8 @@ class ExpectedAttention(Policy):
         assert self.spec.window is not None
         assert prompt.inv_freq is not None
         assert self.spec.horizon is not None
-        queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens)).double()  # [q_heads, w, d]
+        sinks = self.ends(budget)[0]
+        queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens - sinks)).double()  # [q_heads, w, d]
         window, tokens, device = queries.shape[1], prompt.tokens, queries.device
         past = torch.arange(tokens - window, tokens, dtype=torch.float64, device=device)
         future = torch.arange(tokens, tokens + self.spec.horizon, dtype=torch.float64, device=device)
@@ -49,6 +51,7 @@ class ExpectedAttention(Policy):
                 expected = prompt.scale * (keys @ mu[..., None])[..., 0]
                 expected += prompt.scale**2 / 2 * ((keys @ spread) * keys).sum(dim=-1)
                 logits[:, first : first + PIECE] = expected
+            logits[:, :sinks] = float("-inf")
             score += logits.softmax(dim=-1)
         norm: Tensor = torch.linalg.vector_norm(prompt.values[layer], dim=-1, dtype=torch.float64)
         return (score * norm).float()

@@ -48,18 +48,21 @@ def window_votes(prompt: Prompt, layer: int, window: int) -> Tensor:
     return sums[:, : prompt.tokens - window]
 
 
-def window_moments(prompt: Prompt, layer: int, window: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the last `window` queries of the attention on the tokens before them.
+def window_moments(prompt: Prompt, layer: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and entropy of the attention of the last `window` queries on the tokens before them.
 
-    Both float64 [kv_heads, group, T - window]; the variance is that of the window itself (divided by its length).
+    Mean and variance are over these queries, float64 [kv_heads, group, T - window]; the variance is that of a sample
+    (divided by one less than its size, 0 of a single query). The entropy, float64 [], is summed over queries and heads.
     """
-    total = square = torch.zeros((), dtype=torch.float64, device=prompt.keys.device)
+    total = square = entropy = torch.zeros((), dtype=torch.float64, device=prompt.keys.device)
     for rows in window_attention(prompt.keys[layer], prompt.last_queries(layer, window), prompt.scale):
         before = rows[..., : prompt.tokens - window]
+        entropy = entropy - torch.xlogy(before, before).sum(dtype=torch.float64)
         total = total + before.sum(dim=2, dtype=torch.float64)
         square = square + before.square_().sum(dim=2, dtype=torch.float64)
     mean = total / window
-    return mean, (square / window - mean.square()).clamp_(min=0)
+    variance = (square / window - mean.square()).clamp_(min=0) * (window / max(1, window - 1))
+    return mean, variance, entropy
 
 
 def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
