@@ -52,7 +52,10 @@ class Scope(StrEnum):
 
 
 TraceArgument = Annotated[
-    Path, typer.Argument(help="An access log, or a trace of any format that is read.", show_default=False)
+    Path,
+    typer.Argument(
+        help="An access log, or a trace of any format that is read; a folder: all its files.", show_default=False
+    ),
 ]
 OpenOption = Annotated[
     bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")

@@ -12,13 +12,14 @@ from warmkv.config import Config
 from warmkv.simulator import access_log, traces
 from warmkv.simulator.requests import Requests, of_trace
 from warmkv.simulator.traces import TraceError
+from warmkv.simulator.traces.reader import files_of
 
 OWN_FORMAT = "warmkv"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, and how it is read; the options are those of `warmkv replay`."""
+    """A file, or a folder of files, and how it is read; the options are those of `warmkv replay`."""
 
     path: Path
     format: str | None = None
@@ -63,8 +64,13 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
 
 
 def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file, or of the files of a folder one behind the other."""
+    digest = hashlib.sha256()
+    for part in files_of(path):
+        with part.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _format(source: Source) -> str:

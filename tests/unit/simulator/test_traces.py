@@ -229,13 +229,26 @@ def test_many_faults_are_counted_but_not_all_kept(file):
     assert (trace.broken, len(trace.faults)) == (1000, traces.KEPT_FAULTS)
 
 
+def test_a_folder_is_one_trace(tmp_path):
+    """Rotated files come first, the highest number before the others; packed files, too. What is hidden is none."""
+    line = {at: record(at, [1] * 5).to_json() + "\n" for at in (10, 11, 12)}
+    (tmp_path / "log.10").write_text(line[10])
+    (tmp_path / "log.9.gz").write_bytes(gzip.compress(line[11].encode()))
+    (tmp_path / "log").write_text("broken\n" + line[12])
+    (tmp_path / ".log.lock").touch()
+    (parts,) = traces.stream(tmp_path)
+    assert parts.arrival.tolist() == [10, 11, 12]
+    assert (parts.broken, parts.faults[0].partition(":")[0]) == (1, str(tmp_path / "log"))
+
+
 def test_what_is_no_trace_is_refused(file, tmp_path):
     for text, message in [("", "is empty"), ("hello\n", "is of no format that is recognised")]:
         with pytest.raises(TraceError, match=message):
             traces.read(file(text))
     with pytest.raises(TraceError, match="'parquet' is no trace format"):
         traces.read(file(MOONCAKE), "parquet")
-    for path in (tmp_path / "absent", tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "absent", tmp_path / "empty"):
         with pytest.raises(TraceError, match="cannot read"):
             traces.read(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,18 +53,20 @@ def stream(
 ) -> Iterator[Trace]:
     """A trace in parts of about `size` requests, in the order of the file; numbers of sessions and tenants agree.
 
-    Files compressed with gzip are read as they are. Raises TraceError if the file cannot be read, or is of no known
-    format and none is named, and at the first broken row if `strict`.
+    Files compressed with gzip are read as they are, and of a folder all files, as `files_of` orders them: one trace.
+    Raises TraceError if a file cannot be read, or is of no known format and none is named, and at the first broken row
+    if `strict`.
     """
-    with text_of(path) as file:
-        chosen = _format(path, file, format)
-        builder, parse = Builder(chosen.name), chosen.parser(reading)
-        notes = (chosen.note,) if chosen.note else ()
-        broken = skipped = before = 0
-        kept = 0  # faults told in earlier parts
-        faults: list[str] = []
-
-        for number, text in chosen.items(file):
+    files = files_of(path)
+    chosen = format_of(files[0], format)
+    builder = Builder(chosen.name)
+    notes = (chosen.note,) if chosen.note else ()
+    broken = skipped = before = 0
+    kept = 0  # faults told in earlier parts
+    faults: list[str] = []
+    for file in files:
+        parse = chosen.parser(reading)
+        for number, text in _items(file, chosen):
             try:
                 rows = list(parse(text))
             except RowError as error:
@@ -79,7 +82,7 @@ def stream(
                 except RowError as error:
                     reasons.append(str(error))
             for reason in reasons:
-                fault = f"{path}:{number}: {reason}"
+                fault = f"{file}:{number}: {reason}"
                 if strict:
                     raise TraceError(fault)
                 broken += 1
@@ -90,9 +93,30 @@ def stream(
                 progress(before)
                 yield builder.build(broken=broken, skipped=skipped, faults=tuple(faults), notes=notes)
                 broken, skipped, kept, faults = 0, 0, kept + len(faults), []
-        if len(builder) or broken or skipped or not before:
-            progress(before + len(builder))
-            yield builder.build(broken=broken, skipped=skipped, faults=tuple(faults), notes=notes)
+    if len(builder) or broken or skipped or not before:
+        progress(before + len(builder))
+        yield builder.build(broken=broken, skipped=skipped, faults=tuple(faults), notes=notes)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first. Raises TraceError."""
+    if not path.is_dir():
+        return [path]
+    found = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+    if not found:
+        raise TraceError(f"cannot read {path}: the folder has no file")
+    return sorted(found, key=_rotation)
+
+
+def _rotation(file: Path) -> tuple[str, int]:
+    """Name and number, as of access.jsonl.2, so that higher numbers come first and the file that is written last."""
+    name, number = re.fullmatch(r"(.*?)(?:\.(\d+))?(?:\.gz)?", file.name, re.DOTALL).groups()  # type: ignore[union-attr]
+    return name, -int(number or 0)
+
+
+def _items(path: Path, format: Format) -> Iterator[tuple[int, str]]:
+    with text_of(path) as file:
+        yield from format.items(file)
 
 
 @contextmanager
@@ -111,13 +135,14 @@ def text_of(path: Path) -> Iterator[IO[str]]:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _format(path: Path, file: IO[str], name: str | None) -> Format:
+def format_of(path: Path, name: str | None) -> Format:
+    """The format of that name, or that the beginning of a file tells. Raises TraceError."""
     if name is not None:
         if name not in FORMATS:
             raise TraceError(f"{name!r} is no trace format; there are {', '.join(FORMATS)}")
         return FORMATS[name]
-    head = file.read(HEAD)
-    file.seek(0)
+    with text_of(path) as file:
+        head = file.read(HEAD)
     for line in head.splitlines():
         for format in FORMATS.values():
             if format.recognises(line):
