@@ -321,6 +321,16 @@ class GatewayConfig(Section):
         60.0, gt=0, description="silence of a replica after which it counts as failed; more than the longest step"
     )
     access_log: Path | None = Field(None, description="file for one JSON line per request")
+    access_log_bytes: ByteSize = Field(
+        ByteSize(1 << 30), description="size at which it becomes access_log.1, and that access_log.2; 0: never"
+    )
+    access_log_files: int = Field(4, ge=1, description="files that are kept besides the one that is written")
+    access_log_queue: int = Field(
+        10_000, ge=1, description="lines that may wait for the disk; more are dropped, and counted"
+    )
+    error_logs_per_minute: int = Field(
+        60, ge=1, description="lines about errors of one type and status in a gateway's log; those left out are counted"
+    )
 
 
 class AutoscalingConfig(Section):

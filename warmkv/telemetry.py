@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_FETCH_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SECONDS = (*_FETCH_SECONDS, 120.0, 300.0, 600.0)  # up to the default of gateway.request_timeout_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, routers, version
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, lines, routers, version
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -26,22 +27,49 @@ class Metric:
 
 
 # Recorded by the gateway, per request.
-REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", "policy"))
-TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy"))
-DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", "policy"))
-CACHED_TOKENS = Metric("warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy",))
+REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", "policy", "model"))
+TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy", "model"))
+DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", "policy", "model"))
+CACHED_TOKENS = Metric(
+    "warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy", "model")
+)
 RETRIED = Metric(
     "warmkv_retried", "counter", "Requests sent again because a replica failed, by when", "requests", ("when",)
 )
-TTFT = Metric("warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy"), _SECONDS)
-E2E = Metric("warmkv_e2e_seconds", "histogram", "Time to the last token", "seconds", ("policy",), _SECONDS)
+TTFT = Metric(
+    "warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy", "model"), _SECONDS
+)
+E2E = Metric("warmkv_e2e_seconds", "histogram", "Time to the last token", "seconds", ("policy", "model"), _SECONDS)
 TPOT = Metric(
     "warmkv_tpot_seconds",
     "histogram",
     "Time per output token after the first",
     "seconds",
-    ("policy",),
+    ("policy", "model"),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+QUEUE = Metric(
+    "warmkv_queue_seconds", "histogram", "Time a request waited in its replica", "seconds", ("model",), _SECONDS
+)
+GATEWAY_WAITING = Metric(
+    "warmkv_gateway_waiting_requests", "gauge", "Requests in a gateway whose answer has not begun", "requests"
+)
+ERRORS = Metric(
+    "warmkv_errors",
+    "counter",
+    "Errors that clients got, in streams as well, by the API that was called",
+    "requests",
+    ("type", "status", "api"),
+)
+REJECTED = Metric(
+    "warmkv_rejected", "counter", "Requests refused for want of room or by a limit", "requests", ("reason",)
+)
+DROPPED_LINES = Metric(
+    "warmkv_dropped_lines",
+    "counter",
+    "Lines left out of a log: of the access log for a full queue or a failing disk, of errors by their limit",
+    "lines",
+    ("log",),
 )
 # Recorded by the gateway, at every change.
 POLICY_VERSION = Metric("warmkv_policy_version", "gauge", "Version of the policy in force in a gateway", "version")
@@ -51,13 +79,24 @@ WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a re
 KV_BYTES = Metric("warmkv_kv_bytes", "gauge", "KV memory by use: slots, workspace, store", "bytes", ("use",))
 WEIGHT_BYTES = Metric("warmkv_weight_bytes", "gauge", "Bytes of the model's weights on the replica's device", "bytes")
 STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails resident", "blocks")
+PREEMPTED = Metric("warmkv_preempted", "counter", "Requests set aside for others", "requests", ("reason",))
+EVICTED_BLOCKS = Metric(
+    "warmkv_evicted_blocks",
+    "counter",
+    "Prefix blocks and tails that left a tier to make room, or were dropped",
+    "blocks",
+    ("tier",),
+)
+EXPIRED_BLOCKS = Metric(
+    "warmkv_expired_blocks", "counter", "Prefix blocks and tails that outlived their TTL", "blocks", ("tier",)
+)
 PREFIX_BYTES = Metric(
     "warmkv_prefix_bytes", "gauge", "Bytes of stored prefixes by tier: device, host, disk", "bytes", ("tier",)
 )
 FETCHES = Metric("warmkv_fetches", "counter", "Fetches of blocks from another replica", "requests", ("result",))
 FETCHED_BYTES = Metric("warmkv_fetched_bytes", "counter", "Bytes of blocks fetched from other replicas", "bytes")
 FETCH_SECONDS = Metric(
-    "warmkv_fetch_seconds", "histogram", "Time of a fetch from another replica", "seconds", (), _SECONDS
+    "warmkv_fetch_seconds", "histogram", "Time of a fetch from another replica", "seconds", (), _FETCH_SECONDS
 )
 HANDED_BYTES = Metric(
     "warmkv_handed_bytes", "counter", "Bytes of blocks that replicas took over from one that was stopped", "bytes"
@@ -84,8 +123,10 @@ DIRECTORY_LEFT_OUT = Metric(
     "warmkv_directory_left_out", "gauge", "Blocks so far that the full directory had no room for", "blocks", ("shard",)
 )
 
-GATEWAY = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, POLICY_VERSION)
-REPLICA = (DECODING, WAITING, WEIGHT_BYTES, KV_BYTES, STORED_BLOCKS, PREFIX_BYTES)
+REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
+GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, POLICY_VERSION)
+STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
+REPLICA = (DECODING, WAITING, PREEMPTED, WEIGHT_BYTES, KV_BYTES, *STORE)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
@@ -107,6 +148,7 @@ class Recorder:
         kinds = {"counter": library.Counter, "gauge": library.Gauge, "histogram": library.Histogram}
         common = {} if application is None else {"application": application}
         self._series: dict[Metric, Any] = {}
+        self._totals: dict[tuple[Metric, str], float] = {}
         for metric in metrics:
             extra = {"boundaries": list(metric.buckets)} if metric.kind == "histogram" else {}
             self._series[metric] = kinds[metric.kind](
@@ -119,6 +161,12 @@ class Recorder:
         """Count `value` more; nothing is recorded for 0."""
         if value > 0:
             self._series[counter].inc(value, tags=labels)
+
+    def grow(self, counter: Metric, total: float, **labels: str) -> None:
+        """Count what a total that is kept elsewhere has grown by since the last call with these labels."""
+        key = (counter, "/".join(labels.values()))
+        before, self._totals[key] = self._totals.get(key, 0.0), total
+        self.add(counter, total - before, **labels)
 
     def set(self, gauge: Metric, value: float, **labels: str) -> None:
         self._series[gauge].set(value, tags=labels)

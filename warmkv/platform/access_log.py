@@ -1,40 +1,143 @@
-"""The access log: one line per request, written by a thread so that no request waits for a disk."""
+"""The access log: one line per request, written by a thread so that no request waits for a disk.
+
+Gateways of one machine may share the file. Each batch of lines is appended under a lock (`.NAME.lock` beside it), and
+whoever finds the file full renames it to NAME.1, the one before to NAME.2 and so on; the others see the new file.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
+import os
 import queue
+import stat
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from warmkv.config import GatewayConfig
+from warmkv.logs import LineLimit
 from warmkv.prefixes.record import RequestRecord
 
 log = logging.getLogger(__name__)
 
+BATCH = 256  # most lines that are written under one lock
+
 
 class AccessLog:
-    """Appends records to a file that several gateways of one machine may share."""
+    """Appends records to `gateway.access_log`, which must be set.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1)  # a line is one write, so lines of several writers stay whole
-        self._records: queue.SimpleQueue[RequestRecord | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
+    `dropped` is told of lines that are lost, with their number: by the caller of `write` where the queue is full, by
+    the writing thread where the disk fails. Raises OSError where the file cannot be opened.
+    """
+
+    def __init__(self, config: GatewayConfig, dropped: Callable[[int], None] = lambda lines: None) -> None:
+        assert config.access_log is not None
+        self._path, self._dropped = config.access_log, dropped
+        self._file_bytes, self._files = int(config.access_log_bytes), config.access_log_files
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _open(self._path)
+        self._lock: int | None = None
+        if stat.S_ISREG(os.fstat(self._file).st_mode):  # a pipe or a terminal is neither locked nor rotated
+            lock = self._path.with_name(f".{self._path.name}.lock")
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._records: queue.Queue[RequestRecord | None] = queue.Queue(config.access_log_queue)
+        self._complaints = LineLimit(config.error_logs_per_minute, time.monotonic)
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
 
     def write(self, record: RequestRecord) -> None:
-        """Queue a record; a disk that fails is reported in the service's log and never fails a request."""
-        self._records.put(record)
+        """Queue a record; where the queue is full it is dropped and counted. Never waits."""
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._dropped(1)
 
     def close(self) -> None:
         """Write what is queued and close the file."""
         self._records.put(None)
         self._thread.join()
-        self._file.close()
+        os.close(self._file)
+        if self._lock is not None:
+            os.close(self._lock)
 
-    def _write(self) -> None:
-        while (record := self._records.get()) is not None:
-            try:
-                self._file.write(record.to_json() + "\n")
-            except OSError as error:
-                log.error("access log: %s", error)
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            batch = [self._records.get()]
+            while len(batch) < BATCH and not self._records.empty():
+                batch.append(self._records.get())
+            records = [record for record in batch if record is not None]
+            going_on = len(records) == len(batch)
+            self._write(records)
+
+    def _write(self, records: list[RequestRecord]) -> None:
+        """Append a batch; what the disk does not take is counted and reported, and fails no request."""
+        written = 0
+        try:
+            lines = [record.to_json().encode() + b"\n" for record in records]
+            with self._locked():
+                for line in lines:
+                    self._append(line)
+                    written += 1
+        except Exception as error:
+            if (suppressed := self._complaints.take()) is not None:
+                log.error("access log %s: %s suppressed=%d", self._path, error, suppressed)
+        if written < len(records):
+            self._dropped(len(records) - written)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, with the file open that has the name now and ends with a whole line."""
+        if self._lock is None:
+            yield
+            return
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            if not _is_at(self._file, self._path):  # another gateway has rotated it, or a tool moved it away
+                self._reopen()
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":  # a full disk, or a crash, cut a line off
+                self._put(b"\n")
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _append(self, line: bytes) -> None:
+        if self._lock is not None and self._file_bytes:
+            size = os.fstat(self._file).st_size
+            if size and size + len(line) > self._file_bytes:
+                self._rotate()
+        self._put(line)
+
+    def _put(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._file, line) :]
+
+    def _rotate(self) -> None:
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n + 1}") for n in range(self._files))]
+        for newer, older in reversed(list(itertools.pairwise(names))):
+            if newer.exists():
+                newer.replace(older)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        opened = _open(self._path)
+        os.close(self._file)
+        self._file = opened
+
+
+def _open(path: Path) -> int:
+    readable = not path.exists() or path.is_file()
+    mode = os.O_RDWR if readable else os.O_WRONLY
+    return os.open(path, mode | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

@@ -24,7 +24,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Shard
 from warmkv.replicas.protocol import GenerateRequest, ToReplica
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0  # between attempts to reach a directory that is away
 
@@ -42,6 +42,10 @@ class PrefixRouter(RequestRouter):
     def configure(self, routing: RoutingConfig) -> None:
         """Route by other settings from now on; a request brings those that were in force when it came."""
         self._dispatcher.configure(routing)
+
+    def taking(self) -> int:
+        """Replicas that take requests: Serve has told that they run, and no fault of theirs is known. Any thread."""
+        return len(self.curr_replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

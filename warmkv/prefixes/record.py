@@ -44,7 +44,7 @@ class Candidate:
 class RequestRecord:
     """Times are seconds; `arrival` is Unix time. `ttft` and `e2e` run from the arrival at the gateway."""
 
-    id: str
+    id: str  # as in the `request-id` header
     arrival: float
     tenant: str  # a hash, never the name or the key
     model: str
@@ -67,6 +67,9 @@ class RequestRecord:
     max_tokens: int = 0  # what the request allowed, and its slot was sized for; 0 if unknown
     status: str = "ok"  # ok, error, cancelled
     stop_reason: str = ""
+    error: str = ""  # type of the error that the client got
+    client_id: str = ""  # its x-request-id
+    trace_id: str = ""  # of its traceparent
 
     def to_json(self) -> str:
         """The record as one line without a line break."""

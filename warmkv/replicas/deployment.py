@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from warmkv import telemetry
+from warmkv import logs, telemetry
 from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
-from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, GenerateRequest, Started
+from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.streaming import stream
 from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(__name__)
 
 
 class Replica:
@@ -36,6 +36,7 @@ class Replica:
     def __init__(self, settings: dict[str, Any], directory: Sequence[Any]) -> None:
         from ray import get_runtime_context, serve
 
+        logs.forward("ray.serve")
         config = parse(settings)
         self._context = context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
@@ -86,11 +87,21 @@ class Replica:
         Raises EngineError where the request cannot be taken, and RuntimeError where the engine hangs, which the gateway
         would find out too late. A client that leaves cancels the request.
         """
+        logs.begin(request.context)
         self._engine.check_turning(self._config.gateway.stall_seconds)
         await self._transfers.prepare(request)
         async for event in stream(self._engine, request, self._decode):
             if isinstance(event, Started):
                 self._transfers.started(request, event)
+                log.info(
+                    "answer begins: prompt_tokens=%d cached_tokens=%d queue_seconds=%.3f prefill_seconds=%.3f",
+                    len(request.token_ids),
+                    event.cached_tokens,
+                    event.queue_seconds,
+                    event.prefill_seconds,
+                )
+            elif isinstance(event, Failed):
+                log.error("answer failed: %s", event.message)
             yield event
 
     async def lend(self, wanted: BlocksWanted) -> BlocksLent:
@@ -191,6 +202,11 @@ class Replica:
         record(telemetry.STORED_BLOCKS, stats.store_blocks)
         for tier, held in stats.store_tiers.items():
             record(telemetry.PREFIX_BYTES, held, tier=tier)
+        grow, store = self._recorder.grow, self._engine.store
+        grow(telemetry.PREEMPTED, stats.preempted, reason="fairness")
+        for tier in store.evictions:
+            grow(telemetry.EVICTED_BLOCKS, store.evictions[tier], tier=tier)
+            grow(telemetry.EXPIRED_BLOCKS, store.expiries[tier], tier=tier)
         leaving = {"phase": "handing over"} if self._leaving else {}
         return {**asdict(stats), **self._place, **leaving}
 

@@ -11,6 +11,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.transfer import Fetch
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Candidate, Mark
+from warmkv.request_context import RequestContext
 
 FinishReason = Literal["end", "length", "stop", "cancelled"]
 
@@ -53,6 +54,7 @@ class GenerateRequest:
     terms: Terms | None = None  # those of the configuration if absent
     fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows
     resume: tuple[int, ...] = ()  # tokens that another replica drew: taken again in place of drawn ones
+    context: RequestContext | None = None  # what log lines about it name
 
     @property
     def lifetimes(self) -> Lifetimes | None:

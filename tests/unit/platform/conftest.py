@@ -88,8 +88,18 @@ class Server:
             return [5, 7]
 
         control = Control(config.control, FolderStore(folder), "warmkv")
+        self.taking = 1  # replicas that take requests
         app = create_app(
-            service, tokenizer, b"secret", self.engine.max_context, status, drop, time.time(), control, "only"
+            service,
+            tokenizer,
+            b"secret",
+            self.engine.max_context,
+            status,
+            drop,
+            time.time(),
+            control,
+            "only",
+            lambda: self.taking,
         )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"

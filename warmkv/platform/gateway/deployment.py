@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import logs, telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
@@ -16,6 +17,7 @@ from warmkv.platform.gateway.errors import ReplicaFailedError
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
+from warmkv.platform.router import PrefixRouter
 from warmkv.replicas.loading import load_max_context, load_tokenizer
 from warmkv.replicas.protocol import Event
 
@@ -37,11 +39,14 @@ class Gateway:
         self._drop_timeout = config.gateway.request_timeout_seconds
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
-        self._log = AccessLog(config.gateway.access_log) if config.gateway.access_log else None
+        logs.forward("ray.serve")
+        recorder = telemetry.Recorder(*telemetry.GATEWAY)
+        dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
+        self._log = AccessLog(config.gateway, dropped) if config.gateway.access_log else None
         self._service = Service(
             config,
             self._send,
-            telemetry.Recorder(*telemetry.GATEWAY),
+            recorder,
             write_log=self._log.write if self._log else lambda record: None,
             clock=time.monotonic,
             wall_clock=time.time,
@@ -58,6 +63,7 @@ class Gateway:
             time.time(),
             self._control,
             self._name,
+            self._taking,
         )
 
     async def _send(self, attempt: Attempt) -> AsyncGenerator[Event]:
@@ -71,6 +77,16 @@ class Gateway:
             raise
         finally:  # an answer that nobody waits for any more (a time-out, say) must not go on in the replica
             response.cancel()
+
+    def _taking(self) -> int:
+        """Replicas that the router of this process would send a request to now; 0 before it knows any.
+
+        Serve keeps a handle's router to itself, and it alone is told at once which replicas run.
+        """
+        router = self._handle._router._asyncio_router.request_router
+        if isinstance(router, PrefixRouter):
+            return router.taking()
+        return len(router.curr_replicas) if router is not None else 0
 
     async def _replicas(self) -> dict[str, Any]:
         return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))

@@ -12,14 +12,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.config import Config, PrefixCacheConfig
 from warmkv.platform.control import Follower, PolicyControl
 from warmkv.platform.gateway import messages, openai
-from warmkv.platform.gateway.errors import ApiError, anthropic_body, from_exception, openai_body
+from warmkv.platform.gateway.errors import ApiError, anthropic_body, openai_body
+from warmkv.platform.gateway.faults import api_of
 from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
+from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.schema import read_body
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, authenticate
@@ -38,8 +39,11 @@ def create_app(
     started_at: float,
     control: PolicyControl,
     name: str,
+    taking: Callable[[], int],
 ) -> FastAPI:
     """All routes. `secret` salts the tenants' prefixes; `status` tells what is known of the replicas.
+
+    `taking` counts the replicas that take requests, as far as this process knows: no call, no wait.
 
     `drop` has every replica forget the prefixes of a tenant's label and tells the bytes that each one freed.
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
@@ -86,27 +90,27 @@ def create_app(
     def seed_of(chosen: int | None) -> int:
         return secrets.randbits(63) if chosen is None else chosen
 
-    app.add_middleware(RequestId)
+    def refused(request: Request, error: Exception) -> Response:
+        """Report an error and answer with it."""
+        return error_response(request, service.faults.report(error, api_of(request.url.path)))
+
+    app.add_middleware(RequestIds, on_fault=refused)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error_response(request, error)
-
-    @app.exception_handler(Exception)
-    async def fault(request: Request, error: Exception) -> Response:
-        return error_response(request, from_exception(error))
+        return refused(request, error)
 
     @app.exception_handler(404)
     async def not_found(request: Request, _: Exception) -> Response:
-        return error_response(request, ApiError("not_found_error", f"{request.method} {request.url.path}"))
+        return refused(request, ApiError("not_found_error", f"{request.method} {request.url.path}"))
 
     @app.exception_handler(405)
     async def wrong_method(request: Request, _: Exception) -> Response:
-        return error_response(request, ApiError("invalid_request_error", f"{request.method} is not allowed here"))
+        return refused(request, ApiError("invalid_request_error", f"{request.method} is not allowed here"))
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        with service.arriving() as arrival:
+        with service.arriving(request.state.context) as arrival:
             tenant = tenant_of(request)
             messages.check_version(request.headers.get("anthropic-version"))
             body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
@@ -120,7 +124,7 @@ def create_app(
                 "messages", arrival, tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
             )
         if body.stream:
-            return event_stream(messages.stream(answer, request.state.id))
+            return event_stream(messages.stream(answer))
         return JSONResponse(await messages.respond(answer))
 
     @app.post("/v1/messages/count_tokens")
@@ -139,7 +143,7 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        with service.arriving() as arrival:
+        with service.arriving(request.state.context) as arrival:
             tenant = tenant_of(request)
             body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
             turns = openai.turns(body)
@@ -147,7 +151,7 @@ def create_app(
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        with service.arriving() as arrival:
+        with service.arriving(request.state.context) as arrival:
             tenant = tenant_of(request)
             body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
             prompt = body.prompt
@@ -211,6 +215,12 @@ def create_app(
     async def healthz() -> Response:
         return JSONResponse({"status": "ok", "model": config.model.name})
 
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        if found := taking():
+            return JSONResponse({"status": "ready", "replicas": found})
+        return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
+
     add_policy_endpoints(app, service, control, operator_of)
     return app
 
@@ -229,27 +239,6 @@ def memory_of(status: dict[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
-class RequestId:
-    """ASGI middleware: every answer carries a `request-id` header, and errors name it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"request-id", request_id.encode())]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
 def texts(turns: Iterable[Turn]) -> Iterator[str]:
     return (block.text for turn in turns for block in turn.blocks)
 
@@ -258,9 +247,10 @@ def error_response(request: Request, error: ApiError) -> Response:
     """The error in the format of the API that was called."""
     headers = {"retry-after": "1"} if error.status in (429, 529) else {}
     path = request.url.path
+    request_id = request.state.context.id
     if path.endswith("/completions"):
-        return JSONResponse(openai_body(error), error.status, headers)
-    return JSONResponse(anthropic_body(error, request.state.id), error.status, headers)
+        return JSONResponse(openai_body(error, request_id), error.status, headers)
+    return JSONResponse(anthropic_body(error, request_id), error.status, headers)
 
 
 def event_stream(events: AsyncIterator[str]) -> Response:

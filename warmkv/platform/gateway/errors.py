@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
@@ -35,11 +36,15 @@ STATUS: dict[ErrorType, int] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error; `type` is the Messages API's name for its kind."""
+    """An answer that is an error; `type` is the Messages API's name for its kind.
 
-    def __init__(self, type_: ErrorType, message: str) -> None:
+    `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
+    so there are few of them and none comes from a client.
+    """
+
+    def __init__(self, type_: ErrorType, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
-        self.type, self.message, self.status = type_, message, STATUS[type_]
+        self.type, self.message, self.status, self.reason = type_, message, STATUS[type_], reason
 
 
 class ReplicaFailedError(Exception):
@@ -67,7 +72,10 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, UnservableRequestError):
         return invalid(reason(error))
     if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
-        return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.")
+        full = "replica_queue" if isinstance(error, QueueFullError) else "serve_queue"
+        return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.", reason=full)
+    if isinstance(error, ClientDisconnect):
+        return invalid("The client left before its request was read.")
     if isinstance(error, TimeoutError):
         return ApiError("timeout_error", "The request took longer than gateway.request_timeout_seconds.")
     if isinstance(error, ReplicaFailedError):
@@ -85,5 +93,7 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": error.type, "message": error.message}, "request_id": request_id}
 
 
-def openai_body(error: ApiError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": None, "code": None}}
+def openai_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """OpenAI's form has no place for the id: inside `error`, its SDK hands it on in the exception's `body`."""
+    fields = {"message": error.message, "type": error.type, "param": None, "code": None}
+    return {"error": {**fields, "request_id": request_id}}

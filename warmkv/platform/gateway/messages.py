@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from warmkv.platform.gateway import content
 from warmkv.platform.gateway.answer import Answer
 from warmkv.platform.gateway.content import CacheControl, Message, TextBlock, Tool, ToolChoice
-from warmkv.platform.gateway.errors import anthropic_body, from_exception, invalid
+from warmkv.platform.gateway.errors import anthropic_body, invalid
 from warmkv.platform.gateway.prompt import Turn
 from warmkv.platform.gateway.schema import Body, WarmkvOptions
 from warmkv.prefixes.usage import Usage
@@ -116,7 +116,7 @@ async def respond(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def stream(answer: Answer, request_id: str) -> AsyncIterator[str]:
+async def stream(answer: Answer) -> AsyncIterator[str]:
     """The answer as server-sent events. A fault after the first byte is an `error` event."""
     try:
         async with aclosing(answer):
@@ -138,11 +138,11 @@ async def stream(answer: Answer, request_id: str) -> AsyncIterator[str]:
             yield _event({"type": "message_delta", "delta": stop, "usage": usage})
             yield _event({"type": "message_stop"})
     except Exception as error:
-        yield _event(anthropic_body(from_exception(error), request_id))
+        yield _event(anthropic_body(answer.failed(error), answer.id))
 
 
 def _head(answer: Answer) -> dict[str, Any]:
-    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+    return {"id": f"msg_{answer.name}", "type": "message", "role": "assistant", "model": answer.model}
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from warmkv.platform.gateway.answer import Answer
-from warmkv.platform.gateway.errors import from_exception, invalid, openai_body
+from warmkv.platform.gateway.errors import invalid, openai_body
 from warmkv.platform.gateway.prompt import Block, Turn
 from warmkv.platform.gateway.schema import Body, WarmkvOptions
 from warmkv.prefixes.usage import Usage
@@ -168,7 +168,7 @@ async def stream(answer: Answer, chat: bool, include_usage: bool) -> AsyncIterat
                 yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
             yield "data: [DONE]\n\n"
     except Exception as error:
-        yield f"data: {json.dumps(openai_body(from_exception(error)))}\n\n"
+        yield f"data: {json.dumps(openai_body(answer.failed(error), answer.id))}\n\n"
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -177,5 +177,5 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 def _head(answer: Answer, chat: bool, chunk: bool) -> dict[str, Any]:
     kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
-    name = f"{'chatcmpl' if chat else 'cmpl'}-{answer.id}"
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{answer.name}"
     return {"id": name, "object": kind, "created": int(answer.arrival), "model": answer.model}

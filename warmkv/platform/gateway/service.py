@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig, Prices
 from warmkv.platform.gateway.answer import Answer, Status
 from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
+from warmkv.platform.gateway.faults import Faults
 from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.resume import Send, resumed
 from warmkv.platform.gateway.schema import WarmkvOptions
@@ -25,6 +25,7 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
 from warmkv.replicas.protocol import Event, GenerateRequest, SamplingParams, Started, Terms
+from warmkv.request_context import RequestContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that came in: its name, when by the service's clock and in Unix time, and what was in force then."""
+    """A request that came in: who it is, when by the service's clock and in Unix time, and what was in force then."""
 
-    id: str
+    context: RequestContext
     begun: float
     time: float
     policy: Policy
+
+    @property
+    def id(self) -> str:
+        return self.context.id
 
 
 class Recorder(Protocol):
@@ -77,6 +82,8 @@ class Service:
         self.config, self._send, self._recorder = config, send, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers = Writers()
+        self._waiting = 0
+        self.faults = Faults(recorder, config.gateway, clock)
         self.take(Version())
 
     def take(self, version: Version) -> None:
@@ -85,14 +92,20 @@ class Service:
         self._recorder.set(telemetry.POLICY_VERSION, version.number)
 
     @contextmanager
-    def arriving(self) -> Iterator[Arrival]:
+    def arriving(self, context: RequestContext) -> Iterator[Arrival]:
         """Around the handling of a request, up to the beginning of its answer."""
-        arrival = Arrival(secrets.token_hex(12), self._clock(), self._wall_clock(), self.policy)
+        arrival = Arrival(context, self._clock(), self._wall_clock(), self.policy)
         self._writers.arrived(arrival.id, arrival.begun)
+        self._count_waiting(1)
         try:
             yield arrival
         finally:
             self._writers.left(arrival.id)
+            self._count_waiting(-1)
+
+    def _count_waiting(self, more: int) -> None:
+        self._waiting += more
+        self._recorder.set(telemetry.GATEWAY_WAITING, self._waiting)
 
     def check_model(self, name: str) -> None:
         if name != self.config.model.name:
@@ -128,9 +141,13 @@ class Service:
             started = await anext(events)
             if not isinstance(started, Started):
                 raise ApiError("api_error", "The replica sent text before it started.")
+        except asyncio.CancelledError:
+            self._unanswered(api, arrival, request, "cancelled")
+            raise
         except Exception as error:
-            self._recorder.add(telemetry.REQUESTS, 1, api=api, status="error", policy=request.policy.name)
-            raise from_exception(error) from error
+            told = from_exception(error)
+            self._unanswered(api, arrival, request, "error", told.type)
+            raise told from error
         return Answer(
             id=request.id,
             model=self.config.model.name,
@@ -144,6 +161,7 @@ class Service:
             clock=self._clock,
             begun=arrival.begun,
             on_end=self._ended,
+            report=self.faults.report,
             events=events,
             first_token=self._clock() - arrival.begun,
         )
@@ -189,6 +207,7 @@ class Service:
             replica=options.replica,
             tenant=tenant.label,
             terms=arrival.policy.terms,
+            context=arrival.context,
         )
 
     async def _limited(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
@@ -214,43 +233,46 @@ class Service:
         )
         return breakpoints.billed(tokens, request.marks, started.hit, started.written, hit, ttls)
 
+    def _unanswered(
+        self, api: str, arrival: Arrival, request: GenerateRequest, status: Status, error: str = ""
+    ) -> None:
+        """Write down a request that was accepted and got no token."""
+        labels = {"policy": request.policy.name, "model": self.config.model.name}
+        self._recorder.add(telemetry.REQUESTS, 1, api=api, status=status, **labels)
+        outcome = {"status": status, "stop_reason": status, "error": error, "e2e": self._clock() - arrival.begun}
+        self._write_log(self._record(api, arrival.time, request, **outcome))
+
     def _ended(self, answer: Answer, status: Status) -> None:
         usage, started, policy = answer.usage, answer.started, answer.request.policy
         add, observe = self._recorder.add, self._recorder.observe
-        add(telemetry.REQUESTS, 1, api=answer.api, status=status, policy=policy.name)
+        labels = {"policy": policy.name, "model": answer.model}
+        add(telemetry.REQUESTS, 1, api=answer.api, status=status, **labels)
         for kind, tokens in (("input", usage.input), ("read", usage.read), ("output", usage.output)):
-            add(telemetry.TOKENS, tokens, kind=kind, policy=policy.name)
+            add(telemetry.TOKENS, tokens, kind=kind, **labels)
         for ttl, tokens in usage.written.items():
-            add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", policy=policy.name)
-        add(telemetry.CACHED_TOKENS, started.cached_tokens, policy=policy.name)
+            add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", **labels)
+        add(telemetry.CACHED_TOKENS, started.cached_tokens, **labels)
         price = answer.price(usage)
         parts = {"input": price.input, "read": price.read, "write": price.total_write, "output": price.output}
         for part, dollars in parts.items():
-            add(telemetry.DOLLARS, dollars, part=part, policy=policy.name)
+            add(telemetry.DOLLARS, dollars, part=part, **labels)
+        observe(telemetry.QUEUE, started.queue_seconds, model=answer.model)
         warmth = "warm" if started.cached_tokens else "cold"
-        observe(telemetry.TTFT, answer.first_token, cache=warmth, policy=policy.name)
+        observe(telemetry.TTFT, answer.first_token, cache=warmth, **labels)
         if status == "ok":
-            observe(telemetry.E2E, answer.last_token, policy=policy.name)
+            observe(telemetry.E2E, answer.last_token, **labels)
             if usage.output > 1:
                 per_token = (answer.last_token - answer.first_token) / (usage.output - 1)
-                observe(telemetry.TPOT, per_token, policy=policy.name)
-        self._write_log(self._record(answer, status))
+                observe(telemetry.TPOT, per_token, **labels)
+        self._write_log(self._answered(answer, status))
 
-    def _record(self, answer: Answer, status: Status) -> RequestRecord:
-        request, started = answer.request, answer.started
-        return RequestRecord(
-            id=answer.id,
-            arrival=answer.arrival,
-            tenant=answer.tenant,
-            model=answer.model,
-            api=answer.api,
-            policy=request.policy.label,
-            block_size=self.config.prefix_cache.block_size,
-            input_tokens=len(request.token_ids),
+    def _answered(self, answer: Answer, status: Status) -> RequestRecord:
+        started = answer.started
+        return self._record(
+            answer.api,
+            answer.arrival,
+            answer.request,
             output_tokens=answer.usage.output,
-            hashes=request.hashes,
-            marks=request.marks,
-            reads=request.reads,
             usage=answer.usage,
             replica=started.replica,
             cached_tokens=started.cached_tokens,
@@ -259,7 +281,27 @@ class Service:
             prefill=started.prefill_seconds,
             ttft=answer.first_token,
             e2e=answer.last_token,
-            max_tokens=request.sampling.max_tokens,
             status=status,
             stop_reason=answer.end.reason if status == "ok" else status,
+            error=answer.error,
+        )
+
+    def _record(self, api: str, arrival: float, request: GenerateRequest, **outcome: Any) -> RequestRecord:
+        context = request.context
+        return RequestRecord(
+            id=request.id,
+            arrival=arrival,
+            tenant=request.tenant,
+            model=self.config.model.name,
+            api=api,
+            policy=request.policy.label,
+            block_size=self.config.prefix_cache.block_size,
+            input_tokens=len(request.token_ids),
+            hashes=request.hashes,
+            marks=request.marks,
+            reads=request.reads,
+            max_tokens=request.sampling.max_tokens,
+            client_id=context.client_id if context is not None else "",
+            trace_id=context.trace.trace_id if context is not None and context.trace is not None else "",
+            **{"output_tokens": 0, **outcome},
         )

@@ -77,8 +77,9 @@ class BlockStore:
         self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
-        self.evicted, self.expired = 0, 0  # blocks and tails that left a tier, and why
         tiers = tiers_of(config, identity.shape) if config.enabled else []
+        self.evictions = {tier.name: 0 for tier in tiers}  # blocks and tails that left a tier so far, to make room
+        self.expiries = {tier.name: 0 for tier in tiers}  # or by their TTL; the keys never change
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
         self.places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
         for place in self.places:
@@ -112,6 +113,16 @@ class BlockStore:
         return {
             t.name: ledger.bytes for t, ledger in zip(self._cache.tiers.tiers, self._cache.tiers.ledgers, strict=True)
         }
+
+    @property
+    def evicted(self) -> int:
+        """Blocks and tails that left a tier so far to make room, or were dropped."""
+        return sum(self.evictions.values())
+
+    @property
+    def expired(self) -> int:
+        """Blocks and tails that left a tier so far because their TTL had run out."""
+        return sum(self.expiries.values())
 
     @property
     def pinned_bytes(self) -> int:
@@ -318,8 +329,8 @@ class BlockStore:
                     else:
                         self._lose(key, tier)
                 case Left(key, tier, expired):
-                    self.expired += expired
-                    self.evicted += not expired
+                    gone = self.expiries if expired else self.evictions
+                    gone[self.places[tier].tier.name] += 1
                     self._remove(key, tier)
         self._tell(changed)
         if failure is not None:

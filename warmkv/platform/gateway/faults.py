@@ -1,0 +1,83 @@
+"""Every error that a client gets is counted and logged here, once, wherever it happened."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from warmkv import telemetry
+from warmkv.config import GatewayConfig
+from warmkv.logs import LineLimit
+from warmkv.platform.gateway.errors import STATUS, ApiError, from_exception
+
+log = logging.getLogger(__name__)
+
+APIS = {
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/models": "models",
+}
+
+
+class Counters(Protocol):
+    """Where counts go (`telemetry.Recorder` in the service)."""
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
+
+
+class Faults:
+    """Counts errors by type, status and API, refusals by reason, and logs both at a bounded rate.
+
+    A client's mistake is a line at level info that says where it was found and repeats nothing the client sent; a
+    refusal for want of room is a warning; what is the service's fault is logged with its traceback.
+    """
+
+    def __init__(self, recorder: Counters, config: GatewayConfig, clock: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._limits = {kind: LineLimit(config.error_logs_per_minute, clock) for kind in STATUS}
+
+    def report(self, error: BaseException, api: str) -> ApiError:
+        """Count and log what was raised while a request to `api` was answered; returns what its client is told."""
+        told = from_exception(error)
+        self._recorder.add(telemetry.ERRORS, 1, type=told.type, status=str(told.status), api=api)
+        if told.status in (STATUS["rate_limit_error"], STATUS["overloaded_error"]):
+            self.rejected(told.reason or told.type)
+        self._log(told, error, api)
+        return told
+
+    def rejected(self, reason: str) -> None:
+        """Count a refusal for want of room or by a limit; `reason` is one of a few words of ours."""
+        self._recorder.add(telemetry.REJECTED, 1, reason=reason)
+
+    def _log(self, told: ApiError, error: BaseException, api: str) -> None:
+        if (suppressed := self._limits[told.type].take()) is None:
+            self._recorder.add(telemetry.DROPPED_LINES, 1, log="errors")
+            return
+        fields = f"type={told.type} status={told.status} api={api} suppressed={suppressed}"
+        if told.status >= 500 and told.type != "overloaded_error":
+            log.error("request failed: %s", fields, exc_info=error)
+        elif told.type in ("rate_limit_error", "overloaded_error"):
+            log.warning("request rejected: reason=%s %s", told.reason or told.type, fields)
+        else:
+            log.info("request refused: at=%s %s", _place(error), fields)
+
+
+def api_of(path: str) -> str:
+    """The API of a path, from a fixed set: "other" for what is not there."""
+    path = path.rstrip("/")
+    for known, name in APIS.items():
+        if path.endswith(known):
+            return name
+    if "/v1/warmkv/" in path:
+        return "warmkv"
+    return "models" if "/v1/models/" in path else "other"
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised, as module:line; its message may repeat what the client sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "?"
