@@ -55,8 +55,9 @@ format: $(STAMP) ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-dashboards: $(STAMP) ## Write dashboards/*.json from the code
+dashboards: $(STAMP) ## Write dashboards/*.json and docs/metrics.md from the code
 	@$(BIN)/warmkv dashboards build dashboards
+	@$(BIN)/warmkv dashboards metrics docs/metrics.md
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/base/warmkv.yaml

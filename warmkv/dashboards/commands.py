@@ -50,6 +50,23 @@ def build(
 
 
 @app.command()
+def metrics(
+    file: Annotated[Path, typer.Argument(help="Markdown file to write.")] = Path("docs/metrics.md"),
+) -> None:
+    """Write the page that lists every metric with its labels and buckets.
+
+    Example: `warmkv dashboards metrics docs/metrics.md`
+    """
+    from warmkv.dashboards.metrics_page import page
+
+    try:
+        file.write_text(page(), encoding="utf-8")
+    except OSError as error:
+        _fail("metrics", f"cannot write {file}: {error.strerror}", code=1)
+    print(f"wrote {file}")
+
+
+@app.command()
 def publish(
     config: ConfigOption = None,
     set_: SetOption = [],  # noqa: B006 (Typer copies it)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from grafana_foundation_sdk.builders import common as options
-from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, VariableOption, VariableRefresh, VariableSort
 
 from warmkv import telemetry
+from warmkv.dashboards.panels import DATASOURCE, Panels, percentiles
 from warmkv.dashboards.queries import level, quantile, rate
 
 UID = "warmkv-overview"
 TAG = "warmkv"  # of the dashboard, and of the annotations it shows
 
 TOKENS_PER_SECOND = "suffix: tok/s"
-DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GRAFANA = common.DataSourceRef(type_val="grafana", uid="-- Grafana --")  # Grafana's own store of annotations
-
-Query = tuple[str, str]  # expression, legend
-PERCENTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 # What the prompts would have cost without a cache: all their tokens at the price of an input token. That price is
 # read off the metrics themselves, so that a dashboard never holds a second copy of it.
@@ -39,68 +34,9 @@ def hit_rate(by: tuple[str, ...] = ("application",)) -> str:
     return f"({rate(telemetry.CACHED_TOKENS, by)} or 0 * {prompt}) / {prompt}"
 
 
-def percentiles(histogram: telemetry.Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
-    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}") for share, name in shares]
-
-
-class _Panels:
-    """Numbers rows and panels in the order they are made, so that no two share an id and a build repeats itself."""
-
-    def __init__(self) -> None:
-        self._id = 0
-
-    def row(self, title: str) -> Any:
-        self._id += 1
-        return dashboard.Row(title).id(self._id)
-
-    def graph(
-        self,
-        title: str,
-        description: str,
-        unit: str,
-        queries: Sequence[Query],
-        *,
-        width: int = 12,
-        stacked: bool = False,
-        top: float | None = None,
-    ) -> Any:
-        legend = options.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
-        panel = (
-            self._common(timeseries.Panel(), title, description, unit, queries)
-            .height(8)
-            .span(width)
-            .min(0)
-            .fill_opacity(30 if stacked else 8)
-            .legend(legend.placement(common.LegendPlacement.BOTTOM))
-            .tooltip(
-                options.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
-            )
-        )
-        if stacked:
-            panel.stacking(options.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
-        return panel if top is None else panel.max(top)
-
-    def number(self, title: str, description: str, unit: str, query: str) -> Any:
-        return (
-            self._common(stat.Panel(), title, description, unit, [(query, "{{application}}")])
-            .height(4)
-            .span(4)
-            .graph_mode(common.BigValueGraphMode.AREA)
-            .reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
-        )
-
-    def _common(self, panel: Any, title: str, description: str, unit: str, queries: Sequence[Query]) -> Any:
-        self._id += 1
-        panel.id(self._id).title(title).description(description).unit(unit).datasource(DATASOURCE)
-        for number, (expression, legend) in enumerate(queries):
-            reference = chr(ord("A") + number)
-            panel.with_target(prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(reference))
-        return panel
-
-
 def build() -> Any:
     """The dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
-    panels, t = _Panels(), telemetry
+    panels, t = Panels(), telemetry
     graph, number = panels.graph, panels.number
     board = (
         dashboard.Dashboard("warmkv overview")
@@ -114,6 +50,7 @@ def build() -> Any:
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
         .with_variable(_variable("application", "Application", t.REQUESTS))
         .with_variable(_variable("policy", "Compression policy", t.REQUESTS))
+        .with_variable(_variable("model", "Model", t.REQUESTS))
         .annotation(_annotation("Annotations & Alerts", "dashboard", []).built_in(1))
         .annotation(_annotation("Changes of warmkv", "tags", [TAG]))
     )
@@ -169,12 +106,61 @@ def build() -> Any:
         ),
         graph(
             "Decoding and waiting",
-            "Requests that are decoding, and requests that wait for a slot, in all replicas.",
+            "Requests that decode, or wait for a slot, in all replicas; whose answer has not begun, in all gateways.",
             "short",
             [
                 (level(t.DECODING), "{{application}} decoding"),
                 (level(t.WAITING), "{{application}} waiting"),
+                (level(t.GATEWAY_WAITING), "{{application}} not begun"),
             ],
+        ),
+        graph(
+            "Requests by model",
+            "Requests answered per second, by the model that answered.",
+            "reqps",
+            [(rate(t.REQUESTS, ("model",)), "{{model}}")],
+            stacked=True,
+        ),
+        graph(
+            "Preemptions",
+            "Requests per second that were set aside in a replica for others, by why.",
+            "reqps",
+            [(rate(t.PREEMPTED, ("reason",)), "{{reason}}")],
+            stacked=True,
+        ),
+    ):
+        board.with_panel(panel)
+
+    board.with_row(panels.row("Errors"))
+    for panel in (
+        graph(
+            "Errors by type",
+            "Errors per second that clients got, mistakes of their own among them, by type and status.",
+            "reqps",
+            [(rate(t.ERRORS, ("type", "status")), "{{status}} {{type}}")],
+            stacked=True,
+        ),
+        graph(
+            "Errors by API",
+            "Errors per second that clients got, by the API they called.",
+            "reqps",
+            [(rate(t.ERRORS, ("api",)), "{{api}}")],
+            stacked=True,
+        ),
+        graph(
+            "Rejections by reason",
+            "Requests per second that were refused for want of room or by a limit, by the queue or limit.",
+            "reqps",
+            [(rate(t.REJECTED, ("reason",)), "{{reason}}")],
+            stacked=True,
+        ),
+        graph(
+            "Lines left out of logs",
+            "Lines per second that the access log lost, to a full queue or a failing disk, and lines about errors that "
+            "were too many.",
+            "short",
+            [(rate(t.DROPPED_LINES, ("log",)), "{{log}}")],
+            stacked=True,
         ),
     ):
         board.with_panel(panel)
@@ -201,6 +187,15 @@ def build() -> Any:
             "bytes",
             [(level(t.PREFIX_BYTES, ("tier",)), "{{tier}}")],
             stacked=True,
+        ),
+        graph(
+            "Evictions and expiries by tier",
+            "Blocks and tails per second that left a tier: to make room or dropped, and by their TTL.",
+            "short",
+            [
+                (rate(t.EVICTED_BLOCKS, ("tier",)), "{{tier}} evicted"),
+                (rate(t.EXPIRED_BLOCKS, ("tier",)), "{{tier}} expired"),
+            ],
         ),
     ):
         board.with_panel(panel)
@@ -230,6 +225,12 @@ def build() -> Any:
             "Percentiles of the time to the last token, by compression policy.",
             "s",
             percentiles(t.E2E, "policy"),
+        ),
+        graph(
+            "Time in the queue",
+            "Percentiles of the time that requests waited in their replica before their prompt was computed.",
+            "s",
+            percentiles(t.QUEUE, "model"),
         ),
     ):
         board.with_panel(panel)

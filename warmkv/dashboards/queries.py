@@ -1,7 +1,7 @@
 """PromQL for the metrics of `warmkv.telemetry`. A label that a metric does not have is refused while building.
 
 Every query sums the series of all processes (Ray labels each with its worker) and is filtered by the dashboard's
-variables: `$application`, and `$policy` where the metric knows the policy.
+variables: `$application`, and `$policy` and `$model` where the metric knows them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def _labels(metric: Metric, labels: tuple[str, ...]) -> str:
 def _selector(metric: Metric, match: dict[str, str]) -> str:
     _labels(metric, tuple(match))
     terms = ['application=~"$application"']
-    if "policy" in metric.labels:
-        terms.append('policy=~"$policy"')
+    terms += [f'{label}=~"${label}"' for label in ("policy", "model") if label in metric.labels]
     for label, value in match.items():
         terms.append(f'{label}!="{value[1:]}"' if value.startswith("!") else f'{label}="{value}"')
     return "{" + ", ".join(terms) + "}"

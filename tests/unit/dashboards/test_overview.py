@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from warmkv import telemetry
-from warmkv.dashboards import overview, queries
+from warmkv.config import GatewayConfig
+from warmkv.dashboards import metrics_page, overview, queries
 from warmkv.dashboards.build import BOARDS, build_all, documents
 
 ROOT = Path(__file__).parents[3]
@@ -39,8 +40,8 @@ def expressions(boards: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def plain(expression: str) -> str:
-    """The expression as Prometheus would get it: all applications, all policies, a range of a minute."""
-    return re.sub(r"\$(application|policy)\b", ".*", expression.replace("$__rate_interval", "1m"))
+    """The expression as Prometheus would get it: all applications, policies and models, a range of a minute."""
+    return re.sub(r"\$(application|policy|model)\b", ".*", expression.replace("$__rate_interval", "1m"))
 
 
 def test_committed_json_is_a_fresh_build(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_variables(boards: dict[str, dict[str, Any]]) -> None:
     for board in boards.values():
         variables = {variable["name"]: variable for variable in board["templating"]["list"]}
         assert variables["datasource"]["type"] == "datasource"
-        assert {"application", "policy"} <= set(variables)
+        assert {"application", "policy", "model"} <= set(variables)
         for panel in panels(board):
             assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
 
@@ -120,6 +121,25 @@ def test_the_rules_find_faults(expression: str, fault: str) -> None:
 def test_every_metric_is_shown(boards: dict[str, dict[str, Any]]) -> None:
     shown = " ".join(expression for _, expression in expressions(boards))
     assert [metric.name for metric in telemetry.ALL if metric.exported not in shown] == []
+
+
+def test_the_page_of_metrics_is_what_the_code_writes() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page.page(), "docs/metrics.md: run `make dashboards`"
+    listed = [metric for _, metrics in metrics_page.SECTIONS for metric in metrics]
+    assert sorted(metric.name for metric in listed) == sorted(metric.name for metric in telemetry.ALL)
+
+
+def test_buckets_reach_as_far_as_what_they_measure() -> None:
+    """A histogram tells no percentile beyond its last bucket."""
+    longest = GatewayConfig().request_timeout_seconds
+    for metric in (telemetry.TTFT, telemetry.E2E, telemetry.QUEUE):
+        assert metric.buckets[-1] >= longest, metric.name
+        assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
+
+
+def test_metrics_of_requests_name_the_model() -> None:
+    requests = set(telemetry.REQUEST) - {telemetry.RETRIED}
+    assert [metric.name for metric in requests if "model" not in metric.labels] == []
 
 
 def test_a_label_that_does_not_exist_is_refused() -> None:

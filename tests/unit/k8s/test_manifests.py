@@ -204,8 +204,20 @@ def test_probes_and_ports(rendered: list[dict[str, Any]], config: Config) -> Non
         assert len(ports) == len(box["ports"])
         assert ports["serve"] == config.gateway.port
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert box[probe]["httpGet"]["port"] in ports, (box["name"], probe)
             assert box[probe]["failureThreshold"], (box["name"], probe)
+            if "httpGet" in box[probe]:
+                assert box[probe]["httpGet"]["port"] in ports, (box["name"], probe)
+
+
+def test_a_worker_is_ready_while_a_replica_takes_requests(rendered: list[dict[str, Any]], config: Config) -> None:
+    """Through Serve's proxy of its pod, unless that one drains; the head must not wait for what it starts."""
+    found = {name: group["template"]["spec"]["containers"][0] for name, group in groups(rendered).items()}
+    for name, box in found.items():
+        command = " ".join(box["readinessProbe"].get("exec", {}).get("command", ()))
+        urls = re.findall(r"http://localhost:(\d+)(/\S+)", command)
+        prefix = config.gateway.route_prefix.rstrip("/")
+        ready = [(str(config.gateway.port), path) for path in ("/-/healthz", f"{prefix}/readyz")]
+        assert urls == ([] if "head" in name else ready), name
 
 
 def test_salt_comes_from_a_secret(rendered: list[dict[str, Any]], config: Config) -> None:
