@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_the_directory_comes_back_whole_after_it_was_killed(cluster, eventually)
 
 def test_the_access_log_has_a_line_for_every_request(cluster, eventually):
     message = ask(cluster, marked(TEXT + "logged", "?"), "logged")
-    name = message.id.removeprefix("msg_")
+    name = message.id.replace("msg_", "req_")
 
     def find() -> RequestRecord | None:
         lines = cluster.access_log.read_text().splitlines()
@@ -158,6 +159,34 @@ def test_the_access_log_has_a_line_for_every_request(cluster, eventually):
     assert record.usage.total_written == message.usage.cache_creation_input_tokens
     assert record.resident_bytes == message.usage.warmkv["resident_bytes"]
     assert "logged" not in cluster.access_log.read_text()
+
+
+def test_a_request_can_be_followed_from_the_gateway_to_its_replica(cluster, eventually):
+    """Its id and its trace are in the header, in the access log and in the logs of both actors; an error's as well."""
+    import ray
+
+    def logged(deployment: str) -> str:
+        folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+        return "".join(file.read_text() for file in folder.glob(f"replica_warmkv_{deployment}_*.log"))
+
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-api-key": "followed", "traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "client-9"}
+    body = {"model": cluster.config.model.name, "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+    url = f"{cluster.url}/v1/messages"
+    answer = requests.post(url, json=body, headers=headers, timeout=60)
+    name, own = answer.headers["request-id"], answer.headers["traceparent"].split("-")[2]
+    told = f"request={name} client=client-9 trace={trace} span={own}"
+    eventually(lambda: told in logged("replica"), "the replica's log names the request")
+    eventually(lambda: f'"id":"{name}"' in cluster.access_log.read_text(), "the access log names it")
+    wrong = requests.post(url, json={**body, "max_tokens": -1}, headers=headers, timeout=60)
+    assert wrong.json()["request_id"] == wrong.headers["request-id"]
+    eventually(lambda: f"request={wrong.headers['request-id']}" in logged("gateway"), "the gateway's log names it")
+    assert "Hello" not in logged("replica") + logged("gateway")
+
+
+def test_ready_while_replicas_take_requests(cluster):
+    ready = requests.get(f"{cluster.url}/readyz", timeout=60)
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "replicas": len(cluster.replicas())})
 
 
 def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
@@ -177,7 +206,9 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
 def test_metrics_are_exported_for_prometheus(cluster, eventually):
     ask(cluster, marked(TEXT + "measured", "?"), "measured", max_tokens=4)
     recorded = set(telemetry.ALL) - set(telemetry.TRANSFER)  # of these test_transfer has some to count
-    recorded -= {telemetry.RETRIED}  # no replica fails here
+    recorded -= {telemetry.RETRIED, telemetry.REJECTED, telemetry.DROPPED_LINES}  # nothing fails or is full here
+    recorded -= {telemetry.PREEMPTED, telemetry.EVICTED_BLOCKS, telemetry.EXPIRED_BLOCKS}
+    assert requests.get(f"{cluster.url}/nothing", timeout=60).status_code == 404  # an error to count
     eventually(lambda: all(metric.exported in metrics() for metric in recorded), "every metric is exported")
 
 

@@ -17,6 +17,7 @@ import torch
 from warmkv import logs, telemetry
 from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
+from warmkv.replicas import metrics
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
@@ -192,21 +193,7 @@ class Replica:
 
     def _status(self) -> dict[str, Any]:
         stats = self._engine.stats()
-        record = self._recorder.set
-        record(telemetry.DECODING, stats.decoding)
-        record(telemetry.WAITING, stats.waiting)
-        record(telemetry.WEIGHT_BYTES, stats.weight_bytes)
-        record(telemetry.KV_BYTES, stats.slot_bytes, use="slots")
-        record(telemetry.KV_BYTES, stats.workspace_bytes, use="workspace")
-        record(telemetry.KV_BYTES, stats.store_bytes, use="store")
-        record(telemetry.STORED_BLOCKS, stats.store_blocks)
-        for tier, held in stats.store_tiers.items():
-            record(telemetry.PREFIX_BYTES, held, tier=tier)
-        grow, store = self._recorder.grow, self._engine.store
-        grow(telemetry.PREEMPTED, stats.preempted, reason="fairness")
-        for tier in store.evictions:
-            grow(telemetry.EVICTED_BLOCKS, store.evictions[tier], tier=tier)
-            grow(telemetry.EXPIRED_BLOCKS, store.expiries[tier], tier=tier)
+        metrics.record(self._recorder, stats, self._engine.store)
         leaving = {"phase": "handing over"} if self._leaving else {}
         return {**asdict(stats), **self._place, **leaving}
 
