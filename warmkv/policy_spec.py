@@ -60,7 +60,8 @@ class PolicySpec(BaseModel):
     prompt. A ring over the whole prompt as its budget makes room for every new token by evicting an old one.
     The short form `NAME[@BUDGET][+PART...][:KNOB=VALUE,...]` is accepted wherever a policy is: `snapkv@0.2`,
     `snapkv@1024+ring+kivi4`, `h2o@0.1+protect`, `snapkv@0.2:window=16`. `kivi`, `turboquant` and `fp8` name the full
-    cache in such a storage, `kivi` with the residual of its paper; `structural` and `shotkv` name snapkv inside that wrapper.
+    cache in such a storage, `kivi` with the residual of its paper; `structural` and `shotkv` name snapkv inside that
+    wrapper.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)

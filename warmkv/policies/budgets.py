@@ -146,8 +146,9 @@ def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
 def pyramid(budget: int, window: int, tokens: int, layers: int, beta: int) -> list[int]:
     """Entries per layer, falling from the first to the last (PyramidKV, arXiv 2406.02069, section 4.2).
 
-    All layers keep the same of a prompt shorter than twice the budget, windows aside, as in the authors' code. The step is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every
-    layer evenly, so that the total never does.
+    All layers keep the same of a prompt shorter than twice the budget, windows aside, as in the authors' code. The step
+    is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every layer
+    evenly, so that the total never does.
     """
     if budget <= window or layers == 1 or tokens < 2 * (budget - window):
         return [budget] * layers

@@ -113,6 +113,12 @@ def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor
     return rank.topk(min(most, count), dim=-1).indices
 
 
+def sum_heads(received: Tensor, kv_heads: int) -> Tensor:
+    """Sum [n, entries] over the KV heads of each sequence, which are neighbouring rows; returns the same shape."""
+    sequences = received.view(-1, kv_heads, received.shape[1])
+    return sequences.sum(dim=1, keepdim=True).expand_as(sequences).flatten(0, 1)
+
+
 def rotate(keys: Tensor, angles: Tensor) -> Tensor:
     """Rotate keys [..., d] on by `angles` [..., d/2] radians (rotary embedding, halves convention)."""
     cos, sin = angles.cos().to(keys.dtype), angles.sin().to(keys.dtype)

@@ -20,7 +20,7 @@ from warmkv.policies.compression.storage import codec
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.replicas import kernels
-from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate
+from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.rows import FREE, Bools, Due, Ints, RowState, seen_beside
 
 RECENT = 1e30
@@ -310,13 +310,8 @@ class Slab:
         )
         if self.kind.alike:
             assert scores is not None
-            scores.copy_(self._over_heads(scores))
+            scores.copy_(sum_heads(scores, self._kv_heads))
         return out
-
-    def _over_heads(self, received: Tensor) -> Tensor:
-        """Sum [n, entries] over the KV heads of each sequence, which are neighbouring rows; returns the same shape."""
-        of_sequences = received.unflatten(0, (-1, self._kv_heads))
-        return of_sequences.sum(dim=1, keepdim=True).expand_as(of_sequences).flatten(0, 1)
 
     def _attend_plain(
         self,
@@ -333,7 +328,9 @@ class Slab:
             return attend_rows(query, keys[0], values[0], step.bias, scale)
         out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
         if scores is not None:
-            received = self._over_heads(shares.sum(dim=1)) if self.kind.alike else shares.sum(dim=1)
+            received = shares.sum(dim=1)
+            if self.kind.alike:
+                received = sum_heads(received, self._kv_heads)
             for mine, fresh in (
                 (scores[:, : step.reach], received[:, : step.reach]),
                 (scores[:, self.kind.packed :], received[:, step.reach :]),

@@ -114,7 +114,7 @@ def last_query_average(layer: LayerView) -> list[float]:
 
 
 def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[float], list[float]]:
-    """Of the attention that each position gets from the last `window` queries of one query head, a sample of queries."""
+    """Of the attention that each position gets from the last `window` queries, a sample, of one query head."""
     rows = [attention_row(layer, member, query) for query in range(layer.tokens - window, layer.tokens)]
     means = [sum(column) / window for column in zip(*rows, strict=True)]
     variances = [

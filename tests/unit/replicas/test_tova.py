@@ -1,4 +1,4 @@
-"""TOVA through the engine against the paper's own loop: attend first, then drop one token for all heads of the layer."""
+"""TOVA through the engine against the paper's own loop: attend first, then drop one token for all heads of a layer."""
 
 from __future__ import annotations
 

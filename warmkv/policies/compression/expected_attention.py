@@ -17,8 +17,8 @@ class ExpectedAttention(Policy):
 
     Queries before rotation are taken as normally distributed, with mean and covariance of the prompt's last `window`
     ones; their rotation is averaged over the positions to come. The expected logit is then that of the mean plus half
-    the variance, and the score softmax(logit) * |v| (section 3.1). The first `sinks` tokens are kept and left out of all
-    of this, as in the authors' code. The paper takes all queries of the prompt; the last ones make the choice
+    the variance, and the score softmax(logit) * |v| (section 3.1). The first `sinks` tokens are kept and left out of
+    all of this, as in the authors' code. The paper takes all queries of the prompt; the last ones make the choice
     independent of what was cached.
     """
 
