@@ -76,7 +76,7 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
     sessions = traffic.plan(shape)
     with running(config, say) as live:
         service.ask_all(live.url, config.model.name, sessions, say)
-        held = service.replicas(live.url)
+        held = service.replicas(live.url, live.operator_key)
     records = access_log.read(log).requests
     say("replaying")
     times, _ = timing.choose_cost(records, config, recorded_policy(), "log")

@@ -60,6 +60,9 @@ def failures_end_the_program(what: str) -> Iterator[None]:
     """A fault of the machine or the settings ends the program with code 1 and its reason, an interrupt with 130."""
     try:
         yield
+    except ConfigError as error:
+        errors.print(f"[red]configuration:[/red] {error}", highlight=False)
+        raise typer.Exit(2) from None
     except (OSError, RuntimeError) as error:
         errors.print(f"[red]{what}:[/red] {error}", highlight=False)
         raise typer.Exit(1) from None

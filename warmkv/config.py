@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from warmkv.gpus import Gpu
 from warmkv.model_shape import KV, ModelShape
@@ -290,21 +299,97 @@ class ControlConfig(Section):
         return self
 
 
-class TenantConfig(Section):
+Right = Literal["policy", "replica", "ignore_eos"]
+"""A field of a request's `warmkv` options that not every tenant may use."""
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class KeyConfig(Section):
+    sha256: Sha256 = Field(description="SHA-256 of the API key; `warmkv hash-key` prints it")
+    expires: AwareDatetime | None = Field(None, description="when the key ends, with a time zone; null: never")
+
+
+class KeyHolder(Section):
+    """Who is known by an API key, or by several while one takes the place of another."""
+
     name: str
-    key_sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the API key; `warmkv hash-key` prints it"
+    key_sha256: Sha256 | None = Field(None, description="SHA-256 of the API key; `warmkv hash-key` prints it")
+    keys: tuple[KeyConfig, ...] = Field((), description="further keys, each with a time at which it ends")
+
+    @property
+    def all_keys(self) -> tuple[KeyConfig, ...]:
+        """Every key of the holder."""
+        return (*(() if self.key_sha256 is None else (KeyConfig(sha256=self.key_sha256),)), *self.keys)
+
+    @model_validator(mode="after")
+    def _check(self) -> KeyHolder:
+        if not self.all_keys:
+            raise ValueError(f"{self.name} has no key: set key_sha256, or keys")
+        return self
+
+
+class OperatorConfig(KeyHolder):
+    """May change the policy and see the replicas' state, but asks for no answers: that is a tenant's."""
+
+
+class LimitsConfig(Section):
+    """What a tenant may ask for, in all gateways together; each of them grants its part."""
+
+    requests_per_minute: int = Field(0, ge=0, description="0: no limit")
+    tokens_per_minute: int = Field(
+        0, ge=0, description="input that is not read from the cache, and output; 0: no limit"
     )
+    concurrent_requests: int = Field(0, ge=0, description="0: no limit")
+    queue_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of cluster.max_queued_requests that may wait for their first token; 1: no limit",
+    )
+
+
+class TenantLimits(Section):
+    """What differs for one tenant."""
+
+    requests_per_minute: int | None = Field(None, ge=0)
+    tokens_per_minute: int | None = Field(None, ge=0)
+    concurrent_requests: int | None = Field(None, ge=0)
+    queue_share: float | None = Field(None, gt=0, le=1)
+
+
+class TenantConfig(KeyHolder):
     operator: bool = Field(
         False, description="may change the policy, and see the replicas' state, in which all tenants' activity shows"
     )
+    rights: tuple[Right, ...] | None = Field(None, description="as gateway.rights if absent")
+    limits: TenantLimits = Field(TenantLimits(), description="those of gateway.limits that are absent here")
 
 
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
     route_prefix: str = Field("/", pattern=r"^/", description="path under which the APIs are served")
-    tenants: tuple[TenantConfig, ...] = Field((), description="if empty, any key is accepted and is its own tenant")
+    allow_open: bool = Field(False, description="listen beyond loopback although no tenants are configured")
+    tenants: tuple[TenantConfig, ...] = Field(
+        (), description="if empty, and without tenants_file, any key is accepted and is its own tenant"
+    )
+    tenants_file: Path | None = Field(
+        None, description="YAML or JSON with further `tenants` and `operators`, read again whenever it changes"
+    )
+    tenants_file_seconds: float = Field(5.0, gt=0, description="how often a gateway looks whether it has changed")
+    operators: tuple[OperatorConfig, ...] = Field((), description="who may change the policy without being a tenant")
+    rights: tuple[Right, ...] | None = Field(
+        None,
+        description="of tenants that name none: policy, replica, ignore_eos; null: all of them where no tenants are "
+        "configured, else none",
+    )
+    limits: LimitsConfig = Field(LimitsConfig(), description="of every tenant; a tenant may have its own")
+    limited_tenants: int = Field(
+        10_000,
+        ge=1,
+        description="tenants whose use is remembered; over it, that of the one that asked longest ago goes",
+    )
     salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
     max_body_bytes: ByteSize = ByteSize(32 << 20)
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
@@ -331,6 +416,34 @@ class GatewayConfig(Section):
     error_logs_per_minute: int = Field(
         60, ge=1, description="lines about errors of one type and status in a gateway's log; those left out are counted"
     )
+
+    @property
+    def is_open(self) -> bool:
+        """True where no tenants are configured, so that any key is accepted."""
+        return not self.tenants and self.tenants_file is None
+
+    @model_validator(mode="after")
+    def _check(self) -> GatewayConfig:
+        check_key_holders(self.tenants, self.operators)
+        return self
+
+
+def check_key_holders(tenants: Sequence[TenantConfig], operators: Sequence[OperatorConfig]) -> None:
+    """Raise ValueError if a key is that of two holders, or one tenant is listed with different rights or limits."""
+    holders: dict[str, tuple[str, str]] = {}
+    for kind, listed in (("tenant", tenants), ("operator", operators)):
+        for holder in listed:
+            for key in holder.all_keys:
+                first = holders.setdefault(key.sha256, (kind, holder.name))
+                if first != (kind, holder.name):
+                    raise ValueError(
+                        f"the key {key.sha256[:8]}... is that of {' '.join(first)} and of {kind} {holder.name}"
+                    )
+    terms: dict[str, TenantConfig] = {}
+    for tenant in tenants:
+        first_entry = terms.setdefault(tenant.name, tenant)
+        if (first_entry.rights, first_entry.limits) != (tenant.rights, tenant.limits):
+            raise ValueError(f"tenant {tenant.name} is listed twice, with different rights or limits")
 
 
 class AutoscalingConfig(Section):

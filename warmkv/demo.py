@@ -119,7 +119,7 @@ def run(config: Config, console: Console, seed: int) -> Result:
                 for api in ("anthropic", "openai")
                 for policy in POLICIES
             ]
-            conversation = converse(service.url, config, document, questions)
+            conversation = converse(service.url, service.operator_key, config, document, questions)
             progress.advance(steps, 2)
     return Result(rows, conversation)
 
@@ -233,7 +233,7 @@ def ask_openai(url: str, model: str, key: str, document: str, question: str, opt
     return Reply(text, first, read, billed, fields["warmkv"])
 
 
-def converse(url: str, config: Config, document: str, questions: Sequence[Question]) -> Conversation:
+def converse(url: str, operator_key: str, config: Config, document: str, questions: Sequence[Question]) -> Conversation:
     """Two turns about one document; the second once where the router sends it and once on another replica."""
     import anthropic
     import requests
@@ -256,7 +256,9 @@ def converse(url: str, config: Config, document: str, questions: Sequence[Questi
         return Reply(text, time.perf_counter() - begun, usage.read, usage, fields["warmkv"])
 
     def replicas() -> dict[str, Any]:
-        found: dict[str, Any] = requests.get(f"{url}/v1/warmkv/replicas", timeout=10).json()["replicas"]
+        answer = requests.get(f"{url}/v1/warmkv/replicas", headers={"x-api-key": operator_key}, timeout=10)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()["replicas"]
         return found
 
     before = {name: replica["blocks"] for name, replica in replicas().items()}

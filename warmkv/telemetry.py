@@ -16,7 +16,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, lines, routers, version
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, files, lines, routers, version
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -73,6 +73,9 @@ DROPPED_LINES = Metric(
 )
 # Recorded by the gateway, at every change.
 POLICY_VERSION = Metric("warmkv_policy_version", "gauge", "Version of the policy in force in a gateway", "version")
+TENANTS_READ = Metric(
+    "warmkv_tenants_read", "counter", "Tenants files read anew by a gateway: taken, refused", "files", ("result",)
+)
 # Recorded by every replica, about once a second.
 DECODING = Metric("warmkv_decoding_requests", "gauge", "Requests that are decoding", "requests")
 WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a replica", "requests")
@@ -124,7 +127,7 @@ DIRECTORY_LEFT_OUT = Metric(
 )
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
-GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, POLICY_VERSION)
+GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, POLICY_VERSION, TENANTS_READ)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
 REPLICA = (DECODING, WAITING, PREEMPTED, WEIGHT_BYTES, KV_BYTES, *STORE)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from benchmarks.live.traffic import Sample, Session, play
 
@@ -29,10 +29,11 @@ def ask_all(url: str, model: str, sessions: Sequence[Session], say: Callable[[st
     return samples
 
 
-def replicas(url: str) -> dict[str, Any]:
+def replicas(url: str, operator_key: str) -> dict[str, Any]:
     """What every replica holds and has done, once it has reported the end of the last request."""
     time.sleep(SETTLE_SECONDS)
-    with urlopen(f"{url}/v1/warmkv/replicas", timeout=30) as answer:
+    request = Request(f"{url}/v1/warmkv/replicas", headers={"x-api-key": operator_key})
+    with urlopen(request, timeout=30) as answer:
         found: dict[str, Any] = json.load(answer)["replicas"]
     return found
 

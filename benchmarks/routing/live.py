@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from benchmarks.live.service import ask_all, replicas
 from benchmarks.live.traffic import Traffic, plan
 from warmkv.config import Config, parse
 from warmkv.platform.local import start_ray, with_port
+from warmkv.platform.operator_key import with_operator
 from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator import access_log
@@ -54,9 +56,10 @@ def race(repeats: int, seed: int, cores: float, quick: bool, results: Results, s
         }
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            services = stack.enter_context(_services(Path(folder)))
+            key = secrets.token_urlsafe(32)
+            services = stack.enter_context(_services(Path(folder), key))
             if cores:
-                pids = [replica["pid"] for service in services for replica in replicas(service.url).values()]
+                pids = [replica["pid"] for service in services for replica in replicas(service.url, key).values()]
                 try:
                     stack.enter_context(held_to(cores, pids))
                 except QuotaError as error:
@@ -81,7 +84,7 @@ class Service:
 
 
 @contextmanager
-def _services(folder: Path) -> Iterator[list[Service]]:
+def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
     """All contestants, each an application of its own."""
     import ray
     from ray import serve
@@ -105,6 +108,7 @@ def _services(folder: Path) -> Iterator[list[Service]]:
                     "gateway": {"host": host, "port": port, "access_log": str(folder / f"{name}.jsonl")},
                 }
             )
+            config = config.model_copy(update={"gateway": with_operator(config.gateway, operator_key)})
             args = config.model_dump(mode="json", exclude_defaults=True)
             serve.run(routed(args, router(name, config)), name=application, route_prefix=f"/{application}")
             found.append(Service(name, f"http://{host}:{port}/{application}", config))

@@ -19,9 +19,11 @@ import yaml
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import free_port, start_document, start_ray, watching
+from warmkv.platform.operator_key import with_operator
 
 ROOT = Path(__file__).parents[2]
 OVERLAY = ROOT / "k8s" / "overlays" / "demo"
+OPERATOR = {"x-api-key": "operator of the tests"}  # headers
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def replicas(self) -> dict[str, Any]:
-        found: dict[str, Any] = requests.get(f"{self.url}/v1/warmkv/replicas", timeout=10).json()["replicas"]
+        answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=10)
+        found: dict[str, Any] = answer.json()["replicas"]
         return found
 
 
@@ -69,6 +72,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     args.setdefault("engine", {}).update(threads=1)
     document["http_options"] = {"host": "127.0.0.1", "port": port}
     config = parse(args)
+    config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
+    application["args"] = config.model_dump(mode="json", exclude_defaults=True)
     os.environ["WARMKV_SALT"] = "salt of the tests"
     start_ray(config)
     import ray

@@ -8,6 +8,7 @@ import anthropic
 import pytest
 import requests
 
+from tests.e2e.conftest import OPERATOR
 from warmkv.platform.control import control_name, start_control
 from warmkv.platform.policy_store import NAMESPACE
 
@@ -24,12 +25,12 @@ def as_configured(cluster):
 
 
 def policy(cluster: Any, path: str = "") -> Any:
-    return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", timeout=30).json()
+    return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", headers=OPERATOR, timeout=30).json()
 
 
 def change(cluster: Any, method: str = "PUT", path: str = "", **body: Any) -> Any:
     url = f"{cluster.url}/v1/warmkv/policy{path}"
-    answer = requests.request(method, url, json={"why": "test", **body}, timeout=60)
+    answer = requests.request(method, url, json={"why": "test", **body}, headers=OPERATOR, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -90,11 +91,13 @@ def test_the_router_goes_by_the_parameters_in_force(cluster, eventually):
     home = ask(cluster, "routed").warmkv["replica"]
     (other,) = (name for name in names if name != home)
     change(cluster, changes={"routing.allow_request_replica": False})
+    with pytest.raises(anthropic.PermissionDeniedError, match="allow_request_replica"):
+        ask(cluster, "routed", other)
 
     def sent_home() -> bool:  # as soon as the router knows what is warm there
-        return bool(ask(cluster, "routed", other).warmkv["replica"] == home)
+        return bool(ask(cluster, "routed").warmkv["replica"] == home)
 
-    eventually(sent_home, "a request that may not name its replica goes where its prefix is warm")
+    eventually(sent_home, "a request that names no replica goes where its prefix is warm")
     change(cluster, changes={"routing.allow_request_replica": True})
     assert ask(cluster, "routed", other).warmkv["replica"] == other
     change(cluster, changes={"routing.policy": "power_of_two"})
@@ -107,7 +110,7 @@ def test_refusals_come_through_the_actor(cluster):
         ({"routing.overload": 3}, {"version": 10**6}, 409, "is not in force"),
     ):
         body = {"changes": changes, "why": "test", **more}
-        answer = requests.put(f"{cluster.url}/v1/warmkv/policy", json=body, timeout=30)
+        answer = requests.put(f"{cluster.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=30)
         message = answer.json()["error"]["message"]
         assert answer.status_code == status
         assert says in message

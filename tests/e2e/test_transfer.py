@@ -13,11 +13,12 @@ import anthropic
 import pytest
 import requests
 
-from tests.e2e.conftest import Cluster, metrics
+from tests.e2e.conftest import OPERATOR, Cluster, metrics
 from warmkv import telemetry
 from warmkv.config import parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import start_document
+from warmkv.platform.operator_key import with_operator
 from warmkv.replicas.protocol import BlocksWanted
 from warmkv.replicas.transfer import BlocksLent
 
@@ -48,7 +49,8 @@ class Service:
         )
 
     def replicas(self) -> dict[str, Any]:
-        found = requests.get(f"{self.url}/v1/warmkv/replicas", timeout=30).json()["replicas"]
+        answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=30)
+        found = answer.json()["replicas"]
         return {name: known for name, known in found.items() if "phase" not in known}
 
     def running(self) -> int:
@@ -72,6 +74,7 @@ def service(session: Cluster, name: str, **sections: Any) -> Iterator[Service]:
             "transfer": TRANSFER,
         }
     )
+    config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
     start_document(serve_document(config))
     try:
         yield Service(name, f"http://127.0.0.1:{port}/{name}", config.model.name)

@@ -22,6 +22,7 @@ from tests.polling import until
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import free_port
+from warmkv.platform.operator_key import with_operator
 
 # Ray and Serve notice faults within seconds here, so that the tests need not wait for minutes; but none so short that a
 # part of a slow, busy machine passes for a broken one. What hangs or is cut off here stays so, however long it takes.
@@ -43,10 +44,11 @@ SETTINGS: dict[str, Any] = {
         "drain_seconds": 2.0,
     },
     "transfer": {"handover_seconds": 1.0, "timeout_seconds": 1.0},
-    "gateway": {"stall_seconds": 6.0},
+    "gateway": {"stall_seconds": 6.0, "allow_open": True},
     "directory": {"follow_seconds": 0.5, "silence_seconds": 10.0},
     "control": {"follow_seconds": 1.0, "silence_seconds": 10.0},
 }
+OPERATOR = {"x-api-key": "operator of the tests"}  # headers
 NODES = {"head": 0, "a": 1, "b": 1}  # with CPUs, of which a replica takes one
 POLICIES = ["full", "snapkv@0.5"]  # that are in force in turn
 
@@ -72,7 +74,7 @@ class Service:
                 self.expected[question.number, reply.policy] = reply
 
     def get(self, path: str) -> dict[str, Any]:
-        answer = requests.get(f"{self.url}/v1/warmkv/{path}", timeout=10)
+        answer = requests.get(f"{self.url}/v1/warmkv/{path}", headers=OPERATOR, timeout=10)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -113,7 +115,7 @@ class Service:
 
         def change() -> Any:
             with suppress(requests.RequestException):
-                answer = requests.put(f"{self.url}/v1/warmkv/policy", json=body, timeout=20)
+                answer = requests.put(f"{self.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=20)
                 return answer.ok and answer.json()["version"]
 
         version: int = until(change, "the policy is changed")
@@ -244,6 +246,7 @@ def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -
         port = free_port(host)
         reached = {"host": host, "port": port, "access_log": str(folder / "access.jsonl")}
         config = parse({**SETTINGS, "gateway": {**SETTINGS["gateway"], **reached}})
+        config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
         document = {**serve_document(config), "proxy_location": "HeadOnly"}
         file = folder / "document.json"
         file.write_text(json.dumps(document))

@@ -351,6 +351,15 @@ def build() -> Any:
             [(level(t.POLICY_VERSION, ("replica",)), "{{replica}}")],
         )
     )
+    board.with_panel(
+        graph(
+            "Tenants files read",
+            "Changes of gateway.tenants_file that the gateways took, and those that they refused: then the tenants "
+            "before stay in force, and GET /v1/warmkv/tenants says why.",
+            "short",
+            [(rate(t.TENANTS_READ, ("result",)), "{{result}}")],
+        )
+    )
 
     board.with_row(panels.row("Money"))
     for panel in (

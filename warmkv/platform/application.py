@@ -12,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from warmkv.config import ClusterConfig, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
+from warmkv.platform.listening import check_listening
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter
 from warmkv.replicas.deployment import Replica
@@ -31,6 +32,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Application:
     """The same with any router between gateways and replicas: races put others there."""
     config = parse(args)
+    check_listening(config.gateway)
     secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster

@@ -12,23 +12,28 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from warmkv.config import Config, ModelConfig
+from warmkv.config import Config, ModelConfig, parse
 from warmkv.platform.document import serve_document
+from warmkv.platform.listening import check_listening
+from warmkv.platform.operator_key import with_operator
+from warmkv.platform.tenants_file import Tenants
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A service that answers."""
+    """A service that answers, and a key with which its operator endpoints may be called."""
 
     url: str
+    port: int
     document: dict[str, Any]
+    operator_key: str = field(repr=False)
 
 
 def free_port(host: str) -> int:
@@ -100,9 +105,12 @@ def start_ray(config: Config) -> None:
 def start_document(document: dict[str, Any]) -> None:
     """Start every application of a Serve document on the Ray this process is connected to, and wait until it answers.
 
-    Raises RuntimeError if an application cannot be deployed.
+    Raises RuntimeError if an application cannot be deployed, ConfigError if it would be open to other machines.
     """
     from ray import serve
+
+    for application in document["applications"]:
+        check_listening(parse(application.get("args", {})).gateway, document["http_options"]["host"])
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=document["proxy_location"], http_options=document["http_options"])
@@ -149,15 +157,19 @@ def watching(config: Config, say: Callable[[str], None]) -> Iterator[None]:
 def running(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Running]:
     """The service on a local Ray of its own, stopped at the end. `say` is told how the start goes on.
 
-    Raises OSError where the port is taken, the model folder missing or the log not writable, RuntimeError where a
-    replica cannot start.
+    Raises OSError where the port is taken, the model folder missing or the log not writable, ConfigError where it
+    would be open to other machines or the tenants file cannot be taken, RuntimeError where a replica cannot start.
     """
+    check_listening(config.gateway)
+    Tenants(config.gateway, b"", lambda outcome: None)  # whose faults would come from a gateway otherwise, much later
     check_model(config.model)
     if config.gateway.access_log:
         config.gateway.access_log.parent.mkdir(parents=True, exist_ok=True)
         config.gateway.access_log.open("a").close()
     config = with_port(config)
-    document = serve_document(config)
+    operator_key = secrets.token_urlsafe(32)
+    gateway = with_operator(config.gateway, operator_key)
+    document = serve_document(config.model_copy(update={"gateway": gateway}))
     start_ray(config)
     import ray
     from ray import serve
@@ -165,9 +177,9 @@ def running(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     try:
         with watching(config, say):
             start_document(document)
-        host = "127.0.0.1" if config.gateway.host == "0.0.0.0" else config.gateway.host
-        prefix = config.gateway.route_prefix.rstrip("/")
-        yield Running(f"http://{host}:{config.gateway.port}{prefix}", document)
+        host = "127.0.0.1" if gateway.host == "0.0.0.0" else gateway.host
+        url = f"http://{host}:{gateway.port}{gateway.route_prefix.rstrip('/')}"
+        yield Running(url, gateway.port, document, operator_key)
     finally:
         with suppress(Exception):  # it may never have been deployed
             serve.delete(config.cluster.application)

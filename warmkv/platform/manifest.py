@@ -11,6 +11,7 @@ import yaml
 
 from warmkv.config import ConfigError, load
 from warmkv.platform.document import serve_document
+from warmkv.platform.listening import check_listening
 
 NAME = "warmkv"  # of the RayService that the patch applies to
 
@@ -33,7 +34,9 @@ def manifest(config_path: Path) -> str:
 
     The environment is left out, so that the same file gives the same manifest everywhere. Raises ConfigError.
     """
-    document = serve_document(load(config_path, environ={}))
+    config = load(config_path, environ={})
+    check_listening(config.gateway)
+    document = serve_document(config)
     patch = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",

@@ -45,7 +45,7 @@ def build_command(
     out: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or new.")],
     tenant: Annotated[
         list[str],
-        typer.Option(help="Who may read it: a name of gateway.tenants, or the API key if none are configured."),
+        typer.Option(help="Who may read it: a tenant's name, or the API key if none are configured."),
     ],
     system: Annotated[Path | None, typer.Option(help="File with the system prompt, if conversations have one.")] = None,
     document: Annotated[
@@ -62,13 +62,14 @@ def build_command(
     Example: `warmkv packs build packs/handbook --tenant support --system system.txt --document handbook.txt`
     """
     with _faults():
-        from warmkv.platform import packs, tenants
+        from warmkv.platform import packs
+        from warmkv.platform.tenants_file import find_tenant
 
         settings = load(config, flags=set_)
         secret = _secret(settings)
         built = packs.build(
             settings,
-            [tenants.find(name, settings, secret) for name in dict.fromkeys(tenant)],
+            [find_tenant(name, settings, secret) for name in dict.fromkeys(tenant)],
             system.read_text() if system else None,
             [path.read_text() for path in document],
             out,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from warmkv.config import ConfigError, GatewayConfig, read_value
+from warmkv.platform.operator_key import read_key
 
 TIMEOUT_SECONDS = 30.0
 _DEFAULTS = GatewayConfig()
@@ -22,7 +23,13 @@ app = typer.Typer(
 
 UrlOption = Annotated[str, typer.Option(help="Where the service is.")]
 KeyOption = Annotated[
-    str, typer.Option(envvar="WARMKV_API_KEY", help="API key of an operator.", show_default=False, show_envvar=True)
+    str,
+    typer.Option(
+        envvar="WARMKV_API_KEY",
+        help="API key of an operator; for a `warmkv serve` of yours on this machine it is found.",
+        show_default=False,
+        show_envvar=True,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer of the service as JSON.")]
 WhyOption = Annotated[str, typer.Option(help="The reason, kept with the version.")]
@@ -106,7 +113,7 @@ def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] 
         request = urllib.request.Request(
             f"{url.rstrip('/')}/v1/warmkv/policy{path}",
             data=None if body is None else json.dumps(body, default=str).encode(),
-            headers={"x-api-key": key, "content-type": "application/json"},
+            headers={"x-api-key": key or read_key(url), "content-type": "application/json"},
             method=method,
         )
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:

@@ -10,12 +10,14 @@ from rich.console import Console
 
 from warmkv.config import Config
 from warmkv.platform.local import running
+from warmkv.platform.operator_key import kept
 
 
 def serve_until_stopped(config: Config, console: Console) -> None:
     """Run the service until SIGINT or SIGTERM.
 
-    Raises OSError where the port is taken or the model folder is missing, RuntimeError where a replica cannot start.
+    Raises OSError where the port is taken or the model folder is missing, ConfigError where the service would be open
+    to other machines, RuntimeError where a replica cannot start.
     """
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
@@ -26,6 +28,12 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)
+        try:
+            path = stack.enter_context(kept(service.port, service.operator_key))
+            says = f"warmkv policy show --url {service.url}    # your key as its operator is in {path}"
+        except OSError:  # no home, or one that is read-only
+            says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
+        console.print(f"\n    {says}", highlight=False, markup=False, soft_wrap=True)
         stop.wait()
         console.print("stopping")
 

@@ -1,15 +1,26 @@
-"""Who is asking: API key to tenant, and the tenant's salt that keeps its prefixes apart from all others."""
+"""Who is asking: API key to caller, and the tenant's salt that keeps its prefixes apart from all others."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import get_args
 
-from warmkv.config import Config, TenantConfig
+from warmkv.config import (
+    Config,
+    GatewayConfig,
+    LimitsConfig,
+    OperatorConfig,
+    Right,
+    TenantConfig,
+    check_key_holders,
+)
 from warmkv.platform.gateway.errors import ApiError
 from warmkv.prefixes import hashing
+
+ALL_RIGHTS: frozenset[Right] = frozenset(get_args(Right))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +29,32 @@ class Tenant:
 
     name: str
     salt: bytes
-    operator: bool  # may see what all tenants do together
+    rights: frozenset[Right]
+    limits: LimitsConfig
 
     @property
     def label(self) -> str:
         return hashlib.sha256(self.salt).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The holder of an API key: a tenant, an operator, or both."""
+
+    name: str
+    tenant: Tenant | None
+    operator: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """Callers by the SHA-256 of their key, with the time at which it ends.
+
+    Looking up a hash takes a time that tells nothing of the keys: nobody can choose what their guess hashes to.
+    """
+
+    callers: Mapping[str, tuple[Caller, datetime | None]]
+    open: GatewayConfig | None  # where no tenants are configured: any other key is a tenant of its own
 
 
 def chain_root(salt: bytes, config: Config) -> bytes:
@@ -31,15 +63,39 @@ def chain_root(salt: bytes, config: Config) -> bytes:
     return hashing.chain_root(salt, model.path, model.revision or "", model.dtype, str(size))
 
 
-def find(name: str, config: Config, secret: bytes) -> Tenant:
-    """The tenant of that name; where none are configured, the one whose API key `name` is. Raises LookupError."""
-    if not config.gateway.tenants:
-        return authenticate({"x-api-key": name}, (), secret)
-    for tenant in config.gateway.tenants:
-        if tenant.name == name:
-            return Tenant(name, hashing.tenant_salt(secret, f"tenant:{name}"), tenant.operator)
-    known = ", ".join(tenant.name for tenant in config.gateway.tenants)
-    raise LookupError(f"no tenant is called {name!r}; gateway.tenants has {known}")
+def make_keyring(
+    gateway: GatewayConfig,
+    secret: bytes,
+    more_tenants: Sequence[TenantConfig] = (),
+    more_operators: Sequence[OperatorConfig] = (),
+) -> Keyring:
+    """Return the keyring of the configured tenants and operators, and of more from elsewhere.
+
+    Raises ValueError where they do not fit together.
+    """
+    tenants, operators = (*gateway.tenants, *more_tenants), (*gateway.operators, *more_operators)
+    check_key_holders(tenants, operators)
+    callers: dict[str, tuple[Caller, datetime | None]] = {}
+    for operator in operators:
+        caller = Caller(operator.name, None, operator=True)
+        callers |= {key.sha256: (caller, key.expires) for key in operator.all_keys}
+    for tenant in tenants:
+        caller = Caller(tenant.name, make_tenant(tenant, gateway, secret), tenant.operator)
+        callers |= {key.sha256: (caller, key.expires) for key in tenant.all_keys}
+    return Keyring(callers, gateway if gateway.is_open else None)
+
+
+def make_tenant(tenant: TenantConfig, gateway: GatewayConfig, secret: bytes) -> Tenant:
+    """Return a configured tenant, what it leaves out taken from the settings of all tenants."""
+    rights = (gateway.rights or ()) if tenant.rights is None else tenant.rights
+    limits = gateway.limits.model_copy(update=tenant.limits.model_dump(exclude_none=True))
+    return Tenant(tenant.name, hashing.tenant_salt(secret, f"tenant:{tenant.name}"), frozenset(rights), limits)
+
+
+def open_tenant(key: str, gateway: GatewayConfig, secret: bytes) -> Tenant:
+    """Return the tenant that a key is where no tenants are configured; no key is a tenant, too."""
+    rights = ALL_RIGHTS if gateway.rights is None else frozenset(gateway.rights)
+    return Tenant("open", hashing.tenant_salt(secret, f"key:{hash_key(key)}"), rights, gateway.limits)
 
 
 def hash_key(key: str) -> str:
@@ -47,17 +103,18 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def authenticate(headers: Mapping[str, str], tenants: tuple[TenantConfig, ...], secret: bytes) -> Tenant:
-    """The tenant of a request, by `x-api-key` or a bearer token. Raises ApiError (401).
+def authenticate(headers: Mapping[str, str], keyring: Keyring, secret: bytes, now: datetime) -> Caller:
+    """Return the caller of a request, by `x-api-key` or a bearer token. Raises ApiError (401).
 
-    Without configured tenants every key is a tenant of its own and an operator, and requests without a key share one.
+    Open callers are never operators.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
-    hashed = hash_key(key)
-    if not tenants:
-        return Tenant("open", hashing.tenant_salt(secret, f"key:{hashed}"), operator=True)
-    for tenant in tenants:
-        if hmac.compare_digest(tenant.key_sha256, hashed):
-            return Tenant(tenant.name, hashing.tenant_salt(secret, f"tenant:{tenant.name}"), tenant.operator)
+    if found := keyring.callers.get(hash_key(key)):
+        caller, expires = found
+        if expires is not None and expires <= now:
+            raise ApiError("authentication_error", f"this API key expired at {expires.astimezone(UTC).isoformat()}")
+        return caller
+    if keyring.open is not None:
+        return Caller("open", open_tenant(key, keyring.open, secret), operator=False)
     raise ApiError("authentication_error", "invalid x-api-key" if key else "x-api-key header is required")

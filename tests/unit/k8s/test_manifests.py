@@ -231,6 +231,24 @@ def test_salt_comes_from_a_secret(rendered: list[dict[str, Any]], config: Config
                 assert "value" not in entry, entry["name"]
 
 
+def test_the_base_lets_in_whom_a_secret_lists_and_only_the_demo_is_open(
+    rendered: list[dict[str, Any]], config: Config, folder: Path
+) -> None:
+    """The Secret is mounted as a folder in every pod: a gateway may run in any, and a subPath is never updated."""
+    if folder.name == "demo":
+        assert (config.gateway.is_open, config.gateway.allow_open) == (True, True)
+        assert not any("volumes" in group["template"]["spec"] for group in groups(rendered).values())
+        return
+    assert config.gateway.allow_open is False
+    path = config.gateway.tenants_file
+    assert path is not None
+    for group in groups(rendered).values():
+        (volume,) = group["template"]["spec"]["volumes"]
+        assert volume["secret"]["secretName"] == "warmkv-tenants"
+        (box,) = group["template"]["spec"]["containers"]
+        assert box["volumeMounts"] == [{"name": volume["name"], "mountPath": str(path.parent), "readOnly": True}]
+
+
 def test_ray_asks_for_a_token(rendered: list[dict[str, Any]]) -> None:
     assert ray_service(rendered)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
@@ -257,6 +275,10 @@ def test_render_command(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert run(manifest.app, ["render", "-c", str(settings)]).exit_code == 0
     assert (tmp_path / "serve-config.yaml").exists()
+    settings.write_text("gateway: {host: 0.0.0.0}\n")
+    refused = run(manifest.app, ["render", "-c", str(settings)])
+    assert refused.exit_code == 2
+    assert "gateway.allow_open" in refused.stderr
     settings.write_text("cluster: {replica: 3}\n")
     refused = run(manifest.app, ["render", "-c", str(settings)])
     assert refused.exit_code == 2

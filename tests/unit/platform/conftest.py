@@ -26,6 +26,7 @@ from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.local import free_port
+from warmkv.platform.operator_key import with_operator
 from warmkv.platform.policy_store import FolderStore
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine import Engine
@@ -51,6 +52,9 @@ class Counted:
     def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
         assert set(labels) == set(histogram.labels)
         self.seen.append((histogram.name, value, labels))
+
+
+OPERATOR = {"x-api-key": "operator"}  # headers
 
 
 class Server:
@@ -162,7 +166,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     servers: list[Server] = []
 
     def start(*flags: str, clock: Callable[[], float] = time.monotonic) -> Server:
-        servers.append(Server(load(flags=flags), clock, tmp_path_factory.mktemp("policy")))
+        config = load(flags=flags)
+        config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
+        servers.append(Server(config, clock, tmp_path_factory.mktemp("policy")))
         return servers[-1]
 
     yield start

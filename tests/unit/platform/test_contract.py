@@ -13,7 +13,7 @@ import requests
 
 from tests.polling import PATIENCE, until
 from warmkv.platform.gateway.content import AssistantMessage, Tool, UserMessage, turns
-from warmkv.platform.tenants import authenticate
+from warmkv.platform.tenants import open_tenant
 
 ROOT = Path(__file__).parents[3]
 LONG = "for key in keys:\n    total += weights[key]\n" * 30
@@ -141,7 +141,7 @@ def test_a_tenant_drops_its_own_prefixes(server):
         f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "carol"}, timeout=PATIENCE
     ).json()
     assert answer == {"type": "prefixes_dropped", "replicas": 2, "freed_bytes": 12}
-    assert server.dropped == [authenticate({"x-api-key": "carol"}, (), b"secret").label]
+    assert server.dropped == [open_tenant("carol", server.config.gateway, b"secret").label]
 
 
 def test_the_example_of_the_documentation_runs(server, monkeypatch, capsys):

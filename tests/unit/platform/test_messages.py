@@ -12,6 +12,7 @@ import pytest
 import requests
 
 from tests.polling import PATIENCE, until
+from tests.unit.platform.conftest import OPERATOR
 from warmkv.platform.tenants import hash_key
 from warmkv.policy_spec import METHODS
 
@@ -252,7 +253,7 @@ def test_typed_errors_of_other_kinds(serve, server):
     )
     assert requests.post(f"{server.url}/v1/messages", data=b"{", timeout=PATIENCE).status_code == 400
     strict = serve(
-        f"gateway.tenants=[{{name: team, key_sha256: {hash_key('right')}}}]",
+        f"gateway.tenants=[{{name: team, key_sha256: {hash_key('right')}, rights: [policy]}}]",
         "gateway.max_body_bytes=2000",
         "compression.allow_request_policy=false",
         "engine.max_queue=1",
@@ -268,7 +269,7 @@ def test_typed_errors_of_other_kinds(serve, server):
         strict.anthropic("right").get("/v1/warmkv/memory", cast_to=object)
     with pytest.raises(anthropic.RequestTooLargeError, match="max_body_bytes"):
         ask(strict, "x" * 3000, key="right")
-    with pytest.raises(anthropic.BadRequestError, match="allow_request_policy"):
+    with pytest.raises(anthropic.PermissionDeniedError, match="allow_request_policy"):
         ask(strict, "x", key="right", extra={"warmkv": {"policy": "snapkv"}})
 
 
@@ -370,7 +371,8 @@ def test_models_and_health(server):
 
 def test_memory_is_told_by_use_with_its_limits(server):
     ask(server, [marked(LONG), plain("?")], key="memory")
-    with urllib.request.urlopen(f"{server.url}/v1/warmkv/memory") as response:
+    asked = urllib.request.Request(f"{server.url}/v1/warmkv/memory", headers=OPERATOR)
+    with urllib.request.urlopen(asked) as response:
         (memory,) = json.load(response)["replicas"].values()
     uses = [memory[f"{use}_bytes"] for use in ("weight", "slot", "workspace", "store")]
     assert memory["total_bytes"] == sum(uses)

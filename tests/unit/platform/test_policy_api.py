@@ -11,7 +11,9 @@ import requests
 from typer.testing import CliRunner
 
 from tests.polling import PATIENCE
+from tests.unit.platform.conftest import OPERATOR
 from warmkv.cli import app
+from warmkv.platform import operator_key
 from warmkv.platform.policy_versions import LIVE
 from warmkv.platform.tenants import hash_key
 
@@ -30,7 +32,7 @@ def as_configured(request):
         roll_back(request.getfixturevalue("tuned"), to=0)
 
 
-def put(server: Any, changes: dict[str, Any], *, key: str = "ann", status: int = 200, **more: Any) -> Any:
+def put(server: Any, changes: dict[str, Any], *, key: str = "operator", status: int = 200, **more: Any) -> Any:
     body = {"changes": changes, "why": "test", **more}
     answer = requests.put(f"{server.url}/v1/warmkv/policy", json=body, headers={"x-api-key": key}, timeout=PATIENCE)
     assert answer.status_code == status, answer.text
@@ -38,13 +40,14 @@ def put(server: Any, changes: dict[str, Any], *, key: str = "ann", status: int =
 
 
 def roll_back(server: Any, *, status: int = 200, **more: Any) -> Any:
-    answer = requests.post(f"{server.url}/v1/warmkv/policy/rollback", json={"why": "test", **more}, timeout=PATIENCE)
+    url, body = f"{server.url}/v1/warmkv/policy/rollback", {"why": "test", **more}
+    answer = requests.post(url, json=body, headers=OPERATOR, timeout=PATIENCE)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
 def get(server: Any, path: str = "") -> Any:
-    return requests.get(f"{server.url}/v1/warmkv/policy{path}", timeout=PATIENCE).json()
+    return requests.get(f"{server.url}/v1/warmkv/policy{path}", headers=OPERATOR, timeout=PATIENCE).json()
 
 
 def ask(server: Any, text: str = "Hello", ttl: str | None = None, **options: Any) -> Any:
@@ -174,7 +177,7 @@ def test_routing_parameters_go_with_the_request(tuned):
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(tuned, body, says):
     before = get(tuned)
-    answer = requests.put(f"{tuned.url}/v1/warmkv/policy", json=body, timeout=PATIENCE)
+    answer = requests.put(f"{tuned.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=PATIENCE)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert get(tuned) == before
@@ -185,7 +188,7 @@ def test_who_is_late_is_told(tuned):
     put(tuned, {"routing.overload": 4}, version=version)
     error = put(tuned, {"routing.overload": 5}, version=version, status=409)["error"]
     assert error["type"] == "conflict_error"
-    assert f"version {version + 1} is, by open (test)" in error["message"]
+    assert f"version {version + 1} is, by local (test)" in error["message"]
     assert roll_back(tuned, version=version, status=409)["error"]["type"] == "conflict_error"
     assert get(tuned)["settings"]["routing.overload"] == 4
 
@@ -199,7 +202,7 @@ def test_the_way_back_and_the_history(tuned):
     versions = get(tuned, "/history")["versions"]
     assert [version["version"] for version in versions[:4]] == [first + 3, first + 2, first + 1, first]
     assert [version["rolled_back_to"] for version in versions[:4]] == [0, first, None, None]
-    assert {version["who"] for version in versions} == {"open"}
+    assert {version["who"] for version in versions} == {"local"}
     assert roll_back(tuned, to=first + 99, status=404)["error"]["type"] == "not_found_error"
 
 
@@ -221,8 +224,8 @@ def test_only_operators_may(serve):
 # --- the command
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["policy", *args])
+def run(*args: str, key: str = OPERATOR["x-api-key"]) -> Any:
+    return CliRunner().invoke(app, ["policy", *args], env={"WARMKV_API_KEY": key})
 
 
 def test_the_command_shows_sets_and_goes_back(tuned):
@@ -230,7 +233,7 @@ def test_the_command_shows_sets_and_goes_back(tuned):
     text = "prefix_cache.ttls={5m: 60, 1h: 600}"
     done = run("set", "compression.policy=snapkv@0.2", text, "--why", "short", *url)
     assert done.exit_code == 0, done.output
-    assert "by open at " in done.output
+    assert "by local at " in done.output
     assert "compression.policy = snapkv@0.2" in done.output
     shown = json.loads(run("show", "--json", *url).output)
     assert (shown["settings"]["prefix_cache.ttls"], shown["why"]) == ({"5m": 60, "1h": 600}, "short")
@@ -240,6 +243,15 @@ def test_the_command_shows_sets_and_goes_back(tuned):
     versions = json.loads(run("history", "--json", *url).output)["versions"]
     assert [version["why"] for version in versions[:2]] == ["worse", "short"]
     assert "snapkv@0.2" in run("history", *url).output
+
+
+def test_the_command_finds_the_key_of_a_service_of_this_user(tuned, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with operator_key.kept(int(tuned.url.rpartition(":")[2]), OPERATOR["x-api-key"]):
+        assert run("show", "--url", tuned.url, key="").exit_code == 0
+    without = run("show", "--url", tuned.url, key="")
+    assert without.exit_code == 2
+    assert "not an operator's" in without.stderr
 
 
 def test_the_command_says_what_is_wrong(tuned):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,20 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig
 from warmkv.platform.control import Follower, PolicyControl
 from warmkv.platform.gateway import messages, openai
+from warmkv.platform.gateway.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.faults import api_of
+from warmkv.platform.gateway.limits import EndLeases, Lease, Limits
 from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.schema import read_body
 from warmkv.platform.gateway.service import Arrival, Service
-from warmkv.platform.tenants import Tenant, authenticate
+from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
 DropPrefixes = Callable[[str], Awaitable[list[int]]]
@@ -50,14 +54,21 @@ def create_app(
     The application follows the policy of `control` from its start to its end, as the gateway of that name.
     """
     config = service.config
+
+    def tenants_read(outcome: Outcome) -> None:
+        service.recorder.add(telemetry.TENANTS_READ, 1, result=outcome)
+
+    tenants = Tenants(config.gateway, secret, tenants_read)
+    limits = Limits(config, service.clock, service.wall_clock)
     follower = Follower(control, name, service.take, config.control)
 
     @asynccontextmanager
     async def following(_: FastAPI) -> AsyncIterator[None]:
         await follower.start()
-        task = asyncio.create_task(follower.run())
+        tasks = [asyncio.create_task(follower.run()), asyncio.create_task(tenants.follow())]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
 
@@ -78,14 +89,9 @@ def create_app(
             )
         return prompt
 
-    def tenant_of(request: Request) -> Tenant:
-        return authenticate(request.headers, config.gateway.tenants, secret)
-
-    def operator_of(request: Request) -> Tenant:
-        tenant = tenant_of(request)
-        if not tenant.operator:
-            raise ApiError("permission_error", "this key is not an operator's (gateway.tenants)")
-        return tenant
+    def admitted(request: Request) -> Lease:
+        """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
+        return limits.begin(request, tenant_of(request))
 
     def seed_of(chosen: int | None) -> int:
         return secrets.randbits(63) if chosen is None else chosen
@@ -94,6 +100,8 @@ def create_app(
         """Report an error and answer with it."""
         return error_response(request, service.faults.report(error, api_of(request.url.path)))
 
+    app.add_middleware(EndLeases)
+    app.add_middleware(Authentication, tenants=tenants, secret=secret, wall_clock=service.wall_clock, refuse=refused)
     app.add_middleware(RequestIds, on_fault=refused)
 
     @app.exception_handler(ApiError)
@@ -111,7 +119,7 @@ def create_app(
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
         with service.arriving(request.state.context) as arrival:
-            tenant = tenant_of(request)
+            lease = admitted(request)
             messages.check_version(request.headers.get("anthropic-version"))
             body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
             service.check_model(body.model)
@@ -120,16 +128,19 @@ def create_app(
             prompt = await message_prompt(body, arrival.policy.config.prefix_cache)
             sampling = body.sampling(seed_of(body.warmkv.seed))
             choice = body.tool_choice.type if body.tool_choice else "auto"
-            answer = await service.start(
-                "messages", arrival, tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
-            )
+            lease.reserve(len(prompt.tokens), sampling.max_tokens)
+            with lease.waiting():
+                answer = await service.start(
+                    "messages", arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
+                )
+            lease.settle_by(answer)
         if body.stream:
             return event_stream(messages.stream(answer))
         return JSONResponse(await messages.respond(answer))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        tenant_of(request)
+        admitted(request)
         messages.check_version(request.headers.get("anthropic-version"))
         body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
         service.check_model(body.model)
@@ -144,25 +155,23 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         with service.arriving(request.state.context) as arrival:
-            tenant = tenant_of(request)
+            lease = admitted(request)
             body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
             turns = openai.turns(body)
-            return await complete("chat", arrival, tenant, body, lambda: render(tokenizer, turns), texts(turns))
+            return await complete("chat", arrival, lease, body, lambda: render(tokenizer, turns), texts(turns))
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
         with service.arriving(request.state.context) as arrival:
-            tenant = tenant_of(request)
+            lease = admitted(request)
             body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
             prompt = body.prompt
-            return await complete(
-                "completions", arrival, tenant, body, lambda: render_text(tokenizer, prompt), [prompt]
-            )
+            return await complete("completions", arrival, lease, body, lambda: render_text(tokenizer, prompt), [prompt])
 
     async def complete(
         api: str,
         arrival: Arrival,
-        tenant: Tenant,
+        lease: Lease,
         body: openai.CompletionBody,
         make_prompt: Callable[[], Prompt],
         parts: Iterable[str],
@@ -170,7 +179,10 @@ def create_app(
         service.check_model(body.model)
         sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
         prompt = await tokenizing(make_prompt, parts)
-        answer = await service.start(api, arrival, tenant, prompt, sampling, body.warmkv, explicit=False)
+        lease.reserve(len(prompt.tokens), sampling.max_tokens)
+        with lease.waiting():
+            answer = await service.start(api, arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=False)
+        lease.settle_by(answer)
         chat = api == "chat"
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -183,15 +195,13 @@ def create_app(
         return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv", **created}
 
     @app.get("/v1/models")
-    async def list_models(request: Request) -> Response:
-        tenant_of(request)
+    async def list_models(_: Request) -> Response:
         name = config.model.name
         paging = {"has_more": False, "first_id": name, "last_id": name}
         return JSONResponse({"object": "list", "data": [described()], **paging})
 
     @app.get("/v1/models/{name:path}")
-    async def get_model(request: Request, name: str) -> Response:
-        tenant_of(request)
+    async def get_model(_: Request, name: str) -> Response:
         service.check_model(name)
         return JSONResponse(described())
 
@@ -206,9 +216,14 @@ def create_app(
         found = (await status())["replicas"]
         return JSONResponse({"replicas": {name: memory_of(known, config) for name, known in found.items()}})
 
+    @app.get("/v1/warmkv/tenants")
+    async def list_tenants(request: Request) -> Response:
+        operator_of(request)
+        return JSONResponse({"gateway": name, **tenants.status()})
+
     @app.delete("/v1/warmkv/prefixes")
     async def drop_prefixes(request: Request) -> Response:
-        freed = await drop(tenant_of(request).label)
+        freed = await drop(admitted(request).tenant.label)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
     @app.get("/healthz")
@@ -245,7 +260,9 @@ def texts(turns: Iterable[Turn]) -> Iterator[str]:
 
 def error_response(request: Request, error: ApiError) -> Response:
     """The error in the format of the API that was called."""
-    headers = {"retry-after": "1"} if error.status in (429, 529) else {}
+    headers = {}
+    if error.status in (429, 529):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
     path = request.url.path
     request_id = request.state.context.id
     if path.endswith("/completions"):

@@ -39,12 +39,16 @@ class ApiError(Exception):
     """An answer that is an error; `type` is the Messages API's name for its kind.
 
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
-    so there are few of them and none comes from a client.
+    so there are few of them and none comes from a client. `retry_after` is the number of seconds after which it is worth
+    trying again.
     """
 
-    def __init__(self, type_: ErrorType, message: str, *, reason: str | None = None) -> None:
+    def __init__(
+        self, type_: ErrorType, message: str, *, reason: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.type, self.message, self.status, self.reason = type_, message, STATUS[type_], reason
+        self.retry_after = retry_after
 
 
 class ReplicaFailedError(Exception):

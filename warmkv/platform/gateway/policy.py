@@ -16,7 +16,7 @@ from warmkv.platform.gateway.errors import ApiError, invalid, reason
 from warmkv.platform.gateway.schema import Body, read_body
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.policy_versions import StaleVersionError, UnknownVersionError, values
-from warmkv.platform.tenants import Tenant
+from warmkv.platform.tenants import Caller
 
 Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 
@@ -34,7 +34,7 @@ class RollbackBody(Body):
 
 
 def add_policy_endpoints(
-    app: FastAPI, service: Service, control: PolicyControl, operator_of: Callable[[Request], Tenant]
+    app: FastAPI, service: Service, control: PolicyControl, operator_of: Callable[[Request], Caller]
 ) -> None:
     """Add `/v1/warmkv/policy` and what is below it. `operator_of` raises ApiError for who may not."""
     start, limit = service.config, service.config.gateway.max_body_bytes

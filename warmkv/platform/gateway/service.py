@@ -15,6 +15,7 @@ from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
 from warmkv.platform.gateway.faults import Faults
 from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.resume import Send, resumed
+from warmkv.platform.gateway.rights import check_options
 from warmkv.platform.gateway.schema import WarmkvOptions
 from warmkv.platform.policy_versions import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
@@ -85,6 +86,21 @@ class Service:
         self._waiting = 0
         self.faults = Faults(recorder, config.gateway, clock)
         self.take(Version())
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds."""
+        return self._clock
+
+    @property
+    def wall_clock(self) -> Callable[[], float]:
+        """Unix time."""
+        return self._wall_clock
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where metrics go."""
+        return self._recorder
 
     def take(self, version: Version) -> None:
         """Bring a version into force for requests that come from now on. Raises ConfigError; then nothing changes."""
@@ -183,8 +199,7 @@ class Service:
             )
         if not prompt.tokens:
             raise invalid("the prompt is empty")
-        if options.policy is not None and not config.compression.allow_request_policy:
-            raise invalid("warmkv.policy: this server does not let requests choose (compression.allow_request_policy)")
+        check_options(options, tenant, config)
         root = chain_root(tenant.salt, config)
         size, tokens = cache.block_size, prompt.tokens
         plan = breakpoints.plan(
