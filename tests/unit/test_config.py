@@ -6,6 +6,8 @@ from pydantic import ValidationError
 from warmkv.config import Config, ConfigError, load, parse
 from warmkv.policy_spec import PolicySpec
 
+KEY = "0" * 64  # a hash
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -156,6 +158,19 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("pricing.models={big: {read: -1}}", r"pricing\.models\.big\.read: .*greater than or equal to 0"),
         ("pricing.models={big: {raed: 1}}", r"pricing\.models\.big\.raed: unknown key"),
         ("gateway.tenants=[{name: a, key_sha256: b}]", r"gateway\.tenants\.0\.key_sha256: "),
+        ("gateway.tenants=[{name: a}]", r"gateway\.tenants\.0: a has no key: set key_sha256, or keys"),
+        (
+            f"gateway.tenants=[{{name: a, key_sha256: {KEY}}}, {{name: b, keys: [{{sha256: {KEY}}}]}}]",
+            "tenant a and of",
+        ),
+        (f"gateway.operators=[{{name: a, key_sha256: {KEY}, rights: []}}]", r"operators\.0\.rights: unknown key"),
+        ("gateway.rights=[everything]", r"gateway\.rights\.0: .*'policy', 'replica' or 'ignore_eos'"),
+        ("gateway.tenants_file_seconds=0", r"gateway\.tenants_file_seconds: .*greater than 0"),
+        ("gateway.limits.requests_per_minute=-1", r"requests_per_minute: .*greater than or equal to 0"),
+        ("gateway.limits.tokens_per_minute=-1", r"tokens_per_minute: .*greater than or equal to 0"),
+        ("gateway.limits.concurrent_requests=-1", r"concurrent_requests: .*greater than or equal to 0"),
+        ("gateway.limits.queue_share=0", r"gateway\.limits\.queue_share: .*greater than 0"),
+        ("gateway.limited_tenants=0", r"gateway\.limited_tenants: .*greater than or equal to 1"),
         ("prefix_cache.ttls={5m: .nan}", "every TTL must be positive and finite"),
         ("prefix_cache.ttls={5m: .inf}", "every TTL must be positive and finite"),
         ("control.history=1", r"control\.history: .*greater than or equal to 2"),

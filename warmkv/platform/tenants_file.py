@@ -34,7 +34,7 @@ def parse_tenants(data: bytes) -> TenantsDocument:
         document = yaml.safe_load(data.decode())
     except UnicodeDecodeError:
         raise ConfigError("it is not UTF-8 text") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none; a list in too many others
         raise ConfigError(f"it is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"expected a mapping with `tenants`, got {type(document).__name__}")

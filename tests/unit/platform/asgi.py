@@ -1,0 +1,140 @@
+"""The gateway's application called without a server, over a replica that answers as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.unit.platform.conftest import Counted
+from warmkv.config import load
+from warmkv.platform.control import Control
+from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.resume import Attempt
+from warmkv.platform.gateway.service import Service
+from warmkv.platform.policy_store import FolderStore
+from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.protocol import Delta, Event, Finished, Started
+
+SECRET = b"secret"
+DAY = 1_800_000_000.0  # Unix time at which the clocks stand
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: Any  # JSON, or the text of what is none
+
+    @property
+    def error(self) -> str:
+        return f"{self.body['error']['type']}: {self.body['error']['message']}"
+
+
+class Gateway:
+    """An application whose clock is `now`; its replica draws `output_tokens`, after `gate` is open."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        config = load(flags=flags, environ={})
+        self.now, self.output_tokens, self.cached_tokens = 0.0, 3, 0
+        self.gate: asyncio.Event | None = None
+        self.asked = 0  # requests that reached the replica
+        self.leaves = False  # whether the client goes as soon as its answer begins
+        self.dropped: list[str] = []
+        self.metrics = Counted()
+        self.model = config.model.name
+
+        async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+            self.asked += 1
+            if self.gate is not None:
+                await self.gate.wait()
+            yield Started("only", 0, 0, self.cached_tokens, 1, 1, 0.0, 0.0)
+            yield Delta("text", self.output_tokens)
+            yield Finished("end", self.output_tokens)
+
+        async def status() -> dict[str, Any]:
+            return {"replicas": {}}
+
+        async def drop(tenant: str) -> list[int]:
+            self.dropped.append(tenant)
+            return [0]
+
+        service = Service(
+            config,
+            send,
+            self.metrics,
+            write_log=lambda record: None,
+            clock=lambda: self.now,
+            wall_clock=lambda: DAY + self.now,
+        )
+        control = Control(config.control, FolderStore(folder), "warmkv")
+        self.app = create_app(
+            service, load_tokenizer(config.model), SECRET, 4096, status, drop, DAY, control, "this gateway"
+        )
+
+    def call(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:
+        """Return the answer to a request."""
+        return asyncio.run(self.request(method, path, key, body))
+
+    async def request(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:
+        sent: list[Any] = []
+        received = iter([{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}])
+
+        async def receive() -> Any:
+            return next(received, None) or await asyncio.Event().wait()  # the client stays
+
+        async def send(message: Any) -> None:
+            if self.leaves:
+                raise OSError("the connection is closed")
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [] if key is None else [(b"x-api-key", key.encode())],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        await self.app(scope, receive, send)
+        start, *parts = sent
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        text = b"".join(part.get("body", b"") for part in parts).decode()
+        return Reply(start["status"], headers, json.loads(text) if "json" in headers["content-type"] else text)
+
+    def messages(self, key: str | None = None, **more: Any) -> Reply:
+        """Return the answer to a short message."""
+        return asyncio.run(self.message(key, **more))
+
+    async def message(self, key: str | None = None, **more: Any) -> Reply:
+        body = {"model": self.model, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}], **more}
+        return await self.request("POST", "/v1/messages", key, body)
+
+    def completion(self, key: str | None = None, **more: Any) -> Reply:
+        """Return the answer to a short completion."""
+        body = {"model": self.model, "max_tokens": 8, "prompt": "Hello", **more}
+        return self.call("POST", "/v1/completions", key, body)
+
+
+async def becomes(condition: Callable[[], bool | Awaitable[bool]], each: Callable[[], None] = lambda: None) -> None:
+    """Wait until the condition holds; `each` is called between two looks."""
+    while True:
+        held = condition()
+        if held if isinstance(held, bool) else await held:
+            return
+        each()
+        await asyncio.sleep(0.001)
+
+
+def as_flag(setting: str, value: Sequence[Any] | dict[str, Any]) -> str:
+    """Return a setting as it is written on the command line."""
+    return f"{setting}={json.dumps(value)}"
