@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from warmkv.config import Config, ConfigError, load, parse
 from warmkv.policy_spec import PolicySpec
 
-KEY = "0" * 64  # a hash
+KEY = "a" * 64  # a hash, which YAML does not take for a number
 
 
 @pytest.fixture
