@@ -72,7 +72,7 @@ class Gateway:
         )
         control = Control(config.control, FolderStore(folder), "warmkv")
         self.app = create_app(
-            service, load_tokenizer(config.model), SECRET, 4096, status, drop, DAY, control, "this gateway"
+            service, load_tokenizer(config.model), SECRET, 4096, status, drop, DAY, control, "this gateway", lambda: 1
         )
 
     def call(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:

@@ -39,8 +39,7 @@ class ApiError(Exception):
     """An answer that is an error; `type` is the Messages API's name for its kind.
 
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
-    so there are few of them and none comes from a client. `retry_after` is the number of seconds after which it is worth
-    trying again.
+    so there are few of them and none comes from a client. `retry_after` is in seconds.
     """
 
     def __init__(
