@@ -94,6 +94,11 @@ class EngineConfig(Section):
         description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
         "On a CPU packed weights, which cannot be compiled, are faster",
     )
+    self_check: bool = Field(
+        True,
+        description="whether a replica compares its logits with the model's own plain forward before it starts, "
+        "and does not start where they differ",
+    )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
     @field_validator("compile", mode="before")

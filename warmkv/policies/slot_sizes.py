@@ -23,6 +23,7 @@ class KVShape:
     head_dim: int
     dtype_bytes: int
     q_heads: int = 0  # query heads, which only the workspace of a prompt knows of
+    windows: tuple[int, ...] = ()  # newest tokens that each layer attends to, 0: all; () where every layer does
 
     @property
     def token_bytes(self) -> int:

@@ -22,6 +22,7 @@ from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
+from warmkv.replicas.self_check import check_engine
 from warmkv.replicas.streaming import stream
 from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
 
@@ -74,6 +75,8 @@ class Replica:
         )
         self._leaving = False
         self._engine.warm_up(say)
+        if config.engine.self_check:
+            check_engine(self._engine, say)
         threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
         loop = asyncio.get_running_loop()
         self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]

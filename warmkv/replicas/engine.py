@@ -105,6 +105,9 @@ class Engine:
         self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self.watch_logits: Callable[[Tensor], None] | None = (
+            None  # sees what tokens are drawn from, [batch, vocabulary]
+        )
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
 
@@ -200,7 +203,7 @@ class Engine:
         """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
 
         What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
-        `say` is told what is done next.
+        `say` is told what is done next. Raises RuntimeError if the prompt fails.
         """
         if isinstance(self._step_forward, CompiledForward):
             try:
@@ -213,9 +216,17 @@ class Engine:
         say("computing a first prompt")
         tokens = tuple(range(min(16, self.max_context // 2)))
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-        self.submit(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()), lambda event: None)
+        self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
+
+    def finish(self, request: GenerateRequest) -> None:
+        """Compute a request to its end before `run`, in the caller's thread. Raises RuntimeError if it fails."""
+        told: list[object] = []
+        self.submit(request, told.append)
         while self.step():
             pass
+        if not told or not isinstance(told[-1], Finished):
+            why = told[-1].message if told and isinstance(told[-1], Failed) else "it did not end"
+            raise RuntimeError(f"the replica cannot serve: its {request.id} request failed ({why}); the cause is above")
 
     @torch.inference_mode()
     def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
@@ -424,6 +435,8 @@ class Engine:
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
         """The next token of each sequence; NO_TOKEN where the logits are not finite."""
+        if self.watch_logits is not None:
+            self.watch_logits(logits)
         sampling = [sequence.request.sampling for sequence in sequences]
         highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
         if any(s.temperature > 0 for s in sampling):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import string
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape
 from warmkv.policies.compression.prompt import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
+from warmkv.replicas import supported
 from warmkv.replicas.packed_weights import can_pack, pack_linears, packed_bytes
+from warmkv.replicas.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
+
+log = logging.getLogger(__name__)
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -85,28 +91,31 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
 
     Weights are packed where that helps, unless `packed` is False.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    check_config(AutoConfig.from_pretrained(model_path(config), revision=config.revision))  # before weights are read
     module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
     return prepare(module.to(device), packed=packed)
 
 
 def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one that it would compute wrongly."""
-    name = type(module).__name__
+    check_config(module.config)
     text = module.config.get_text_config()
     rotary: Any = getattr(module.get_decoder(), "rotary_emb", None)
     if getattr(rotary, "inv_freq", None) is None:
-        raise ValueError(f"{name} has no rotary embedding that all layers share; warmkv serves rotary causal LMs only")
-    if rotary.rope_type == "dynamic":
-        raise ValueError(f"{name} has dynamic rotary scaling: keys of a prefix would depend on what follows it")
+        raise refusal(text.model_type, supported.NOT_ROTARY)
     module.eval().requires_grad_(False)
-    module.set_attn_implementation(ATTENTION)
-    if module.config._attn_implementation != ATTENTION:
-        raise ValueError(f"{name} does not use the attention interface of transformers")
     shape = kv_shape(module)
+    traits = layer_traits(module, shape)
+    if any(layer.softcap is not None or layer.sinks for layer in traits):
+        raise refusal(text.model_type, "it caps its attention logits or has learned sinks in the softmax")
+    if not is_listed(module.config):
+        log.warning("%s is not among the families that were compared with transformers", text.model_type)
+    windows = tuple(layer.window for layer in traits)
+    module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     if packed and can_pack(device, dtype):
         pack_linears(module)
@@ -115,8 +124,8 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         module=module,
         device=device,
         dtype=dtype,
-        kv_shape=shape,
-        max_context=_max_context(text, rotary),
+        kv_shape=replace(shape, windows=windows if any(windows) else ()),
+        max_context=_max_context(text, rotary, traits),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         inv_freq=rotary.inv_freq.to(module.device, torch.float64),
@@ -124,11 +133,10 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     )
 
 
-def _max_context(text: Any, rotary: Any) -> int:
+def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits]) -> int:
     """Tokens up to which the model computes what warmkv computes."""
     limits: list[int] = [text.max_position_embeddings]
-    if getattr(text, "sliding_window", None):
-        limits.append(text.sliding_window)  # within its window a sliding layer attends to everything
+    limits += [layer.window for layer in traits if layer.window]  # within it a sliding layer attends to everything
     if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
         limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
     return min(limits)

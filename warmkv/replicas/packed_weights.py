@@ -12,11 +12,12 @@ ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` for inference, its weight packed; it has no `weight` that others could read."""
+    """An `nn.Linear` for inference, its weight packed: its `weight` has a type and a shape, and no values."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)  # routers ask for its type
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     @property

@@ -56,7 +56,8 @@ def seconds(text: str) -> float:
 def model_token_bytes(path: Path) -> int:
     """KV bytes of a token of the model in a folder, from its config.json. Raises QuantityError."""
     try:
-        return KVShape(**kv_figures(path)).token_bytes
+        figures = kv_figures(path)
+        return KVShape(figures["layers"], figures["kv_heads"], figures["head_dim"], figures["dtype_bytes"]).token_bytes
     except ModelShapeError as error:
         raise QuantityError(str(error)) from None
 

@@ -1,0 +1,161 @@
+"""A replica whose logits are not the model's does not start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.replicas.conftest import Driver
+from tests.unit.replicas.families import tiny_model
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.replicas import self_check, supported
+from warmkv.replicas.loading import prepare
+from warmkv.replicas.self_check import check_engine, compare, tolerance
+from warmkv.replicas.structure import check_config
+
+
+def driver(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Driver:
+    return Driver(prepare(tiny_model(family).to(dtype)), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "cohere2"])
+def test_right_models_pass_in_every_type(family, dtype):
+    said: list[str] = []
+    checked = driver(family, dtype)
+    checked.engine.warm_up()
+    check_engine(checked.engine, said.append)
+    assert said == ["comparing logits with the model's own forward"]
+    assert checked.engine.watch_logits is None
+    assert checked.engine.config.prefill_chunk == 16
+    assert not checked.engine.pool.slots
+
+
+def test_the_check_fits_a_short_context_and_little_memory():
+    check_engine(driver(max_context=20).engine)
+    small = driver(kv_bytes=1 << 15)
+    check_engine(small.engine)  # a prompt of 96 tokens would need more
+
+
+def tamper_with_decode(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decode step forgets its newest key."""
+    from warmkv.replicas import slabs
+
+    right = slabs.attend_rows
+
+    def wrong(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return right(query, keys.roll(1, dims=1), values, *rest, **named)
+
+    monkeypatch.setattr(slabs, "attend_rows", wrong)
+
+
+def tamper_with_chunks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk but the first attends to itself only."""
+    right = Prompt.attend
+
+    def wrong(self: Prompt, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self.computed:
+            self.keys[layer, :, : self.computed] = 0
+        return right(self, layer, query, *rest)
+
+    monkeypatch.setattr(Prompt, "attend", wrong)
+
+
+@pytest.mark.parametrize("tamper", [tamper_with_decode, tamper_with_chunks])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_computes_something_else_is_refused(tamper, dtype, monkeypatch):
+    checked = driver(dtype=dtype)
+    tamper(checked.engine.model.module, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"at position \d+ logits differ .* engine.self_check=false"):
+        check_engine(checked.engine)
+    assert checked.engine.config.prefill_chunk == 16
+
+
+def test_the_first_wrong_position_and_how_wrong_it_is_are_told():
+    model = prepare(tiny_model("llama"))
+    right = torch.randn(5, 97, generator=torch.Generator().manual_seed(0))
+    compare(right + 1e-6, right, model, first=95)
+    wrong = right.clone()
+    wrong[2] += torch.linspace(-0.5, 0.5, 97)
+    with pytest.raises(
+        RuntimeError, match=r"at position 97 logits differ .* by 0\.\d+ .*float32 explains 0.0001.*1 of 5"
+    ):
+        compare(wrong, right, model, first=95)
+    wrong[2] = float("nan")
+    with pytest.raises(RuntimeError, match="at position 97"):
+        compare(wrong, right, model, first=95)
+
+
+def test_another_choice_of_experts_at_a_few_positions_is_not_an_error_in_16_bits():
+    right = torch.randn(8, 97, generator=torch.Generator().manual_seed(0))
+    wrong = right.clone()
+    wrong[3] = torch.randn(97, generator=torch.Generator().manual_seed(1))
+    for family, dtype, refused in (
+        ("qwen3_moe", torch.bfloat16, False),
+        ("qwen3_moe", torch.float32, True),
+        ("qwen3", torch.bfloat16, True),
+    ):
+        model = prepare(tiny_model(family).to(dtype))
+        if refused:
+            with pytest.raises(RuntimeError, match="position 3"):
+                compare(wrong, right, model, first=0)
+        else:
+            compare(wrong, right, model, first=0)
+
+
+def test_tolerance_follows_from_type_and_depth():
+    assert tolerance(torch.float32, 80) == self_check.LEAST
+    assert tolerance(torch.bfloat16, 32) == pytest.approx(12 * 2**-7)
+    assert tolerance(torch.float16, 32) == pytest.approx(12 * 2**-10)
+
+
+def test_a_warm_up_that_fails_stops_the_start(monkeypatch):
+    broken = driver()
+
+    def failing(*_: Any) -> None:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(Prompt, "attend", failing)
+    with pytest.raises(RuntimeError, match=r"its warm-up request failed \(ValueError\)"):
+        broken.engine.warm_up()
+
+
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "reason"),
+    [
+        ("qwen3_next", {"layer_types": LINEAR}, "recurrent"),
+        ("qwen3_5_text", {"layer_types": LINEAR}, "recurrent"),
+        ("olmo_hybrid", {"layer_types": LINEAR}, "recurrent"),
+        ("minimax", {"layer_types": LINEAR}, "recurrent"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "recurrent"),
+        ("deepseek_v3", {}, "latent"),
+        ("llama4_text", {}, "chunks"),
+        ("hrm_text", {}, "several times"),
+        ("doge", {}, "."),
+        ("diffllama", {}, "."),
+    ],
+)
+def test_structure_alone_refuses_what_the_table_names(family, changed, reason, monkeypatch):
+    monkeypatch.setattr(supported, "REFUSED", {})
+    with pytest.raises(ValueError, match=f"of the family {family} cannot be served: .*{reason}"):
+        prepare(tiny_model(family, **changed))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "olmo_hybrid"])
+def test_layers_that_do_not_attend_are_found_without_the_configuration(family, monkeypatch):
+    """Even where a configuration names its layers in a way that nobody knows."""
+    monkeypatch.setattr(supported, "REFUSED", {})
+    monkeypatch.setattr("warmkv.replicas.loading.check_config", lambda config: None)
+    kinds = ["conv", "full_attention", "conv"] if family == "lfm2" else LINEAR
+    with pytest.raises(ValueError, match=r"layer 0 \(.*\) does not attend"):
+        prepare(tiny_model(family, layer_types=kinds))
+
+
+def test_a_hybrid_family_without_recurrent_layers_is_served():
+    check_config(tiny_model("granitemoehybrid").config)
+    check_engine(driver("granitemoehybrid").engine)
