@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -29,8 +29,12 @@ from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.decode_state import DecodeState
+from warmkv.replicas.decoding import decode, empty_cache
+from warmkv.replicas.faults import FailureKind, Faults, NotFiniteError, describe, is_out_of_memory, is_sticky, let_go
 from warmkv.replicas.forward import CompiledForward, Forward
+from warmkv.replicas.inbox import ClosedError, Inbox
 from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.probe import works
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -40,37 +44,16 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.sampling import sample
-from warmkv.replicas.scheduler import Emit, Scheduler, Sequence
+from warmkv.replicas.sampling import NO_TOKEN, sample
+from warmkv.replicas.scheduler import Emit, EngineEvent, Scheduler, Sequence
 from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.stats import EngineStats, snapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
-FAILURES_IN_A_ROW = 5  # failed steps after which the device is taken for lost
-NO_TOKEN = -1
 TURNING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What a replica is doing and holding now; bytes on its device."""
-
-    waiting: int
-    decoding: int
-    preempted: int  # requests set aside so far
-    slots: int  # decode slots that are taken
-    weight_bytes: int
-    slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
-    workspace_bytes: int
-    store_bytes: int  # of the prefix cache on the device
-    store_blocks: int
-    pinned_bytes: int  # of the prefix cache in all tiers that requests are reading
-    store_tiers: Mapping[str, int]  # bytes of the prefix cache by tier: device, host, disk
-    evicted: int  # blocks that left a tier of it so far to make room, or were dropped
-    expired: int  # and those whose TTL had run out
-    allocator_bytes: int | None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 
 class Engine:
@@ -92,9 +75,7 @@ class Engine:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
         self.max_context = engine.max_context or model.max_context
         identity = Identity.of(model, prefix_cache.block_size)
-        self.store = BlockStore(
-            prefix_cache, identity, model.device, clock, publish, wake=lambda: self._inbox.put(None)
-        )
+        self.store = BlockStore(prefix_cache, identity, model.device, clock, publish, wake=lambda: self._inbox.wake())
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
         self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
         self._weight_bytes = model.weight_bytes()
@@ -102,21 +83,23 @@ class Engine:
         self._step_forward: Forward | CompiledForward = self._forward
         if compiles(engine, model.device):
             self._step_forward = CompiledForward(model)
-        self._arrivals: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
         self.watch_logits: Callable[[Tensor], None] | None = (
             None  # sees what tokens are drawn from, [batch, vocabulary]
         )
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
+        self.faults = Faults()
+        self._publish_stats()
 
     # --- from any thread
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         """Queue a request; `emit` is called in the engine's thread with Started, drawn tokens, and an end.
 
-        Raises RequestTooLargeError or QueueFullError at once where the request cannot be taken.
+        Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
+        where the engine has ended.
         """
         policy = compression.build(
             budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
@@ -131,9 +114,7 @@ class Engine:
             )
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         sequence = Sequence(request, policy, emit, self._clock(), random)
-        self.scheduler.check(sequence, self._arrivals.qsize())
-        self._arrivals.put(sequence)
-        self._inbox.put(None)  # wakes the engine
+        self._inbox.submit(sequence, partial(self.scheduler.check, sequence))
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; nothing happens if it has ended already."""
@@ -143,11 +124,12 @@ class Engine:
                 self._keep_computed(sequence)
                 self._finish(sequence, "cancelled")
 
-        self._inbox.put(stop)
+        self.call(stop)
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run something in the engine's thread, between two steps."""
-        self._inbox.put(action)
+        """Run something in the engine's thread, between two steps; not at all if the engine has ended."""
+        with contextlib.suppress(ClosedError):
+            self._inbox.put(action)
 
     def between_steps(self, action: Callable[[], T]) -> Future[T]:
         """The same, with what it returns or raises; not at all if the result is cancelled before."""
@@ -161,7 +143,10 @@ class Engine:
             except Exception as error:
                 result.set_exception(error)
 
-        self._inbox.put(act)
+        try:
+            self._inbox.put(act)
+        except ClosedError as error:
+            result.set_exception(error)
         return result
 
     def drop_prefixes(self, tenant: str) -> Future[int]:
@@ -171,7 +156,7 @@ class Engine:
     def stop(self) -> None:
         """End `run` after the step it is in."""
         self._stopped.set()
-        self._inbox.put(None)
+        self._inbox.wake()
 
     def check_turning(self, limit: float) -> None:
         """Raise RuntimeError where the engine's thread has been in one step for more than `limit` seconds."""
@@ -179,23 +164,10 @@ class Engine:
             raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
 
     def stats(self) -> EngineStats:
-        scheduler, prefilling, device = self.scheduler, self.scheduler.prefilling, self.model.device
-        return EngineStats(
-            waiting=len(scheduler.waiting),
-            decoding=len(scheduler.decoding),
-            preempted=scheduler.preempted,
-            slots=len(self.pool.slots),
-            weight_bytes=self._weight_bytes,
-            slot_bytes=self.pool.allocated_bytes,
-            workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
-            store_bytes=self.store.resident_bytes,
-            store_blocks=len(self.store),
-            pinned_bytes=self.store.pinned_bytes,
-            store_tiers=self.store.tier_bytes,
-            evicted=self.store.evicted,
-            expired=self.store.expired,
-            allocator_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
-        )
+        """Return the numbers as of the last step."""
+        device = self.model.device
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        return replace(self._stats, allocator_bytes=allocated)
 
     # --- in the engine's thread
 
@@ -236,37 +208,49 @@ class Engine:
         log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
 
     def run(self) -> None:
-        """Step until `stop`. A step that fails ends the requests that decode, not the engine.
+        """Step until `stop`, or until the device is taken for lost.
 
-        After several failures in a row the device is taken for lost: everything fails and the thread ends, so that
-        the replica's health check has it replaced.
+        That is after an error that leaves a device unusable, or several failures in a row. Then everything fails and
+        the thread ends, so that the replica's health check has it replaced.
         """
-        failures = 0
-        while not self._stopped.is_set() and failures < FAILURES_IN_A_ROW:
-            self.turns, self._turned = self.turns + 1, self._clock()
-            try:
-                if not self.step():
-                    self._wait()
-                failures = 0
-            except Exception as error:
-                log.exception("engine step failed")
-                failures += 1
-                self._fail(list(self.scheduler.decoding.values()), _describe(error))
-        self._drain()
-        self._fail(self.scheduler.everyone(), "the replica is stopping")
-        self.store.close()
+        try:
+            while not self._stopped.is_set() and not self.faults.lost:
+                self._turn()
+                try:
+                    if not self.step():
+                        self._inbox.wait(IDLE_SECONDS)
+                except Exception as error:
+                    log.exception("engine step failed")
+                    self.faults.device_failed()
+                    if is_sticky(error):
+                        break
+        finally:
+            self._inbox.close()
+            for sequence in self.scheduler.everyone():
+                self._end(sequence, Failed("the replica is stopping"))
+            self._publish_stats()
+            self.store.close()
+
+    def _turn(self) -> None:
+        self.turns, self._turned = self.turns + 1, self._clock()
+
+    def _publish_stats(self) -> None:
+        self._stats = snapshot(self.scheduler, self.pool, self.store, self.faults.counts, self._weight_bytes)
 
     @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
-        self._drain()
-        self.store.settle()
-        self.store.expire()
-        busy = self._advance_prompt()
-        if self.scheduler.decoding:
-            self._decode()
-            busy = True
-        return busy
+        try:
+            self._inbox.drain()
+            self.store.settle()
+            self.store.expire()
+            busy = self._advance_prompt()
+            if self.scheduler.decoding:
+                self._decode()
+                busy = True
+            return busy
+        finally:
+            self._publish_stats()
 
     def _advance_prompt(self) -> bool:
         """A chunk of one prompt; if it fails, only that request ends."""
@@ -278,29 +262,20 @@ class Engine:
                     assert sequence.match is not None
                     if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
                         if not self.scheduler.decoding:
-                            self._wait()
+                            self._inbox.wait(IDLE_SECONDS)
                         return True
                     self._begin(sequence)
                 self._prefill_chunk(sequence)
                 return True
+            return False
         except Exception as error:
+            computed = self.scheduler.prefilling or next(iter(self.scheduler.waiting), None)
+            if computed is None or is_sticky(error):
+                raise
             log.exception("prefill failed")
-            self._fail([self.scheduler.prefilling or self.scheduler.waiting.peek()], _describe(error))
-            return True
-        return False
-
-    def _drain(self) -> None:
-        while not self._arrivals.empty():
-            self.scheduler.enqueue(self._arrivals.get(), self._clock())
-        while not self._inbox.empty():
-            if action := self._inbox.get():
-                action()
-
-    def _wait(self) -> None:
-        """Sleep until something arrives, or a while, for TTLs run on."""
-        with contextlib.suppress(queue.Empty):
-            if action := self._inbox.get(timeout=IDLE_SECONDS):
-                action()
+            failure = let_go(error)
+        self._end_failed([(computed, failure)], works=False)
+        return True
 
     def _look_up(self, sequence: Sequence) -> None:
         """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
@@ -380,6 +355,9 @@ class Engine:
         prefill, match, request = sequence.prefill, sequence.match, sequence.request
         assert prefill is not None
         assert match is not None
+        (token,) = self._draw([sequence], logits)
+        if token == NO_TOKEN and request.sampling.max_tokens:
+            raise NotFiniteError  # and nobody else is to read that prefix
         written = self.store.store(
             request.hashes,
             request.marks,
@@ -398,40 +376,49 @@ class Engine:
             selections = sequence.policy.select(prefill)
             kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prefill.layers / prefill.kv_heads)
             self.pool.fill(sequence.slot, prefill, selections)
-        (token,) = self._draw([sequence], logits)
         if sequence.slot is not None:
             self.scheduler.decoding[sequence.slot] = sequence
         self.scheduler.prefilling = sequence.prefill = None
-        sequence.emit(
-            Started(
-                replica=self.name,
-                hit=match.hit,
-                written=written,
-                cached_tokens=sequence.reused,
-                tiers=match.tiers,
-                kept_tokens=kept,
-                resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
-                queue_seconds=sequence.admitted - sequence.arrived,
-                prefill_seconds=self._clock() - sequence.admitted,
-            )
+        started = Started(
+            replica=self.name,
+            hit=match.hit,
+            written=written,
+            cached_tokens=sequence.reused,
+            tiers=match.tiers,
+            kept_tokens=kept,
+            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
+            queue_seconds=sequence.admitted - sequence.arrived,
+            prefill_seconds=self._clock() - sequence.admitted,
         )
+        self._tell(sequence, started)
         if request.sampling.max_tokens == 0:
             self._finish(sequence, "length")
         else:
             self._deliver(sequence, token)
 
     def _decode(self) -> None:
-        """One token for every sequence that decodes."""
-        sequences, slots = list(self.scheduler.decoding.values()), list(self.scheduler.decoding)
-        for slot in slots:
-            self.pool.rebase(slot, self.max_context, self.model.inv_freq)
+        """One token for every sequence that decodes. If a step fails, those that it fails with end, and no others."""
+        drawn = decode(
+            self.scheduler.decoding,
+            self.pool,
+            self._next_tokens,
+            max_context=self.max_context,
+            inv_freq=self.model.inv_freq,
+            leave=self._end_here,
+            retrying=self._turn,
+        )
+        if drawn.tokens:
+            self.faults.succeeded()
+        for sequence, token in drawn.tokens:
+            self._deliver(sequence, token)
+        if drawn.failed or drawn.left:
+            self._end_failed(drawn.failed, works=bool(drawn.tokens))
+
+    def _next_tokens(self, state: DecodeState, sequences: list[Sequence]) -> list[int]:
         device = self.model.device
         ids = torch.tensor([[sequence.last_token] for sequence in sequences], device=device)
-        positions = torch.tensor([[slot.tokens - slot.shift] for slot in slots], device=device)
-        state = DecodeState(self.pool, slots, self.model.inv_freq)
-        drawn = self._draw(sequences, self._step_forward(ids, positions, state))
-        for sequence, token in zip(sequences, drawn, strict=True):
-            self._deliver(sequence, token)
+        positions = torch.tensor(state.positions, device=device)[:, None]
+        return self._draw(sequences, self._step_forward(ids, positions, state))
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
         """The next token of each sequence; NO_TOKEN where the logits are not finite."""
@@ -440,7 +427,7 @@ class Engine:
         sampling = [sequence.request.sampling for sequence in sequences]
         highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
         if any(s.temperature > 0 for s in sampling):
-            parameters = [(s.temperature, s.top_p, q.random.random()) for s, q in zip(sampling, sequences, strict=True)]
+            parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
             temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
             top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
             tokens = sample(logits, temperature, top_p, top_k, uniform)
@@ -453,9 +440,7 @@ class Engine:
         Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
         then: the slot, what a policy evicts from it and the random numbers come out as they were.
         """
-        if token == NO_TOKEN:
-            self._fail([sequence], "the model gave logits that are not finite")
-            return
+        sequence.number = None
         if sequence.drawn < len(sequence.request.resume):
             token = sequence.request.resume[sequence.drawn]
         sequence.last_token = token
@@ -463,21 +448,62 @@ class Engine:
         if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
             self._finish(sequence, "end")
             return
-        sequence.emit(token)
+        self._tell(sequence, token)
         if sequence.drawn == sequence.request.sampling.max_tokens:
             self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._drop(sequence)
-        sequence.emit(Finished(reason, sequence.drawn))
+        if reason != "cancelled":
+            self.faults.succeeded()
+        self._end(sequence, Finished(reason, sequence.drawn))
 
-    def _fail(self, sequences: list[Sequence], message: str) -> None:
-        for sequence in sequences:
+    def _end_here(self, sequence: Sequence, error: Exception) -> None:
+        """End a request for want of something that another replica may have."""
+        kind: FailureKind = "memory" if is_out_of_memory(error) else "device"
+        self.faults.failed(kind, hash(sequence.request.token_ids))
+        self._end(sequence, Failed(describe(error)))
+
+    def _end_failed(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
+        """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
+        try:
+            for sequence, _ in failed:
+                self._drop(sequence)
+            if any(is_out_of_memory(error) for _, error in failed):
+                empty_cache(self.model.device)
+            works = works or self._works()
+        except Exception:
+            for sequence, error in failed:
+                self._end_here(sequence, error)
+            raise
+        if not works:
+            self.faults.device_failed()
+        for sequence, error in failed:
+            if works and not is_out_of_memory(error):
+                self.faults.failed("request", hash(sequence.request.token_ids))
+                self._end(sequence, Failed(describe(error), "request"))
+            else:
+                self._end_here(sequence, error)
+
+    def _works(self) -> bool:
+        prefilling = self.scheduler.prefilling
+        room = self.config.kv_bytes - (self.scheduler.workspace_bytes(prefilling) if prefilling else 0)
+        return works(self.model, self.pool, self._forward, self._step_forward, room)
+
+    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
+        """Free what a sequence holds and tell its listener, even if the device cannot free anything any more."""
+        try:
             self._drop(sequence)
-            try:
-                sequence.emit(Failed(message))
-            except Exception:  # its listener is gone; the others must hear
-                log.exception("request %s cannot be told that it failed", sequence.request.id)
+        except Exception:
+            log.exception("request %s cannot be freed", sequence.request.id)
+        self.scheduler.completions.ended(self._clock())
+        self._tell(sequence, event)
+
+    def _tell(self, sequence: Sequence, event: EngineEvent) -> None:
+        try:
+            sequence.emit(event)
+        except Exception:  # its listener is gone; the others must hear
+            log.exception("request %s cannot be told", sequence.request.id)
+            self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Free everything that a sequence holds."""
@@ -494,8 +520,3 @@ class Engine:
 def compiles(config: EngineConfig, device: torch.device) -> bool:
     """Whether decode steps are compiled on a device."""
     return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
-
-
-def _describe(error: Exception) -> str:
-    """What clients may hear of a fault; its text is in the replica's log only."""
-    return type(error).__name__

@@ -96,9 +96,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The replica could not go on with the request; nothing follows."""
+    """The replica could not go on with the request; nothing follows.
+
+    What is the request's own fault would fail in any replica, and may fail others with it: it is not sent again.
+    """
 
     message: str
+    fault: Literal["replica", "request"] = "replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +154,11 @@ class UnservableRequestError(EngineError):
 
 
 class QueueFullError(EngineError):
-    """Too many requests wait already; try again later."""
+    """Too many requests wait already; try again later.
+
+    `waiting` is how many, `retry_after` an estimate of the seconds until there is room; None if there is none yet.
+    """
+
+    def __init__(self, message: str, waiting: int = 0, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.waiting, self.retry_after = waiting, retry_after

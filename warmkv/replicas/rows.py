@@ -22,6 +22,8 @@ Bools = npt.NDArray[np.bool_]
 
 FREE = -1
 """The owner of a row that nobody has."""
+ADVANCED = ("count", "packed", "cursor", "tail_start", "waiting")
+"""Columns of `RowState` that a decode step changes."""
 APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))
 
 
@@ -76,6 +78,15 @@ class RowState:
 
     def __len__(self) -> int:
         return len(self.owner)
+
+    def advanced(self) -> list[Ints]:
+        """Copies of what a step changes, for `restore`."""
+        return [getattr(self, name).copy() for name in ADVANCED]
+
+    def restore(self, before: Sequence[Ints]) -> None:
+        """Take back what a step changed since `before` was copied."""
+        for name, column in zip(ADVANCED, before, strict=True):
+            getattr(self, name)[:] = column
 
     def first(self, rows: int) -> RowState:
         """The same of the first rows only, as views."""
@@ -152,6 +163,12 @@ class Due:
     waiting: Ints  # [m, KIVI_GROUP] their places in the tail
     groups: Ints | None  # [m] where they go; None: over the entries with the lowest scores
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
+
+    def of(self, active: Bools) -> Due:
+        """Those of active rows."""
+        kept = active[self.rows]
+        groups = None if self.groups is None else self.groups[kept]
+        return Due(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
 
 
 def take_due(state: RowState, active: Bools) -> list[Due]:

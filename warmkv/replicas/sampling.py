@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
+"""Stands for a token where logits are not finite."""
+
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
     """Next token of each row of logits [n, vocabulary]; parameters are [n], the result int64 [n].

@@ -14,6 +14,7 @@ from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.replicas.block_store import WarmPrefix
+from warmkv.replicas.completions import Completions
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
@@ -45,12 +46,20 @@ class Sequence:
     prefill: Prompt | None = None
     column_sums: dict[int, Tensor] = field(default_factory=dict)  # copies for the store, by prompt position
     admitted: float = 0.0
+    number: float | None = None  # random number of the next token, kept until that is drawn: a step may be repeated
     drawn: int = 0  # tokens drawn so far
     last_token: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def uniform(self) -> float:
+        """The random number of the next token, in [0, 1)."""
+        if self.number is None:
+            self.number = self.random.random()
+        return self.number
 
     @property
     def demand(self) -> Demand | None:
@@ -72,6 +81,7 @@ class Scheduler:
     prefilling: Sequence | None = None
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
     preempted: int = 0  # requests set aside so far
+    completions: Completions = field(default_factory=Completions)
 
     def check(self, sequence: Sequence, arriving: int) -> None:
         """Raise UnservableRequestError if the request can never be admitted, QueueFullError if too many wait.
@@ -100,10 +110,13 @@ class Scheduler:
             return
         free = self.config.max_slots - len(self.decoding) - (self.prefilling is not None)
         if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
-            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)")
+            seconds = self.completions.seconds(waiting - self.config.max_queue + 1, sequence.arrived)
+            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Let a request wait; its work is its prompt and what it may draw."""
+        if not (self.waiting or self.prefilling or self.decoding):
+            self.completions.begin(now)
         request, sequence.queued = sequence.request, now
         self.waiting.push(sequence, request.tenant, sequence.prompt_tokens + request.sampling.max_tokens)
 
@@ -162,8 +175,8 @@ class Scheduler:
             if victim.request.tenant == greedy and slot.resident_bytes <= room:
                 if greedy == tenant or held[greedy] - slot.resident_bytes < held.get(tenant, 0) + needed:
                     return False
-                del self.decoding[slot]
                 victim.parked, victim.slot = self.pool.park(slot), None
+                del self.decoding[slot]
                 victim.queued = now
                 self.waiting.push(victim, greedy, 0, behind_next=True)  # its work was counted when it came
                 self.preempted += 1

@@ -6,8 +6,9 @@ entries are packed in groups, new ones wait in the tail of the row until a group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -55,6 +56,15 @@ class Packing:
     oldest: Tensor  # [m] age above which entries are recent
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
+
+    packed: bool = False  # the groups that leave their tails
+    entries: Tensor | None = None  # [n] where the new tokens go
+    attended: bool = False  # bounds of pages and scores have the new tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a slab does in a decode step, made once for all its layers, n rows."""
@@ -68,10 +78,17 @@ class Step:
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_pages: int
     packing: tuple[Packing, ...]
+    progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 
     @property
     def used(self) -> int:
         return len(self.rows)
+
+    def take(self, failed: Step) -> None:
+        """Go on where a step failed that had at least these rows."""
+        for layer, done in failed.progress.items():
+            entries = None if done.entries is None else done.entries[: self.used]
+            self.progress[layer] = Progress(done.packed, entries, done.attended)
 
 
 class Slab:
@@ -158,10 +175,15 @@ class Slab:
         def chosen(tensor: Tensor) -> Tensor:
             return tensor.index_select(1, index)
 
-        self.keys, self.values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
-        self.beside_keys, self.beside_values = chosen(self.beside_keys), chosen(self.beside_values)
-        self._sink_keys, self._scores, self._ages = map(chosen, (self._sink_keys, self._scores, self._ages))
-        self._lowest, self._highest = chosen(self._lowest), chosen(self._highest)
+        # All are made before any is taken: memory may run out half way.
+        keys, values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
+        beside = chosen(self.beside_keys), chosen(self.beside_values)
+        counted = chosen(self._sink_keys), chosen(self._scores), chosen(self._ages)
+        bounds = chosen(self._lowest), chosen(self._highest)
+        self.keys, self.values = keys, values
+        self.beside_keys, self.beside_values = beside
+        self._sink_keys, self._scores, self._ages = counted
+        self._lowest, self._highest = bounds
         self.state, self.rows = self.state.chosen(used), len(used)
         return {row: at for at, row in enumerate(used)}
 
@@ -259,18 +281,39 @@ class Slab:
             ),
         )
 
+    @contextmanager
+    def unchanged(self, layer: int, rows: Tensor) -> Iterator[None]:
+        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        at = layer - self.layers[0]
+        held = [tensor[at, rows] for tensor in self.tensors()]
+        try:
+            yield
+        finally:
+            for tensor, before in zip(self.tensors(), held, strict=True):
+                tensor[at, rows] = before
+
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
     def attend(self, layer: int, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Put the new token of each row in and attend: q [n, group, d], k and v [n, d]; returns the shape of q."""
+        """Put the new token of each row in and attend: q [n, group, d], k and v [n, d]; returns the shape of q.
+
+        May be called again with the same step if it failed here or in a later layer, and gives the same.
+        """
         at, n = layer - self.layers[0], step.used
-        for packing in step.packing:
-            self._pack_group(at, packing)
-        entries = self._write(at, step, key, value)
+        done = step.progress.setdefault(layer, Progress())
+        if not done.packed:
+            for packing in step.packing:
+                self._pack_group(at, packing)
+            done.packed = True
+        if done.entries is None:
+            done.entries = self._places(at, step)
+        entries = self._write(at, step, done.entries, key, value)
         kind, used = self.kind, step.numbers
         if kind.page:
-            self._widen_page(at, step, key)
+            if not done.attended:
+                self._widen_page(at, step, key)
+                done.attended = True
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
             by_pages = kernels.attend_pages if self._fused else attend_pages
             return by_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
@@ -281,10 +324,15 @@ class Slab:
         scores = None
         if kind.decode == "argmin":
             scores = self._scores[at, :n]
-            scores[step.rows, entries] = 0.0
-            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+            if done.attended:
+                scores = scores.clone()  # what is received was counted
+            else:
+                scores[step.rows, entries] = 0.0
+                self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
         attend = self._attend_fused if self._fused else self._attend_plain
-        return attend(at, step, query, beside, scores, scale)
+        out = attend(at, step, query, beside, scores, scale)
+        done.attended = True
+        return out
 
     def _attend_fused(
         self,
@@ -338,16 +386,20 @@ class Slab:
                 mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
 
-    def _write(self, at: int, step: Step, key: Tensor, value: Tensor) -> Tensor:
-        """Write the new token of every row; returns the entries [n] that hold it."""
-        kind, entries = self.kind, step.numbers.entries
+    def _places(self, at: int, step: Step) -> Tensor:
+        """Where the new token of every row goes [n]: of rows that are full by argmin, over the lowest score."""
+        if step.full is None:
+            return step.numbers.entries
+        least = self._least(at, step.rows, step.numbers.before, step.numbers.oldest, 1)[:, 0]
+        return torch.where(step.full, least, step.numbers.entries)
+
+    def _write(self, at: int, step: Step, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the new token of every row to its place; returns the entries [n] that hold it."""
+        kind = self.kind
         if kind.grouped:
             self.beside_keys[at, step.rows, entries] = key
             self.beside_values[at, step.rows, entries] = value
             return kind.packed + entries
-        if step.full is not None:
-            least = self._least(at, step.rows, step.numbers.before, step.numbers.oldest, 1)[:, 0]
-            entries = torch.where(step.full, least, entries)
         index = (at, step.rows, entries)
         _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(key[:, None])))
         _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(value[:, None])))
@@ -375,19 +427,24 @@ class Slab:
         keys, values = (beside[at, rows, front + packing.waiting] for beside in (self.beside_keys, self.beside_values))
         if packing.groups is not None:
             entries = packing.groups[:, None] * KIVI_GROUP + torch.arange(KIVI_GROUP, device=self._device)
-            index = (at, packing.rows, packing.groups)
-            _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(keys)))
-            _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(values)))
+            index: tuple[Any, ...] = (at, packing.rows, packing.groups)
+            packed_keys = tuple(part[:, 0] for part in self.codec.encode_keys(keys))
+            packed_values = tuple(part[:, 0] for part in self.codec.encode_values(values))
         else:
+            index = (at, packing.rows)
             # Groups that receive an entry are packed anew; the others come out as they were.
             entries = self._least(at, packing.rows, packing.in_use, packing.oldest, KIVI_GROUP)
             old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
-            _put(self.keys, (at, packing.rows), self.codec.encode_keys(_replaced(old, entries, keys)))
+            packed_keys = self.codec.encode_keys(_replaced(old, entries, keys))
             old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
-            _put(self.values, (at, packing.rows), self.codec.encode_values(_replaced(old, entries, values)))
-        if self.kind.decode == "argmin":
-            for mine in (self._scores, self._ages):
-                mine[at, rows, entries] = mine[at, rows, self.kind.packed + packing.waiting]
+            packed_values = self.codec.encode_values(_replaced(old, entries, values))
+        tail = self.kind.packed + packing.waiting
+        counted = [mine[at, rows, tail] for mine in (self._scores, self._ages)] if self.kind.decode == "argmin" else []
+        # All is computed before anything is changed, so that a step in which memory runs out here can be repeated.
+        _put(self.keys, index, packed_keys)
+        _put(self.values, index, packed_values)
+        for mine, moved in zip((self._scores, self._ages), counted, strict=False):
+            mine[at, rows, entries] = moved
 
     def _widen_page(self, at: int, step: Step, key: Tensor) -> None:
         """Take the new keys into the bounds of their pages."""

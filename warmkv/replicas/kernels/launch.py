@@ -88,12 +88,13 @@ def attend(
         decode.combine[n, group](
             parts, peaks, totals, out, splits, G=group, S=_power_of_two(splits), D=padded, HEAD_DIM=head_dim
         )
-    if received is not None:
+    out = codec.from_basis(out)
+    if received is not None:  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-(capacity + m) // _RECEIVED_BLOCK)](
             logits, peaks, totals, lengths, mask, mask.stride(0), received, received.stride(0), capacity, m, splits,
             G=group, M=_power_of_two(group), S=_power_of_two(splits), BLOCK=_RECEIVED_BLOCK, BESIDE=m > 0, ADDS=adds,
         )  # fmt: skip
-    return codec.from_basis(out)
+    return out
 
 
 def _require_rows(*tensors: Tensor) -> None:

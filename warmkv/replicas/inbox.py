@@ -1,0 +1,85 @@
+"""The way into the engine's thread: requests and actions in one queue, so that a cancel never overtakes its request."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Action = Callable[[], None]
+
+
+class ClosedError(RuntimeError):
+    """The engine has ended; it takes nothing any more."""
+
+
+class Inbox(Generic[Item]):
+    """A queue of arrivals and actions. Any thread puts; one takes, and gives arrivals to `arrive` in their order."""
+
+    def __init__(self, arrive: Callable[[Item], None]) -> None:
+        self._arrive = arrive
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.arriving = 0  # items that are in the queue
+
+    def submit(self, item: Item, check: Callable[[int], None]) -> None:
+        """Put an arrival if `check`, which is told how many are in the queue, does not raise.
+
+        Raises ClosedError after `close`, and what `check` raises. No other arrival comes or leaves meanwhile.
+        """
+
+        def arrive() -> None:
+            with self._lock:
+                self.arriving -= 1
+                self._arrive(item)
+
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine has ended")
+            check(self.arriving)
+            self.arriving += 1
+            self._queue.put(arrive)
+
+    def put(self, action: Action) -> None:
+        """Have an action run. Raises ClosedError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine has ended")
+            self._queue.put(action)
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        self._queue.put(None)
+
+    def drain(self) -> None:
+        """Run what is in the queue, in order."""
+        while not self._queue.empty():
+            self._run(self._queue.get())
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something is put, and run it, or until the time is over."""
+        try:
+            action = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return
+        self._run(action)
+
+    def close(self) -> None:
+        """Take nothing any more, and run what was put before."""
+        with self._lock:
+            self._closed = True
+        self.drain()
+
+    @staticmethod
+    def _run(action: Action | None) -> None:
+        try:
+            if action is not None:
+                action()
+        except Exception:  # of whoever put it; the others must not suffer from it
+            log.exception("an action failed")
