@@ -272,7 +272,9 @@ class SlotPool:
                 if (piece.kind, piece.layers) == (slab.kind, slab.layers):
                     heads = piece.state.head.tolist()
                     mine = [row for row in rows if slab.state.head[row] in heads]
-                    slab.put_in(mine, piece.state, piece.tensors, [heads.index(slab.state.head[row]) for row in mine])
+                    if mine:  # rows of one kind and layer may come from several slabs, and return to others
+                        which = [heads.index(slab.state.head[row]) for row in mine]
+                        slab.put_in(mine, piece.state, piece.tensors, which)
         slot.tokens, slot.shift = parked.tokens, parked.shift
 
     def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
