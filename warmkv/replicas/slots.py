@@ -7,7 +7,7 @@ all layers; where a policy gives layers or heads different budgets, each layer h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,15 +147,9 @@ class SlotPool:
         """Neighbouring rows for all KV heads, in a slab over all layers."""
         heads, layers = self.shape.kv_heads, range(self.shape.layers)
         of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
-        idle = (
-            (slab, row)
-            for slab in of_kind
-            for row in range(0, slab.rows, heads)
-            if (slab.state.owner[row : row + heads] == FREE).all()
-        )
-        slab, row = next(idle, (None, 0))
+        slab, rows = next(((slab, rows) for slab in of_kind for rows in self._idle(slab)), (None, range(0)))
         if slab is not None and self.fit(limit, but=[slab]):
-            self._take(slot, slab, list(range(row, row + heads)), list(range(heads)))
+            self._take(slot, slab, list(rows), list(range(heads)))
             return True
         # Not even with those rows: all idle ones are given back, to find the room for one slot.
         one = row_bytes(kind, self.shape) * heads * len(layers)
@@ -205,7 +199,16 @@ class SlotPool:
 
     def _free_rows(self, layers: range, kind: RowKind) -> list[tuple[Slab, int]]:
         of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+        if kind.alike:  # the heads of a sequence are neighbours, so that what they receive can be summed
+            return [(slab, row) for slab in of_kind for rows in self._idle(slab) for row in rows]
         return [(slab, row) for slab in of_kind for row in slab.free_rows()]
+
+    def _idle(self, slab: Slab) -> Iterator[range]:
+        """Free rows for all KV heads of a sequence, side by side."""
+        heads = self.shape.kv_heads
+        for row in range(0, slab.rows - heads + 1, heads):
+            if (slab.state.owner[row : row + heads] == FREE).all():
+                yield range(row, row + heads)
 
     def _allocate(self, kind: RowKind, layers: range, rows: int) -> Slab:
         slab = Slab(kind, layers, rows, self.shape, self._dtype, self._device)

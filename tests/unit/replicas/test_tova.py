@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.test_matrix import driven
+from warmkv.policies import budgets
+from warmkv.replicas.slots import SlotPool
 
 States = list[tuple[Tensor, Tensor]]  # a multi-state: one (keys, values) of a token, each [kv_heads, d]
 
@@ -64,31 +66,38 @@ def test_the_engine_draws_what_the_paper_draws(models, references, family, lengt
     assert got == expected
 
 
-@pytest.mark.parametrize("policy", ["tova@16", "tova@16+turbo4", "tova@70+kivi4", "tova@16:per_head=true"])
-def test_all_heads_of_a_layer_hold_the_same_tokens_unless_each_chooses(models, policy):
-    """Of three sequences in one batch, one of which ends early and leaves its rows free."""
-    driver = Driver(models["llama"])
-    lengths = (40, 90, 60)
+@pytest.mark.parametrize(
+    ("policy", "ragged"),
+    [
+        ("tova@16", False),
+        ("tova@16+turbo4", True),
+        ("tova@70+kivi4", False),
+        ("tova@70+kivi4", True),
+        ("tova@16:per_head=true", False),
+    ],
+)
+def test_all_heads_of_a_layer_hold_the_same_tokens_unless_each_chooses(models, monkeypatch, policy, ragged):
+    """Of sequences in one batch, one of which ends early and leaves its rows free; `ragged`: in slabs of one layer."""
+    if ragged:
+        whole = budgets.layer_budgets
+        monkeypatch.setattr(SlotPool, "_growth", lambda pool, needed, *_: needed + 1)  # slabs with an odd row
+        monkeypatch.setattr(budgets, "layer_budgets", lambda *given: [n + 40 * i for i, n in enumerate(whole(*given))])
+    driver = Driver(models["llama"], max_slots=3)
     driver.submit(
         *(
-            make_request(
-                [at * seed % VOCABULARY for at in range(length)],
-                new=7 if seed == 3 else 200,
-                policy=policy,
-                name=str(seed),
-            )
-            for seed, length in zip((2, 3, 5), lengths, strict=True)
+            make_request([at * seed % VOCABULARY for at in range(150)], new=new, policy=policy, name=str(seed))
+            for seed, new in ((2, 200), (3, 7), (5, 200), (7, 200))
         )
     )
     for _ in range(60):
         driver.engine.step()
     heads = driver.engine.pool.shape.kv_heads
-    alike = []
+    alike = {}
     for slab in driver.engine.pool.slabs:
         for row in range(0, slab.rows, heads):
-            if slab.state.owner[row] >= 0:
-                assert (slab.state.owner[row : row + heads] == slab.state.owner[row]).all()
+            if (owner := int(slab.state.owner[row])) >= 0:
+                assert (slab.state.owner[row : row + heads] == owner).all()
                 ages, scores = slab._ages[:, row : row + heads], slab._scores[:, row : row + heads]
-                alike.append(bool((ages == ages[:, :1]).all() and (scores == scores[:, :1]).all()))
-    assert len(alike) == 2
-    assert alike == ["per_head" not in policy] * 2
+                alike[owner, slab.layers] = bool((ages == ages[:, :1]).all() and (scores == scores[:, :1]).all())
+    assert len(alike) == (9 if ragged else 3)
+    assert set(alike.values()) == {"per_head" not in policy}
