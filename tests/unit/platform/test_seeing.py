@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.unit.platform.conftest import Counted
-from warmkv.config import load
+from warmkv.config import LimitsConfig, load
 from warmkv.logs import LineLimit, RequestFields, about, forward
 from warmkv.platform.gateway.errors import ApiError
 from warmkv.platform.gateway.faults import APIS, Faults, api_of
@@ -146,16 +146,13 @@ def test_an_error_within_a_stream_is_counted_and_logged_with_its_traceback(serve
 
 
 def test_a_fault_that_nobody_expected_names_its_request(server, lines, monkeypatch):
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(server.engine, "stats", fail)
-    answer = requests.get(f"{server.url}/v1/warmkv/replicas", timeout=60)
+    monkeypatch.setattr(server, "dropped", None)  # which a request to forget prefixes appends to
+    answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "seen"}, timeout=60)
     assert answer.status_code == 500
     assert answer.json()["request_id"] == answer.headers["request-id"]
     assert counted(server, "warmkv_errors")[-1] == {"type": "api_error", "status": "500", "api": "warmkv"}
     (line,) = [record for record in lines.records if answer.headers["request-id"] in record.getMessage()]
-    assert "ZeroDivisionError" in lines.handler.format(line)
+    assert "AttributeError" in lines.handler.format(line)
 
 
 def test_a_request_that_was_accepted_and_failed_has_a_record(server):
@@ -233,7 +230,7 @@ def test_a_client_that_leaves_before_its_answer_begins_has_a_record():
 
     async def leave() -> None:
         with service.arriving(RequestContext("req_1")) as arrival:
-            tenant, prompt = Tenant("a", b"salt", operator=False), Prompt((1, 2, 3), (3,), (None,))
+            tenant, prompt = Tenant("a", b"salt", frozenset(), LimitsConfig()), Prompt((1, 2, 3), (3,), (None,))
             start = service.start("chat", arrival, tenant, prompt, SamplingParams(5), WarmkvOptions(), explicit=False)
             answering = asyncio.create_task(start)
             await sent.wait()
