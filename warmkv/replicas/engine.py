@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.logs import about
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
 from warmkv.policies.prefix_cache import sum_positions
@@ -272,7 +273,8 @@ class Engine:
             computed = self.scheduler.prefilling or next(iter(self.scheduler.waiting), None)
             if computed is None or is_sticky(error):
                 raise
-            log.exception("prefill failed")
+            with about(computed.request.context):
+                log.exception("prefill failed")
             failure = let_go(error)
         self._end_failed([(computed, failure)], works=False)
         return True

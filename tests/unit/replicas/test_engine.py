@@ -13,9 +13,11 @@ import torch
 from tests.polling import PATIENCE, until
 from tests.unit.replicas.conftest import BLOCK, FAMILIES, VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
+from warmkv.logs import RequestFields
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
+from warmkv.request_context import RequestContext
 
 POLICIES = [
     "full",
@@ -234,12 +236,15 @@ def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypat
     assert shaky.started("after").hit == 37
 
 
-def test_an_allocation_that_fails_ends_its_request_only(driver, monkeypatch):
+def test_an_allocation_that_fails_ends_its_request_only(driver, monkeypatch, caplog):
     shaky = driver()
+    caplog.handler.addFilter(RequestFields())
     fail_once(shaky.engine.pool, monkeypatch, "claim")
-    shaky.run(make_request(prompt(5), name="lost"), make_request(prompt(5), name="next"))
+    lost = dataclasses.replace(make_request(prompt(5), name="lost"), context=RequestContext("req_lost"))
+    shaky.run(lost, make_request(prompt(5), name="next"))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     assert len(shaky.tokens("next")) == 8
+    assert [record.getMessage() for record in caplog.records] == ["prefill failed request=req_lost"]
 
 
 def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, monkeypatch):
