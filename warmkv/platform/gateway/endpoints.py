@@ -129,11 +129,10 @@ def create_app(
             sampling = body.sampling(seed_of(body.warmkv.seed))
             choice = body.tool_choice.type if body.tool_choice else "auto"
             lease.reserve(len(prompt.tokens), sampling.max_tokens)
-            with lease.waiting():
-                answer = await service.start(
-                    "messages", arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
-                )
-            lease.settle_by(answer)
+            answer = await service.start(
+                "messages", arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
+            )
+            lease.answered(answer)
         if body.stream:
             return event_stream(messages.stream(answer))
         return JSONResponse(await messages.respond(answer))
@@ -180,9 +179,8 @@ def create_app(
         sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
         prompt = await tokenizing(make_prompt, parts)
         lease.reserve(len(prompt.tokens), sampling.max_tokens)
-        with lease.waiting():
-            answer = await service.start(api, arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=False)
-        lease.settle_by(answer)
+        answer = await service.start(api, arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=False)
+        lease.answered(answer)
         chat = api == "chat"
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

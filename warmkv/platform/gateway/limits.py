@@ -33,22 +33,14 @@ class Lease:
             self._admission.begin(self._clock())
 
     def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Count the tokens that the request may use at most. Raises ApiError (429)."""
+        """Count the tokens that the request may use at most, and let it wait for its first. Raises ApiError (429)."""
         with _refusals():
             self._admission.reserve(prompt_tokens + new_tokens, self._clock())
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the request as one that waits for its first token meanwhile. Raises ApiError (429)."""
-        with _refusals():
             self._admission.wait()
-        try:
-            yield
-        finally:
-            self._admission.waited()
 
-    def settle_by(self, answer: Answer) -> None:
-        """Settle, at the end, for the tokens that this answer has used by then."""
+    def answered(self, answer: Answer) -> None:
+        """Wait no longer, and settle at the end for the tokens that this answer has used by then."""
+        self._admission.waited()
         self._answer = answer
 
     def end(self) -> None:
