@@ -9,9 +9,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports format dashboards manifests clean
+.PHONY: help setup demo test soak check lint types imports format dashboards manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -21,23 +22,22 @@ help: ## List the targets
 	@echo "Variables: PYTHON=python3.12       the interpreter to build .venv with"
 	@echo "           TORCH_INDEX=URL         a package index with PyTorch's CPU build, for machines without a GPU"
 	@echo "           ARGS='-k publish -x'    arguments for pytest, which then runs once, in one process"
+	@echo "           MINUTES=60              how long each part of \`make soak\` goes on (10)"
 
 setup: $(STAMP) ## Make .venv and install everything, as pinned in constraints.txt
 
 demo: $(STAMP) ## Start the service with the tiny model and show what warm prefixes save
 	@$(BIN)/warmkv demo
 
-PYTEST := $(BIN)/python -m pytest -m "not gpu"
-
 test: $(STAMP) ## Run the tests that need no GPU
 ifeq ($(strip $(ARGS)),)
-	@echo "test: unit tests, on all cores"
-	@status=0; $(PYTEST) --numprocesses logical --maxprocesses 8 --dist worksteal tests/unit || status=1; \
-	echo "test: what needs a Ray cluster, one after the other"; \
-	$(PYTEST) --ignore tests/unit || status=1; exit $$status
+	@$(BIN)/python -m tests.side_by_side -m "not gpu"
 else
-	@$(PYTEST) $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 endif
+
+soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, properties; MINUTES each
+	@$(BIN)/python -m tests.side_by_side -m "not gpu" --soak-minutes $(MINUTES)
 
 check: lint types imports ## Run what CI runs before the tests: format, lint, types, import rules
 

@@ -8,24 +8,53 @@ import importlib
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.cpu_durations import CpuDurations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only wait for each other
 
-settings.register_profile("default", deadline=None, max_examples=50, derandomize=True)
+# The same examples every time, and none is refused because the machine is slow.
+settings.register_profile(
+    "default", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("default")
+SOAK_EXAMPLES = 100  # of every property, a minute of --soak-minutes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "show the N tests and fixtures that took most processor time (in one process: without xdist)"
     parser.addoption("--cpu-durations", type=int, default=0, metavar="N", help=text)
+    text = "run the tests that are marked `soak` for so long each, and all properties with so many more examples"
+    parser.addoption("--soak-minutes", type=float, default=0, metavar="N", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if minutes := config.getoption("soak_minutes"):
+        examples = max(1, round(SOAK_EXAMPLES * minutes))
+        settings.register_profile("soak", settings.get_profile("default"), max_examples=examples)
+        settings.load_profile("soak")
     if shown := config.getoption("cpu_durations"):
         config.pluginmanager.register(CpuDurations(shown), "cpu durations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for soaking, or everything else."""
+    soaking = bool(config.getoption("soak_minutes"))
+    chosen, others = [], []
+    for item in items:
+        marked = item.get_closest_marker("soak") is not None
+        is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        (chosen if marked == soaking or (soaking and is_property) else others).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
+
+
+@pytest.fixture(scope="session")
+def soak_minutes(request: pytest.FixtureRequest) -> float:
+    """How long a test that is marked `soak` goes on."""
+    minutes: float = request.config.getoption("soak_minutes")
+    return minutes
 
 
 def _has_gpu() -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import requests
 import yaml
 
+from tests.polling import PATIENCE
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.local import free_port, start_document, start_ray, watching
@@ -24,6 +26,15 @@ from warmkv.platform.operator_key import with_operator
 ROOT = Path(__file__).parents[2]
 OVERLAY = ROOT / "k8s" / "overlays" / "demo"
 OPERATOR = {"x-api-key": "operator of the tests"}  # headers
+ENVIRONMENT = {
+    "WARMKV_SALT": "salt of the tests",
+    "RAY_worker_niceness": "0",  # replicas count as much as their clients, and more than tests beside these
+    # A replica that takes longer to say how long its queue is, is passed over, even if a request names it.
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
+    "RAY_metrics_report_interval_ms": "1000",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def replicas(self) -> dict[str, Any]:
-        answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=10)
+        answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=PATIENCE)
         found: dict[str, Any] = answer.json()["replicas"]
         return found
 
@@ -74,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = parse(args)
     config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
     application["args"] = config.model_dump(mode="json", exclude_defaults=True)
-    os.environ["WARMKV_SALT"] = "salt of the tests"
+    os.environ.update(ENVIRONMENT)
     start_ray(config)
     import ray
 
@@ -90,20 +101,57 @@ def metrics() -> str:
     import ray
 
     (node,) = ray.nodes()
-    return requests.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10).text
+    return requests.get(
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=PATIENCE
+    ).text
 
 
-@pytest.fixture
-def eventually() -> Callable[..., Any]:
-    """Wait until a condition holds and return what it gave."""
-    import time
+@dataclass(frozen=True)
+class Application:
+    """Another application on the session's Ray, with settings of its own."""
 
-    def wait(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        deadline = time.monotonic() + seconds
-        while True:
-            if value := condition():
-                return value
-            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-            time.sleep(0.1)
+    name: str
+    url: str
+    config: Config
 
-    return wait
+    def ask(self, text: str, question: str = "?", **options: Any) -> Any:
+        """Ask for a message; `text` ends in a breakpoint."""
+        marked = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        client = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
+        return client.messages.create(
+            model=self.config.model.name,
+            max_tokens=options.pop("max_tokens", 6),
+            messages=[{"role": "user", "content": [marked, {"type": "text", "text": question}]}],
+            extra_body={"temperature": 0, "warmkv": {"seed": 1, **options}},
+        )
+
+    def replicas(self) -> dict[str, Any]:
+        answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=PATIENCE)
+        found = answer.json()["replicas"]
+        return {name: known for name, known in found.items() if "phase" not in known}
+
+    def running(self) -> int:
+        from ray import serve
+
+        states = serve.status().applications[self.name].deployments["replica"].replica_states
+        return states.get("RUNNING", 0) if set(states) <= {"RUNNING"} else 0
+
+
+@contextmanager
+def application(session: Cluster, name: str, **sections: dict[str, Any]) -> Iterator[Application]:
+    """Deploy an application beside the session's, and delete it at the end: cheaper than a Ray of its own."""
+    from ray import serve
+
+    port = session.config.gateway.port
+    own = {
+        "cluster": {"application": name, "cpus_per_replica": 0},
+        "gateway": {"host": "127.0.0.1", "port": port, "route_prefix": f"/{name}"},
+        "engine": {"threads": 1},
+    }
+    config = parse({part: {**own.get(part, {}), **sections.get(part, {})} for part in own.keys() | sections.keys()})
+    config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
+    start_document(serve_document(config))
+    try:
+        yield Application(name, f"http://127.0.0.1:{port}/{name}", config)
+    finally:
+        serve.delete(name)

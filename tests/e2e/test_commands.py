@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import requests
 
+from tests.polling import PATIENCE
+
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WARMKV = Path(sys.executable).with_name("warmkv")
 
@@ -29,13 +31,13 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         else:
             pytest.fail(f"it never said where it serves:\n{seen}")
         body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
-        answer = requests.post(f"{found[1]}/v1/messages", json=body, timeout=60)
+        answer = requests.post(f"{found[1]}/v1/messages", json=body, timeout=PATIENCE)
         assert answer.json()["usage"]["output_tokens"] > 0
         assert requests.get(f"{found[1]}/v1/warmkv/policy", timeout=60).status_code == 403
         shown = subprocess.run([WARMKV, "policy", "show", "--url", found[1]], capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr  # it found the operator's key of this run
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, seen + rest
         assert "Traceback" not in seen + rest
         assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
@@ -45,7 +47,7 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
 
 def test_the_demo_passes(tmp_path: Path):
     out = tmp_path / "demo.json"
-    done = subprocess.run([WARMKV, "demo", "--json", str(out)], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([WARMKV, "demo", "--json", str(out)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert result["passed"]

@@ -17,6 +17,7 @@ import pytest
 import requests
 
 from tests.e2e.contract_cases import body, messages, positions
+from tests.polling import PATIENCE
 from warmkv.config import ModelConfig
 from warmkv.policies import pricing
 from warmkv.prefixes.usage import Usage
@@ -295,7 +296,9 @@ def test_a_tenant_drops_its_own_prefixes_on_all_replicas(cluster):
     for name in cluster.replicas():
         for key in ("dropped", "kept"):
             send(cluster, name, key, body(request))
-    answer = requests.delete(f"{cluster.url}/v1/warmkv/prefixes", headers={"x-api-key": "dropped"}, timeout=30).json()
+    answer = requests.delete(
+        f"{cluster.url}/v1/warmkv/prefixes", headers={"x-api-key": "dropped"}, timeout=PATIENCE
+    ).json()
     assert answer["type"] == "prefixes_dropped"
     assert answer["replicas"] == len(cluster.replicas())
     assert answer["freed_bytes"] > 0

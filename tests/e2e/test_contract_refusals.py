@@ -8,6 +8,8 @@ import anthropic
 import pytest
 import requests
 
+from tests.polling import PATIENCE
+
 pytestmark = pytest.mark.cluster
 
 
@@ -163,7 +165,7 @@ def test_errors_of_other_kinds(cluster):
         client.get("/v1/nothing", cast_to=object)
     with pytest.raises(anthropic.RequestTooLargeError, match="max_body_bytes"):
         client.messages.create(**user(text("x" * cluster.config.gateway.max_body_bytes), max_tokens=1), model="tiny")
-    broken = requests.post(f"{cluster.url}/v1/messages", data=b"{", timeout=10)
+    broken = requests.post(f"{cluster.url}/v1/messages", data=b"{", timeout=PATIENCE)
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -171,7 +173,7 @@ def test_errors_of_other_kinds(cluster):
 def test_known_versions_are_accepted(cluster, version):
     headers = {"anthropic-version": version} if version else {}
     body = {"model": cluster.config.model.name, **user(text())}
-    answer = requests.post(f"{cluster.url}/v1/messages/count_tokens", json=body, headers=headers, timeout=10)
+    answer = requests.post(f"{cluster.url}/v1/messages/count_tokens", json=body, headers=headers, timeout=PATIENCE)
     assert answer.status_code == 200
     assert answer.headers["request-id"].startswith("req_")
 

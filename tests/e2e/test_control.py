@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from tests.e2e.conftest import OPERATOR
+from tests.polling import PATIENCE, until
 from warmkv.platform.control import control_name, start_control
 from warmkv.platform.policy_store import NAMESPACE
 
@@ -25,12 +26,12 @@ def as_configured(cluster):
 
 
 def policy(cluster: Any, path: str = "") -> Any:
-    return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", headers=OPERATOR, timeout=30).json()
+    return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", headers=OPERATOR, timeout=PATIENCE).json()
 
 
 def change(cluster: Any, method: str = "PUT", path: str = "", **body: Any) -> Any:
     url = f"{cluster.url}/v1/warmkv/policy{path}"
-    answer = requests.request(method, url, json={"why": "test", **body}, headers=OPERATOR, timeout=60)
+    answer = requests.request(method, url, json={"why": "test", **body}, headers=OPERATOR, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -86,7 +87,7 @@ def test_a_request_in_flight_ends_as_it_began(cluster):
     assert usage.warmkv["price"]["output"] == pytest.approx(300 * 15e-6)
 
 
-def test_the_router_goes_by_the_parameters_in_force(cluster, eventually):
+def test_the_router_goes_by_the_parameters_in_force(cluster):
     names = list(cluster.replicas())
     home = ask(cluster, "routed").warmkv["replica"]
     (other,) = (name for name in names if name != home)
@@ -97,7 +98,7 @@ def test_the_router_goes_by_the_parameters_in_force(cluster, eventually):
     def sent_home() -> bool:  # as soon as the router knows what is warm there
         return bool(ask(cluster, "routed").warmkv["replica"] == home)
 
-    eventually(sent_home, "a request that names no replica goes where its prefix is warm")
+    until(sent_home, "a request that names no replica goes where its prefix is warm")
     change(cluster, changes={"routing.allow_request_replica": True})
     assert ask(cluster, "routed", other).warmkv["replica"] == other
     change(cluster, changes={"routing.policy": "power_of_two"})
@@ -110,17 +111,17 @@ def test_refusals_come_through_the_actor(cluster):
         ({"routing.overload": 3}, {"version": 10**6}, 409, "is not in force"),
     ):
         body = {"changes": changes, "why": "test", **more}
-        answer = requests.put(f"{cluster.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=30)
+        answer = requests.put(f"{cluster.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=PATIENCE)
         message = answer.json()["error"]["message"]
         assert answer.status_code == status
         assert says in message
         assert "Traceback" not in message
 
 
-def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster, eventually):
+def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster):
     version = change(cluster, changes={"routing.overload": 3})["version"]
     start_control(cluster.config.cluster.application, cluster.config.control)
-    found = eventually(lambda: followed(cluster), "the gateway follows the new actor")
+    found = until(lambda: followed(cluster), "the gateway follows the new actor")
     assert (found["version"], found["settings"]["routing.overload"]) == (version, 3)
 
 
@@ -133,7 +134,7 @@ def followed(cluster: Any) -> Any:
         return None
 
 
-def test_the_version_in_force_outlives_everything_that_is_killed(cluster, eventually):
+def test_the_version_in_force_outlives_everything_that_is_killed(cluster):
     import ray
 
     version = change(cluster, changes={"compression.policy": "snapkv@0.2"})["version"]
@@ -156,7 +157,7 @@ def test_the_version_in_force_outlives_everything_that_is_killed(cluster, eventu
         new = [name for name in replicas if name != victim]
         return new if gateway not in parts and len(parts) == 1 and len(new) == 2 else None
 
-    names = eventually(recovered, "a new gateway and a new replica")
+    names = until(recovered, "a new gateway and a new replica")
     assert [part["version"] for part in policy(cluster)["parts"].values()] == [version]
     assert policy(cluster, "/history") == history
     for name in names:
@@ -169,5 +170,5 @@ def test_the_version_in_force_outlives_everything_that_is_killed(cluster, eventu
             assert (usage["policy"], usage["policy_version"]) == ("snapkv@0.2", version)
             return bool(usage["replica"] == name)
 
-        eventually(answers, "the replica answers")
-    eventually(lambda: victim not in cluster.replicas(), "the directory has forgotten the replica")
+        until(answers, "the replica answers")
+    until(lambda: victim not in cluster.replicas(), "the directory has forgotten the replica")

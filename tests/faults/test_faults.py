@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -103,6 +105,29 @@ def test_the_head_is_started_anew(service: Service):
     service.survives(
         "head restarted with Redis", lambda: cluster.remove("head"), lambda: cluster.add("head", 0), breaks_all=True
     )
+
+
+FAULTS = [
+    test_a_replica_is_killed,
+    test_a_replica_hangs,
+    test_the_directory_is_killed,
+    test_the_policy_control_is_killed,
+    test_a_gateway_is_killed,
+    test_the_gcs_is_killed_and_started_again,
+    test_a_node_is_removed,
+    test_a_link_is_cut_for_a_moment,
+    test_a_link_is_cut_until_the_node_is_given_up,
+]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_faults_come_in_any_order_for_as_long_as_is_asked(service: Service, soak_minutes: float):
+    end, chance = time.monotonic() + 60 * soak_minutes, random.Random(0)
+    while time.monotonic() < end:
+        with suppress(pytest.skip.Exception):  # this machine cannot
+            chance.choice(FAULTS)(service)
+        service.make_whole()
 
 
 def a_node(service: Service) -> tuple[str, str]:

@@ -83,8 +83,10 @@ def test_tokens_and_logits_equal_the_slow_reference(models, references, family, 
     spec, tokens = PolicySpec.model_validate(policy), prompt(length)
     if length < VOCABULARY:  # equal tokens have keys of equal norm, of which rounding would pick
         tokens = random.Random(length).sample(range(VOCABULARY), length)
-    if length == 120 and family == "llama-mha" and "kivi" not in policy:
-        pytest.skip("the long prompt is for what is packed in groups")
+    if length == 120 and "kivi" not in policy:  # the long prompt and answer are for what is packed in groups
+        if family == "llama-mha":
+            pytest.skip("as the shorter prompts")
+        new = 16
     expected, expected_logits = Reference(references[family]).generate(tokens, new, budgets.in_force(spec, length, new))
     got, logits = driven(Driver(models[family]), make_request(tokens, new=new, policy=spec))
     # Where numbers are rounded to codes, one that lies between two may go either way.

@@ -16,7 +16,13 @@ TRAINED, LIMIT, LAYERS = 64, 16, 3
 
 
 @pytest.mark.parametrize(
-    ("policy", "times"), [(f"streaming_llm@{LIMIT}", 200), (f"streaming_llm@{LIMIT}+fp8", 20), ("streaming_llm@30", 20)]
+    ("policy", "times"),
+    [
+        (f"streaming_llm@{LIMIT}", 20),
+        (f"streaming_llm@{LIMIT}+fp8", 20),
+        ("streaming_llm@30", 20),
+        pytest.param(f"streaming_llm@{LIMIT}", 200, marks=pytest.mark.soak),
+    ],
 )
 def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, policy, times):
     """What a token sees goes back at most `layers * limit` tokens, and to the sinks; so a short stream can tell."""

@@ -88,7 +88,10 @@ StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestStore = StoreMachine.TestCase
 
 
-@pytest.mark.parametrize(("order", "steps"), [("lru", 10_000), ("lfu", 2_000), ("length", 2_000), ("cost", 2_000)])
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [*((order, 2_000) for order in ORDERS), pytest.param("lru", 10_000, marks=pytest.mark.soak)],
+)
 def test_nothing_is_lost_or_left_over_in_a_long_run(tmp_path, order, steps):
     """Steps of all kinds; faults are rare, so that there is something to lose."""
     chance = random.Random(f"long {order}")
