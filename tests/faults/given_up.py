@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import suppress
 
 import ray
+
+from tests.polling import until
 
 if __name__ == "__main__":
     gcs, address = sys.argv[1:]
     while not ray.is_initialized():
         with suppress(Exception):  # the GCS may be slow to answer while it waits for the node
             ray.init(address=gcs, log_to_driver=False)
-    while any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes()):
-        time.sleep(0.2)
+    until(
+        lambda: not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes()),
+        "the node is given up",
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.polling import PATIENCE
 from warmkv import telemetry
 from warmkv.config import GatewayConfig
 from warmkv.dashboards import metrics_page, overview, queries
@@ -159,7 +160,7 @@ def test_promql_parses(boards: dict[str, dict[str, Any]], tmp_path: Path) -> Non
     ]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboards", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -210,7 +211,7 @@ def test_what_prometheus_computes(tmp_path: Path) -> None:
     }
     path = tmp_path / "test.yaml"
     path.write_text(json.dumps(test))
-    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -240,7 +241,7 @@ def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: P
     }
     path = tmp_path / "test.yaml"
     path.write_text(json.dumps(test))
-    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
 
 

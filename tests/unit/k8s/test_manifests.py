@@ -12,6 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.polling import PATIENCE
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import manifest
 from warmkv.platform.document import serve_document
@@ -36,7 +37,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def rendered(folder: Path) -> list[dict[str, Any]]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed: manifests cannot be rendered")
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
