@@ -76,9 +76,18 @@ def driven(driver: Driver, request: Any) -> tuple[list[int], torch.Tensor]:
     return driver.run(request)[0], torch.stack(seen)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("length", "new"), [(7, 40), (50, 40), (120, 80)])
+@pytest.mark.parametrize(
+    ("family", "length", "new"),
+    [
+        ("llama", 7, 40),
+        ("llama", 50, 40),
+        ("llama", 120, 80),
+        ("llama-mha", 50, 40),
+        ("llama-mha", 120, 80),
+        pytest.param("llama-mha", 7, 40, marks=pytest.mark.soak),
+    ],
+)
 def test_tokens_and_logits_equal_the_slow_reference(models, references, family, policy, length, new):
     spec, tokens = PolicySpec.model_validate(policy), prompt(length)
     if length < VOCABULARY:  # equal tokens have keys of equal norm, of which rounding would pick

@@ -41,7 +41,36 @@ def crowd(driver: Driver, requests: list[GenerateRequest]) -> None:
     assert driver.engine.stats().decoding == len(requests)
 
 
-@pytest.mark.parametrize("policy", ["full", "rocketkv@20:window=4,kernel=3", *POLICIES])
+# A slot of every kind: by decode rule, by storage, sized by layer or head, with column sums. The others differ in what
+# they keep of the prompt, which is over when a request is set aside.
+KINDS = [
+    "full",
+    "rocketkv@20:window=4,kernel=3",
+    "streaming_llm@20",
+    "h2o@20",
+    "h2o@0.4+append",
+    "snapkv@16+ring:window=4",
+    "snapkv@16+argmin:window=4",
+    "pyramidkv@16+ring:window=4,sinks=1",
+    "adakv@16:window=4",
+    "tova@16",
+    "tova@16:per_head=true",
+    "expected_attention@18:window=12",
+    "fastgen:recovery=0.6",
+    "cake@20+protect+ring:window=4",
+    "full+fp8",
+    "full+kivi2:residual=64",
+    "h2o@20+turbo3",
+    "streaming_llm@20+turbo4",
+    "snapkv@80+ring+kivi4:window=6",
+    "h2o@90+kivi4",
+    "adakv@80+kivi4:window=6",
+]
+
+
+@pytest.mark.parametrize(
+    "policy", [*KINDS, *(pytest.param(name, marks=pytest.mark.soak) for name in POLICIES if name not in KINDS)]
+)
 def test_what_was_set_aside_draws_the_same_tokens(models, policy):
     greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]
     modest = of("modest", 9, policy=policy, new=6)

@@ -72,15 +72,15 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(tiny, plain, 
 )
 def test_policies_equal_the_slow_reference(tiny, plain, text, policy):
     spec, prompt = PolicySpec.model_validate(policy), text[:160]
-    expected, _ = Reference(plain).generate(prompt, 24, spec)
-    assert Driver(tiny).run(make_request(prompt, new=24, policy=spec, ignore_eos=True)) == [expected]
+    expected, _ = Reference(plain).generate(prompt, 12, spec)
+    assert Driver(tiny).run(make_request(prompt, new=12, policy=spec, ignore_eos=True)) == [expected]
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv@0.2", "streaming_llm@0.3"])
 def test_a_cached_prefix_changes_nothing(tiny, text, policy):
     prompt = text[:600]
     fresh = Driver(tiny, prefix_cache={"enabled": False}).run(make_request(prompt, new=24, policy=policy))
-    for cut in (1, 63, 64, 65, 333, 590, 600):
+    for cut in (1, 64, 65, 590):
         warm = Driver(tiny)
         warm.run(make_request(prompt[:cut], new=1, marks={cut: "5m"}, name="first"))
         assert warm.run(make_request(prompt, new=24, policy=policy, reads=[cut], name="second")) == fresh
