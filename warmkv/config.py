@@ -239,6 +239,13 @@ class RoutingConfig(Section):
     session_blocks: int = Field(
         4, ge=1, description="first blocks of a prompt that name its session, for sticky_session"
     )
+    breaker_failures: int = Field(
+        3, ge=0, description="failures of a replica in a row after which it gets no requests for a while; 0: never"
+    )
+    breaker_seconds: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="that while; twice as long after each trial that fails"
+    )
+    breaker_max_seconds: float = Field(60.0, gt=0, allow_inf_nan=False, description="longest such while")
     allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
     transfer: bool = Field(True, description="whether a replica may fetch blocks that another one holds in memory")
     transfer_block: float = Field(
@@ -472,7 +479,12 @@ class ClusterConfig(Section):
     gateways: int = Field(1, ge=1)
     cpus_per_replica: float = Field(1.0, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
-    max_ongoing_requests: int = Field(128, ge=1, description="requests Serve sends to one replica at a time")
+    max_ongoing_requests: int | None = Field(
+        None,
+        ge=1,
+        description="requests Serve sends to one replica at a time, at most what it takes: "
+        "engine.max_slots + engine.max_queue, which null stands for",
+    )
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
     health_check_seconds: float = Field(10.0, gt=0, description="how often Serve asks replicas and gateways for health")
     health_timeout_seconds: float = Field(
@@ -616,8 +628,20 @@ class Config(Section):
         """The prices of the model that is served."""
         return self.pricing.of(self.model.name)
 
+    @property
+    def ongoing_requests(self) -> int:
+        """Requests that Serve sends to one replica at a time."""
+        return self.cluster.max_ongoing_requests or self.engine.max_slots + self.engine.max_queue
+
     @model_validator(mode="after")
     def _check(self) -> Config:
+        room = self.engine.max_slots + self.engine.max_queue
+        if self.ongoing_requests > room:
+            raise ValueError(
+                f"cluster.max_ongoing_requests {self.ongoing_requests} is more than a replica takes: "
+                f"engine.max_slots {self.engine.max_slots} + engine.max_queue {self.engine.max_queue} = {room}; "
+                "leave it out, or raise engine.max_queue"
+            )
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:

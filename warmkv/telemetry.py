@@ -34,7 +34,11 @@ CACHED_TOKENS = Metric(
     "warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy", "model")
 )
 RETRIED = Metric(
-    "warmkv_retried", "counter", "Requests sent again because a replica failed, by when", "requests", ("when",)
+    "warmkv_retried",
+    "counter",
+    "Requests sent again because a replica failed or was full, by when",
+    "requests",
+    ("when",),
 )
 TTFT = Metric(
     "warmkv_ttft_seconds", "histogram", "Time to first token", "seconds", ("cache", "policy", "model"), _SECONDS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -85,7 +86,7 @@ def race_decisions(
     A repeat at a time, so that it may take turns with `race_tree`.
     """
     chance, names = random.Random(seed), replicas(count)
-    dispatcher = Dispatcher(RoutingConfig(), SLOTS, random.Random(seed))
+    dispatcher = Dispatcher(RoutingConfig(), SLOTS, random.Random(seed), clock=time.monotonic)
     say(f"an index of {blocks} blocks on {count} replicas")
     questions = fill(dispatcher.index, blocks, names, chance)
     results.add("index_bytes_per_block", dispatcher.index.nbytes / len(dispatcher.index))

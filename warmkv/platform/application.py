@@ -45,7 +45,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         Replica,
         name="replica",
         **_size(cluster),
-        max_ongoing_requests=cluster.max_ongoing_requests,
+        max_ongoing_requests=config.ongoing_requests,
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=cluster.drain_seconds + config.transfer.handover_seconds,
@@ -57,7 +57,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         name="gateway",
         num_replicas=cluster.gateways,
         # Room for what the replicas compute and for what waits for them, and some for health checks and counting.
-        max_ongoing_requests=cluster.max_ongoing_requests * cluster.most_replicas + cluster.max_queued_requests + 64,
+        max_ongoing_requests=config.ongoing_requests * cluster.most_replicas + cluster.max_queued_requests + 64,
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,

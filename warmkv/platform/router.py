@@ -19,6 +19,7 @@ from warmkv import telemetry
 from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
+from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Shard
@@ -34,7 +35,9 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, settings: dict[str, Any]) -> None:
         self._config: Config = parse(settings)
-        self._dispatcher = Dispatcher(self._config.routing, self._config.engine.max_slots, Random())
+        self._dispatcher = Dispatcher(
+            self._config.routing, self._config.engine.max_slots, Random(), clock=time.monotonic
+        )
         self._lifetimes = Lifetimes.of(self._config.prefix_cache)
         self._following: list[asyncio.Task[None]] = []
         self._recorder = telemetry.Recorder(*telemetry.ROUTER)
@@ -87,6 +90,7 @@ class PrefixRouter(RequestRouter):
         for earlier in attempt.given_up:
             if earlier.booking is not None:
                 bookings.give_up(earlier.booking)
+        tried = {earlier.replica for earlier in attempt.given_up if earlier.replica is not None}
         key = attempt.booking = pending.metadata.internal_request_id
         choice = self._dispatcher.choose(
             key,
@@ -94,7 +98,7 @@ class PrefixRouter(RequestRouter):
             list(by_name),
             wanted=request.replica,
             queues=self._queues(candidates),
-            avoid={earlier.replica for earlier in attempt.given_up if earlier.replica is not None},
+            avoid=tried,
             leaves=self._leaves(request),
         )
         if choice.fetch != request.fetch:
@@ -105,6 +109,7 @@ class PrefixRouter(RequestRouter):
                 bookings.release(key)
             else:
                 attempt.replica = future.result().replica_id.unique_id
+                attempt.others = len(set(by_name) - tried - {attempt.replica})
 
         pending.future.add_done_callback(chosen)
         loop = asyncio.get_running_loop()  # Serve gives routers one of their own
@@ -112,7 +117,10 @@ class PrefixRouter(RequestRouter):
         def began() -> None:
             loop.call_soon_threadsafe(bookings.began, key)
 
-        attempt.began = began
+        def ended(outcome: Outcome) -> None:
+            loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome)
+
+        attempt.began, attempt.ended = began, ended
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
         loop.call_soon(self._dispatcher.mend, choice, request.hashes)  # not before the decision
         return [[by_name[name]] for name in choice.order]

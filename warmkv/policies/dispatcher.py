@@ -5,11 +5,12 @@ The live router and the gateways of the simulator run this same code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
+from warmkv.policies.breaker import Breaker, Outcome
 from warmkv.policies.coming import Coming
 from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
@@ -128,16 +129,17 @@ class Dispatcher:
     """The decisions of one router: its copy of the index, its bookings, and the settings in force.
 
     A choice awaits nothing and calls nobody, so in an event loop choosing and booking are one step. `slots` is how
-    many sequences a replica decodes together.
+    many sequences a replica decodes together; `clock`, in seconds, times the breaker.
     """
 
-    def __init__(self, config: RoutingConfig, slots: int, random: Random) -> None:
+    def __init__(self, config: RoutingConfig, slots: int, random: Random, clock: Callable[[], float]) -> None:
         self._config, self._slots, self._random = config, slots, random
         self._turn = 0
         self._busy = 0.0  # share of the replicas that have a prompt to compute, averaged over decisions
         self.index = PrefixIndex()
         self.bookings = Bookings()
         self.recent = Recent()
+        self.breaker = Breaker(clock)
 
     def configure(self, config: RoutingConfig) -> None:
         """Decide by other settings from now on; what is booked stays booked."""
@@ -160,11 +162,16 @@ class Dispatcher:
         `warm` is what is held where, if another index than its own tells.
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
-        the larger of it and our own bookings counts. Replicas to `avoid` and suspects are left out if there are others.
+        the larger of it and our own bookings counts. Replicas to `avoid` are left out if there are others, and of
+        those, suspects and those that keep failing.
         `leaves` is how many leading blocks of the prompt stay where it is computed.
         """
-        if avoid or self.bookings.suspects:
-            shunned = {*avoid, *self.bookings.suspects}
+        shunned = self.bookings.suspects
+        if self.breaker:
+            shunned |= self.breaker.shut(replicas)
+        if avoid:
+            replicas = [name for name in replicas if name not in avoid] or replicas
+        if shunned:
             replicas = [name for name in replicas if name not in shunned] or replicas
         self.bookings.release(request)  # Serve asks again while replicas are full
         config, load = self._config, self.bookings.load
@@ -201,10 +208,16 @@ class Dispatcher:
             known = max(known, fetch.blocks)
         blocks = len(hashes) - known
         self.bookings.book(request, best, blocks)
+        if self.breaker:
+            self.breaker.sent(request, best)
         if leaves > matched:
             self.bookings.coming.add(request, best, hashes, matched, leaves)
         self.recent.give(best, 1 + config.prefill_weight * blocks)
         return Choice(order, reason, matched, fetch)
+
+    def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
+        """Hear how an attempt ended, and where; None if it came to no replica."""
+        self.breaker.ended(request, replica, outcome, self._config)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""

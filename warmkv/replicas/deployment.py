@@ -77,7 +77,8 @@ class Replica:
         self._engine.warm_up(say)
         if config.engine.self_check:
             check_engine(self._engine, say)
-        threading.Thread(target=self._engine.run, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
+        self._thread.start()
         loop = asyncio.get_running_loop()
         self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
 
@@ -136,8 +137,8 @@ class Replica:
 
     def check_health(self) -> None:
         """Called by Serve: a replica whose engine thread has died or stands still must be replaced."""
-        if not any(thread.name == "engine" for thread in threading.enumerate()):
-            raise RuntimeError("the engine thread has died")
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended: its device is lost, see the replica's log")
         self._engine.check_turning(self._config.engine.stall_seconds)
 
     async def __del__(self) -> None:

@@ -20,10 +20,13 @@ Warm = Callable[[RequestRecord], Mapping[str, Depths]]
 
 
 class Gateway:
-    """One gateway's router and its accounts. `warm` is its index, `alone` whether there is no other gateway."""
+    """One gateway's router and its accounts. `warm` is its index, `alone` whether there is no other gateway.
+
+    Simulated replicas die, but never keep failing: the router's breaker stays closed.
+    """
 
     def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
-        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random)
+        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock=lambda: 0.0)
         self.bookings = self._dispatcher.bookings
         self._warm, self._alone = warm, alone
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many

@@ -277,12 +277,12 @@ def test_a_full_queue_is_overloaded(serve):
     busy = serve("engine.max_queue=1", "engine.max_slots=1", "engine.threads=1")
     gate = threading.Event()
     busy.engine.call(gate.wait)  # the engine's thread stands still, so the queue is what the test makes it
-    until(lambda: busy.engine._inbox.empty())
+    until(lambda: busy.engine._inbox._queue.empty())
     threads = [threading.Thread(target=lambda: ask(busy, "for the slot, and to wait")) for _ in range(2)]
     try:
         for number, thread in enumerate(threads):
             thread.start()
-            until(lambda number=number: busy.engine._arrivals.qsize() == number + 1)
+            until(lambda number=number: busy.engine._inbox.arriving == number + 1)
         with pytest.raises(anthropic.APIStatusError) as caught:
             ask(busy, "one too many")
     finally:

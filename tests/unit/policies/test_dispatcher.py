@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -18,8 +19,8 @@ REPLICAS = ["a", "b", "c", "d"]
 HASHES = [bytes([number]) * 16 for number in range(100)]
 
 
-def dispatcher(slots: int = 16, **settings: object) -> Dispatcher:
-    made = Dispatcher(RoutingConfig.model_validate(settings), slots, Random(0))
+def dispatcher(slots: int = 16, clock: Callable[[], float] = lambda: 0.0, **settings: object) -> Dispatcher:
+    made = Dispatcher(RoutingConfig.model_validate(settings), slots, Random(0), clock)
     for replica in REPLICAS:
         made.index.add(replica, [])
     return made

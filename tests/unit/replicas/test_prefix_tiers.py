@@ -189,7 +189,7 @@ def test_a_request_that_waits_for_files_can_be_cancelled(models, tmp_path):
     gate = threading.Event()
     driver.engine.store._lanes.submit("read", lambda: gate.wait(PATIENCE))
     driver.submit(make_request(TOKENS, new=3, name="waits"), make_request(TOKENS[9:20], new=20, name="next"))
-    driver.engine._drain()
+    driver.engine._inbox.drain()
     driver.engine._advance_prompt()
     driver.engine.cancel("waits")
     driver.run()

@@ -261,6 +261,8 @@ def error_response(request: Request, error: ApiError) -> Response:
     headers = {}
     if error.status in (429, 529):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
+    if error.final:
+        headers["x-should-retry"] = "false"  # both SDKs would try a 500 again
     path = request.url.path
     request_id = request.state.context.id
     if path.endswith("/completions"):

@@ -39,19 +39,30 @@ class ApiError(Exception):
     """An answer that is an error; `type` is the Messages API's name for its kind.
 
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
-    so there are few of them and none comes from a client. `retry_after` is in seconds.
+    so there are few of them and none comes from a client. `retry_after` is in seconds. `final` says that trying again
+    is of no use.
     """
 
     def __init__(
-        self, type_: ErrorType, message: str, *, reason: str | None = None, retry_after: float | None = None
+        self,
+        type_: ErrorType,
+        message: str,
+        *,
+        reason: str | None = None,
+        retry_after: float | None = None,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
         self.type, self.message, self.status, self.reason = type_, message, STATUS[type_], reason
-        self.retry_after = retry_after
+        self.retry_after, self.final = retry_after, final
 
 
 class ReplicaFailedError(Exception):
     """A replica that did not end what it was sent: it said so, or just stopped."""
+
+
+class RequestFailedError(Exception):
+    """A request that replicas cannot compute: any other one would fail with it, too."""
 
 
 def invalid(message: str) -> ApiError:
@@ -81,6 +92,8 @@ def from_exception(error: BaseException) -> ApiError:
         return invalid("The client left before its request was read.")
     if isinstance(error, TimeoutError):
         return ApiError("timeout_error", "The request took longer than gateway.request_timeout_seconds.")
+    if isinstance(error, RequestFailedError):
+        return ApiError("api_error", f"The request could not be computed: {error}", final=True)
     if isinstance(error, ReplicaFailedError):
         return ApiError("api_error", f"The replica failed: {error}")
     return ApiError("api_error", f"Internal error: {type(error).__name__}")
@@ -88,8 +101,19 @@ def from_exception(error: BaseException) -> ApiError:
 
 def reason(error: BaseException) -> str:
     """The message of an error that may have been wrapped on its way through Ray."""
+    return str(_unwrapped(error))
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Return the seconds after which a replica that was full expects to have room; None if nobody knows."""
+    seconds: float | None = getattr(_unwrapped(error), "retry_after", None)
+    return seconds
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What was raised in a replica, where Ray has wrapped it."""
     cause = getattr(error, "cause", None)
-    return str(cause if isinstance(cause, BaseException) else error)
+    return cause if isinstance(cause, BaseException) else error
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:

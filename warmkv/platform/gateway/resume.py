@@ -7,14 +7,16 @@ a request) comes to the same cache, the same random numbers and the same text. W
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from warmkv.config import GatewayConfig
-from warmkv.platform.gateway.errors import ReplicaFailedError, from_exception
-from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.platform.gateway.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
+from warmkv.policies.breaker import Outcome
+from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, QueueFullError, Started
 
 
 class ReplicaStalledError(ReplicaFailedError):
@@ -29,7 +31,9 @@ class Attempt:
     given_up: tuple[Attempt, ...] = ()  # those before it
     replica: str | None = None  # where the router sent it
     booking: str | None = None  # what the router calls it
+    others: int = 0  # replicas that it was not sent to yet
     began: Callable[[], None] = lambda: None  # tells the router that the prompt is computed
+    ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.request,)
@@ -48,17 +52,22 @@ async def resumed(
     """The events of an answer, from as many replicas as it takes: one Started, text, one Finished.
 
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
-    begun ("streaming") or not ("waiting"). What is the request's own fault, or for want of room, is not tried again.
-    Raises what the last replica raised, ReplicaFailedError where it raised nothing.
+    begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
+    is the request's own fault is not tried again.
+    Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
+    QueueFullError of the one that expects to have room first.
     """
     started, sent = False, 0  # characters
     drawn: list[int] = []
     attempts: tuple[Attempt, ...] = ()
+    failed = 0
+    full: list[Exception] = []
     while True:
         name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
         attempt = Attempt(replace(request, id=name, resume=tuple(drawn)), attempts)
         own: list[int] = []
         length = 0
+        outcome: Outcome = "none"
         try:
             async with aclosing(send(attempt)) as events:
                 while not isinstance(event := await _next(events, config.stall_seconds), Finished):
@@ -74,22 +83,47 @@ async def resumed(
                         if length > sent:
                             new, sent = event.text[sent - length :], length
                             yield replace(event, text=new)
+                outcome = "ok"
                 yield event
                 return
         except Exception as error:
             if isinstance(error, ReplicaStalledError) and attempt.replica is None:
                 continue  # it was waiting to be sent: no replica has failed
             attempts += (attempt,)
-            replicas_fault = from_exception(error).type == "api_error"
-            if not replicas_fault or len(attempts) > config.retries or (started and not config.resume):
+            if isinstance(error, QueueFullError):
+                full.append(error)
+                if not attempt.others:
+                    raise min(full, key=_room_after) from None
+                retried("full")
+                continue
+            if not _is_replicas_fault(error):
                 raise
+            outcome = "failed"
+            failed += 1
+            if failed > config.retries or (started and not config.resume):
+                raise
+        finally:
+            attempt.ended(outcome)
         retried("streaming" if started else "waiting")
-        if len(attempts) > 1:
-            await asyncio.sleep(config.retry_seconds * 2 ** (len(attempts) - 2))
+        if failed > 1:
+            await asyncio.sleep(config.retry_seconds * 2 ** (failed - 2))
+
+
+def _is_replicas_fault(error: Exception) -> bool:
+    return from_exception(error).type == "api_error" and not isinstance(error, RequestFailedError)
+
+
+def _room_after(error: Exception) -> float:
+    seconds = retry_after(error)
+    return math.inf if seconds is None else seconds
 
 
 async def _next(events: AsyncGenerator[Event], silence: float) -> Event:
-    """The next event. Raises ReplicaFailedError where there is none, or none within `silence` seconds."""
+    """The next event.
+
+    Raises ReplicaFailedError where there is none, or none within `silence` seconds, RequestFailedError where the
+    request cannot be computed.
+    """
     try:
         async with asyncio.timeout(silence) as waiting:
             event = await anext(events, None)
@@ -100,7 +134,7 @@ async def _next(events: AsyncGenerator[Event], silence: float) -> Event:
     if event is None:
         raise ReplicaFailedError("it ended the answer early")
     if isinstance(event, Failed):
-        raise ReplicaFailedError(event.message)
+        raise (RequestFailedError if event.fault == "request" else ReplicaFailedError)(event.message)
     if isinstance(event, Finished) and event.reason == "cancelled":  # not by us: we would not be listening
         raise ReplicaFailedError("it gave the answer up")
     return event

@@ -1,0 +1,206 @@
+"""Decode steps that fail half way and are repeated in parts: who survives draws what it would have drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.test_engine import prompt
+from warmkv.replicas import slabs
+from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.protocol import Failed, GenerateRequest
+
+# Every decode rule with every kind of storage; the groups of 32 entries leave their tails within NEW tokens.
+POLICIES = [
+    "full",
+    "full+fp8",
+    "full+kivi4",
+    "full+turbo3",
+    "streaming_llm@20",
+    "streaming_llm@80+kivi4",
+    "snapkv@20+ring:window=6",
+    "h2o@20",
+    "h2o@80+kivi4",
+    "tova@16",
+    "rocketkv@8:window=4",
+    "pyramidkv@20:window=4",
+]
+NEW = 80
+Place = Literal["before", "inside", "after", "draw"]
+PLACES: list[Place] = ["before", "inside", "after", "draw"]
+
+
+def crowd(policies: tuple[str, ...]) -> list[GenerateRequest]:
+    """Requests of these policies, of which some draw at random."""
+    return [
+        make_request(
+            prompt(40 + at, seed=at), new=NEW, policy=policy, name=str(at), seed=at, temperature=0.8 * (at % 2)
+        )
+        for at, policy in enumerate(policies)
+    ]
+
+
+def crowded(model: LoadedModel) -> Driver:
+    return Driver(model, prefix_cache={"enabled": False}, prefill_chunk=64)
+
+
+@cache
+def undisturbed(policies: tuple[str, ...]) -> list[list[int]]:
+    return crowded(MODELS["llama"]).run(*crowd(policies))
+
+
+MODELS: dict[str, LoadedModel] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models(models: dict[str, LoadedModel]) -> None:
+    MODELS.update(models)
+
+
+class Fault:
+    """Makes steps of an engine fail in a layer: before it, inside its attention, after it, or when tokens are drawn.
+
+    `hits` tells which, from the number of the step and the requests in its batch.
+    """
+
+    def __init__(self, engine: Any, place: Place, layer: int, hits: Any) -> None:
+        self.engine, self.place, self.layer, self.hits = engine, place, layer, hits
+        self.tries: list[set[str]] = []
+        self.armed = self.inside = False
+        self._forward, self._draw = engine._step_forward, engine._draw
+        engine._step_forward, engine._draw = self.forward, self.draw
+
+    def forward(self, ids: Any, positions: Any, state: Any) -> Any:
+        decoding = self.engine.scheduler.decoding
+        batch = {decoding[slot].request.id for slot in state.slots if slot in decoding}
+        self.tries.append(batch)
+        self.armed = bool(batch) and self.hits(len(self.tries), batch)
+        self.state = state
+        return self._forward(ids, positions, self)
+
+    def attend(self, layer: int, *given: Any) -> Any:
+        here = self.armed and layer == self.layer
+        if here and self.place == "before":
+            raise ValueError("it fails before a layer")
+        self.inside = here and self.place == "inside"
+        out = self.state.attend(layer, *given)
+        self.inside = False
+        if here and self.place == "after":
+            raise ValueError("it fails after a layer")
+        return out
+
+    def draw(self, sequences: Any, logits: Any) -> Any:
+        drawn = self._draw(sequences, logits)
+        if self.armed and self.place == "draw":
+            self.armed = False
+            raise ValueError("it fails when tokens are drawn")
+        return drawn
+
+
+@contextmanager
+def failing_inside(fault: Fault) -> Iterator[None]:
+    """Attention fails after the new tokens are written, before what they receive is counted."""
+    names = ("attend_rows", "attend_packed", "attend_pages")
+    own = {name: getattr(slabs, name) for name in names}
+
+    def wrapped(name: str) -> Any:
+        def attend(*given: Any, **more: Any) -> Any:
+            if fault.inside:
+                raise ValueError("it fails inside attention")
+            return own[name](*given, **more)
+
+        return attend
+
+    for name in names:
+        setattr(slabs, name, wrapped(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(slabs, name, own[name])
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    policies=st.lists(st.sampled_from(POLICIES), min_size=2, max_size=4).map(tuple),
+    place=st.sampled_from(PLACES),
+    layer=st.integers(0, 2),
+    steps=st.sets(st.integers(1, NEW // 10), min_size=1),
+)
+def test_a_fault_that_passes_changes_nothing(policies, place, layer, steps):
+    driver = crowded(MODELS["llama"])
+    fault = Fault(driver.engine, place, layer, lambda number, batch: number % 10 == 0 and number // 10 in steps)
+    with failing_inside(fault):
+        assert driver.run(*crowd(policies)) == undisturbed(policies)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    policies=st.lists(st.sampled_from(POLICIES), min_size=2, max_size=5).map(tuple),
+    place=st.sampled_from(PLACES),
+    layer=st.integers(0, 2),
+    culprits=st.sets(st.integers(0, 4), min_size=1, max_size=2),
+    begin=st.integers(1, NEW - 2),
+)
+def test_who_a_step_fails_with_ends_alone_and_the_others_draw_what_they_would_have(
+    policies, place, layer, culprits, begin
+):
+    bad = {str(at) for at in culprits if at < len(policies)} - {"0"}
+    driver = crowded(MODELS["llama"])
+
+    def hits(number: int, batch: set[str]) -> bool:
+        return any(len(driver.tokens(name)) >= begin for name in batch & bad)
+
+    fault = Fault(driver.engine, place, layer, hits)
+    with failing_inside(fault):
+        driver.run(*crowd(policies))
+    expected = undisturbed(policies)
+    for at in range(len(policies)):
+        name, last = str(at), driver.told[str(at)][-1]
+        if name in bad:
+            assert last == Failed("ValueError", "request")
+            assert driver.tokens(name) == expected[at][:begin]
+        else:
+            assert driver.tokens(name) == expected[at]
+    assert all(slab.is_empty for slab in driver.engine.pool.slabs)
+    assert driver.engine.stats().failures["request"] == len(bad)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_memory_runs_out_the_youngest_leave_and_the_others_go_on(models, policy):
+    policies = (policy,) * 4
+    driver = crowded(models["llama"])
+    requests = crowd(policies)
+    for request in requests:
+        driver.submit(request)
+        driver.engine._clock = lambda request=request: float(request.id)  # so they arrive one after the other
+    driver.submit()
+
+    def too_large(number: int, batch: set[str]) -> bool:
+        return len(batch) > 2 and all(len(driver.tokens(name)) > 50 for name in batch)
+
+    fault = Fault(driver.engine, "before", 1, too_large)
+    original = fault.attend
+
+    def attend(layer: int, *given: Any) -> Any:
+        try:
+            return original(layer, *given)
+        except ValueError:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB") from None
+
+    fault.attend = attend  # type: ignore[method-assign]
+    driver.run()
+    left = [name for name in "0123" if isinstance(driver.told[name][-1], Failed)]
+    assert left == ["2", "3"]
+    assert {driver.told[name][-1] for name in left} == {Failed("OutOfMemoryError", "replica")}
+    expected = undisturbed(policies)
+    assert [driver.tokens(name) for name in "01"] == expected[:2]
+    assert driver.engine.stats().failures == {"request": 0, "memory": 2, "device": 0}

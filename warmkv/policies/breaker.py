@@ -1,0 +1,77 @@
+"""Taking replicas that keep failing out of routing: a circuit breaker for each (Nygard, Release It!, 2007).
+
+Failing is fast, so a replica that fails everything looks idle and would draw all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+from warmkv.config import RoutingConfig
+
+Outcome = Literal["ok", "failed", "none"]
+"""Of an attempt: a whole answer; the replica's fault; or neither, as it was full, or its client left."""
+
+
+@dataclass(slots=True)
+class _Circuit:
+    """A replica that has failed since its last success; open from `breaker_failures` on."""
+
+    failures: int = 0
+    wait: float = 0.0  # seconds; 0 while it is closed
+    until: float = 0.0  # then a trial may go there
+    trial: Hashable | None = None  # the request that tries it
+
+
+class Breaker:
+    """The circuits of all replicas, as one router sees them. `clock` is in seconds.
+
+    A circuit opens after several failures in a row, is half open after a while, when one request tries the replica,
+    and then closes, or opens for twice as long. Without failures it holds nothing.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._circuits: dict[str, _Circuit] = {}
+
+    def __len__(self) -> int:
+        """Count the replicas that have failed since their last success."""
+        return len(self._circuits)
+
+    def shut(self, replicas: Collection[str]) -> set[str]:
+        """Return those of the replicas that take no request now, and forget replicas that are gone."""
+        self._circuits = {name: circuit for name, circuit in self._circuits.items() if name in replicas}
+        now = self._clock()
+        return {name for name, circuit in self._circuits.items() if circuit.wait and now < circuit.until}
+
+    def sent(self, request: Hashable, replica: str) -> None:
+        """Note where a request goes: of a circuit that is half open it is the trial.
+
+        No other follows before it has ended, or for as long as the circuit was open: its end may never be told.
+        """
+        circuit = self._circuits.get(replica)
+        if circuit is not None and circuit.wait and (now := self._clock()) >= circuit.until:
+            circuit.trial, circuit.until = request, now + circuit.wait
+
+    def ended(self, request: Hashable, replica: str | None, outcome: Outcome, config: RoutingConfig) -> None:
+        """Take the end of an attempt into account; `replica` is where it was, None if it came to none."""
+        for name, circuit in self._circuits.items():
+            if circuit.trial == request and (name != replica or outcome == "none"):  # it tells nothing of that one
+                circuit.trial, circuit.until = None, self._clock()
+        if replica is None or outcome == "none":
+            return
+        if outcome == "ok":
+            self._circuits.pop(replica, None)
+            return
+        circuit = self._circuits.setdefault(replica, _Circuit())
+        circuit.failures += 1
+        if circuit.wait:
+            if circuit.trial == request:
+                self._open(circuit, min(2 * circuit.wait, config.breaker_max_seconds))
+        elif config.breaker_failures and circuit.failures >= config.breaker_failures:
+            self._open(circuit, min(config.breaker_seconds, config.breaker_max_seconds))
+
+    def _open(self, circuit: _Circuit, seconds: float) -> None:
+        circuit.wait, circuit.until, circuit.trial = seconds, self._clock() + seconds, None
