@@ -47,8 +47,8 @@ class PrefixRouter(RequestRouter):
         self._dispatcher.configure(routing)
 
     def taking(self) -> int:
-        """Replicas that take requests: Serve has told that they run, and no fault of theirs is known. Any thread."""
-        return len(self.curr_replicas)
+        """Count the replicas that run, by what Serve says, and whose circuit is not open. Any thread may ask."""
+        return len(self._dispatcher.breaker.taking([replica.unique_id for replica in self.curr_replicas.copy()]))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -5,7 +5,7 @@ Failing is fast, so a replica that fails everything looks idle and would draw al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +45,11 @@ class Breaker:
         self._circuits = {name: circuit for name, circuit in self._circuits.items() if name in replicas}
         now = self._clock()
         return {name for name, circuit in self._circuits.items() if circuit.wait and now < circuit.until}
+
+    def taking(self, replicas: Iterable[str]) -> list[str]:
+        """Return those of the replicas that take requests now, or one as a trial. Any thread may ask."""
+        circuits, now = self._circuits.copy(), self._clock()
+        return [name for name in replicas if name not in circuits or now >= circuits[name].until]
 
     def sent(self, request: Hashable, replica: str) -> None:
         """Note where a request goes: of a circuit that is half open it is the trial.

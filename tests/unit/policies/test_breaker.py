@@ -164,3 +164,21 @@ def test_whatever_happens_every_replica_is_tried_again_within_the_limit(events):
         breaker.ended(number, replica, outcome, config)
     now[0] += 30.0
     assert breaker.shut(REPLICAS) == set()
+
+
+def test_a_replica_is_ready_unless_its_circuit_is_open():
+    """`/readyz` asks from another thread, so nothing is forgotten; what may have a trial takes requests."""
+    routing = Routing(breaker_failures=2, breaker_seconds=5)
+    breaker = routing.dispatcher.breaker
+    assert breaker.taking(REPLICAS) == REPLICAS
+    failing(routing, "a", 1)
+    assert breaker.taking(REPLICAS) == REPLICAS
+    failing(routing, "a", 1)
+    assert breaker.taking(REPLICAS) == ["b", "c"]
+    assert (breaker.taking(["a"]), breaker.taking([]), len(breaker)) == ([], [], 1)
+    routing.now = 5.0
+    assert breaker.taking(["a"]) == ["a"]
+    breaker.sent("trial", "a")
+    assert breaker.taking(["a"]) == []
+    routing.dispatcher.ended("trial", "a", "ok")
+    assert breaker.taking(["a"]) == ["a"]
