@@ -73,9 +73,14 @@ def test_both_clients_get_the_same_answer_whole_and_streamed(cluster):
 def test_the_next_request_lands_where_its_prefix_is_warm(cluster):
     for number in range(4):
         key = f"sticky {number}"
+        before = {name: replica["blocks"] for name, replica in cluster.replicas().items()}
         first = ask(cluster, marked(TEXT + str(number), "one?"), key).usage
         home = first.warmkv["replica"]
-        until(lambda home=home: cluster.replicas()[home]["blocks"] > 0, "the directory hears of the blocks")
+        known = before[home]
+        until(
+            lambda home=home, known=known: cluster.replicas()[home]["blocks"] > known,
+            "the directory hears of the blocks",
+        )
         for question in ("two?", "three?"):
             usage = ask(cluster, marked(TEXT + str(number), question), key).usage
             assert usage.warmkv["replica"] == home
@@ -141,7 +146,8 @@ def test_the_directory_comes_back_whole_after_it_was_killed(cluster):
 
     def restored() -> bool:
         try:
-            return cluster.replicas()[home]["blocks"] >= before[home]
+            found = cluster.replicas()
+            return len(found) == cluster.config.cluster.replicas and found[home]["blocks"] >= before[home]
         except (KeyError, requests.RequestException):
             return False
 
@@ -187,7 +193,7 @@ def test_a_request_can_be_followed_from_the_gateway_to_its_replica(cluster):
 
 def test_ready_while_replicas_take_requests(cluster):
     ready = requests.get(f"{cluster.url}/readyz", timeout=PATIENCE)
-    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "replicas": len(cluster.replicas())})
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "replicas": cluster.config.cluster.replicas})
 
 
 def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
