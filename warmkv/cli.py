@@ -6,14 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from warmkv import __version__
 from warmkv.config import Config, ConfigError, load
 from warmkv.dashboards.commands import app as dashboards_app
 from warmkv.evaluation import commands as evaluation_commands
+from warmkv.faults import INTERNAL, UserError, tell_internal
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
@@ -51,8 +53,7 @@ def read_config(path: Path | None, flags: list[str]) -> Config:
     try:
         return load(path, flags=flags)
     except ConfigError as error:
-        errors.print(f"[red]configuration:[/red] {error}", highlight=False)
-        raise typer.Exit(2) from None
+        _fail("configuration", error, 2)
 
 
 @contextmanager
@@ -61,14 +62,19 @@ def failures_end_the_program(what: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        errors.print(f"[red]configuration:[/red] {error}", highlight=False)
-        raise typer.Exit(2) from None
-    except (OSError, RuntimeError) as error:
-        errors.print(f"[red]{what}:[/red] {error}", highlight=False)
-        raise typer.Exit(1) from None
+        _fail("configuration", error, 2)
+    except (OSError, UserError) as error:
+        _fail(what, error, 1)
     except KeyboardInterrupt:
         errors.print("interrupted")
         raise typer.Exit(130) from None
+
+
+def _fail(what: str, error: Exception, code: int) -> NoReturn:
+    """End the program with what an error says; brackets in it are no markup."""
+    errors.print(f"[red]{what}:[/red] ", end="")
+    errors.print(str(error), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(code)
 
 
 @config_app.command("show")
@@ -155,5 +161,12 @@ app.command("price")(policy_commands.price_prefix)
 
 
 def main() -> None:
-    """Entry point of the `warmkv` script."""
-    sys.exit(app())
+    """Entry point of the `warmkv` script. What no command expects is shown whole, and ends with a code of its own."""
+    try:
+        app()
+    except UserError as error:
+        print(f"warmkv: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        tell_internal(error, __version__)
+        sys.exit(INTERNAL)

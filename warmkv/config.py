@@ -20,11 +20,14 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from warmkv.faults import UserError
 from warmkv.gpus import Gpu
 from warmkv.model_shape import KV, ModelShape
 from warmkv.policy_spec import PolicySpec
@@ -34,7 +37,7 @@ Eviction = Literal["lru", "lfu", "length", "cost"]
 BlockStorage = Literal["model", "fp8", "kivi4"]
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be used; the message says where and what to do."""
 
 
@@ -42,6 +45,29 @@ class Section(BaseModel):
     """Base of all sections: immutable, and strict about names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def _auto_or_bytes(value: Any, _: Any) -> ByteSize | Literal["auto"]:
+    """Read `auto` or a size, with one error for both."""
+    if value == "auto":
+        return "auto"
+    try:
+        return _BYTES.validate_python(value)
+    except ValidationError:
+        raise ValueError(f"write auto, or bytes as in 40GiB, 512MiB or 1000000; got {value!r}") from None
+
+
+AutoBytes = Annotated[ByteSize | Literal["auto"], WrapValidator(_auto_or_bytes)]
+"""A limit in bytes, or `auto`: a memory plan gives it its share of what the device has."""
+
+
+def _planned(value: ByteSize | Literal["auto"], name: str) -> int:
+    if value == "auto":
+        raise RuntimeError(f"{name} is auto: a memory plan must resolve it first")
+    return int(value)
 
 
 # --- compression ------------------------------------------------------------------------------------------------
@@ -73,7 +99,18 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     max_context: int | None = Field(None, ge=16, description="prompt + new tokens; the model's own limit if absent")
     max_slots: int = Field(16, ge=1, description="sequences decoded together")
-    kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit for slots and prefill workspace together")
+    kv_bytes: AutoBytes = Field(
+        "auto",
+        description="limit for slots and prefill workspace together; auto: what the device has, less weights, "
+        "activations and prefix_cache.memory_bytes",
+    )
+    memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the device's memory, or on a CPU of the control group's, that is planned with; the rest "
+        "is for what nobody counts: fragments, libraries",
+    )
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
     max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
     preempt_seconds: float | None = Field(
@@ -100,6 +137,11 @@ class EngineConfig(Section):
         "and does not start where they differ",
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+
+    @property
+    def kv_limit(self) -> int:
+        """Return kv_bytes. Raises RuntimeError while it is auto."""
+        return _planned(self.kv_bytes, "engine.kv_bytes")
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -133,7 +175,16 @@ class PrefixCacheConfig(Section):
     enabled: bool = True
     automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
     block_size: int = Field(64, ge=1, description="tokens in a block")
-    memory_bytes: ByteSize = Field(ByteSize(512 << 20), description="limit of stored blocks on the device of a replica")
+    memory_bytes: AutoBytes = Field(
+        "auto", description="limit of stored blocks on the device of a replica; auto: memory_share of what is free"
+    )
+    memory_share: float = Field(
+        1 / 3,
+        ge=0,
+        lt=1,
+        description="share that memory_bytes: auto takes of what engine.kv_bytes: auto would have; with a third, a "
+        "request can have twice what is stored: its slot and the workspace of its prompt",
+    )
     eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
     storage: BlockStorage = Field("model", description="format of blocks on the device; fp8 and kivi4 need allow_lossy")
     host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
@@ -164,6 +215,11 @@ class PrefixCacheConfig(Section):
     lookback: int = Field(
         20, ge=0, description="content blocks before a breakpoint that are checked for an earlier write"
     )
+
+    @property
+    def memory_limit(self) -> int:
+        """Return memory_bytes. Raises RuntimeError while it is auto."""
+        return _planned(self.memory_bytes, "prefix_cache.memory_bytes")
 
     @model_validator(mode="after")
     def _check(self) -> PrefixCacheConfig:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from warmkv.faults import UserError
+
 KV = ("layers", "kv_heads", "head_dim", "dtype_bytes")
 """Figures that decide the size of the KV cache."""
 
@@ -15,7 +17,7 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 _UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "state_size")
 
 
-class ModelShapeError(ValueError):
+class ModelShapeError(UserError):
     """A file that does not tell the shape of a model; the message says why."""
 
 

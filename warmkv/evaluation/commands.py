@@ -99,7 +99,7 @@ def evaluate(
     except EvalError as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False)
+        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False, markup=False)
         raise typer.Exit(130) from None
     document = json.dumps(summary, indent=2)
     if json_file == "-":
@@ -132,20 +132,22 @@ def _run(plan: Plan, out: Path, quiet: bool) -> Row:
     if not quiet:
         console = Console()
         table.show(plan, entries, stream, console)
-        console.print(f"{out}/report.html", highlight=False, soft_wrap=True)
+        console.print(f"{out}/report.html", highlight=False, markup=False, soft_wrap=True)
     return document
 
 
 def _load(plan: Plan) -> tuple[LoadedModel, Any]:
+    import torch
     from transformers.utils import logging
 
-    from warmkv.replicas import loading
+    from warmkv.replicas import device_memory, loading
 
     logging.disable_progress_bar()
     try:
         config = ModelConfig(path=plan.model, device=plan.device)
+        device_memory.check_device(config.device)
         return loading.load_model(config), loading.load_tokenizer(config)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, torch.OutOfMemoryError) as error:
         raise EvalError(f"cannot load {plan.model}: {str(error).splitlines()[0]}") from None
 
 
@@ -161,7 +163,7 @@ def _with_bar(plan: Plan, model: LoadedModel, tokenizer: Any, folder: Any) -> No
 
     from warmkv.evaluation import run
 
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn())
+    columns = (TextColumn("{task.description:<22}", markup=False), BarColumn(), TaskProgressColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("", total=run.work(plan, tokenizer))

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from warmkv.evaluation import matching
 from warmkv.evaluation.tasks import NAMES, STREAM, TASKS, Form, Task, forms_of
+from warmkv.faults import UserError
 from warmkv.policy_spec import METHODS, PolicySpec
 
 FULL = "full"
@@ -17,7 +18,7 @@ QUICK = {"lengths": (512, 1024), "depths": (0.0, 0.5, 1.0), "samples": 2, "strea
 SHORTEST = 256
 
 
-class EvalError(ValueError):
+class EvalError(UserError):
     """A run that cannot be done as asked; the message says what to write instead."""
 
 

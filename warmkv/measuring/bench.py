@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import ByteSize
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import synthetic, ttft
@@ -20,6 +21,7 @@ from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import LoadedModel
 
@@ -75,7 +77,8 @@ def run(
     """Measure every cell. Raises MeasureError if the model or engine.kv_bytes cannot do one."""
     engine = engine.model_copy(update={"max_slots": max(engine.max_slots, *plan.batches)})
     stored = 4 * max(plan.lengths) * model.kv_shape.token_bytes  # so that what is to be warm stays warm
-    cache = cache.model_copy(update={"enabled": True, "memory_bytes": max(cache.memory_bytes, stored)})
+    planned = plan_replica(model, engine, cache)
+    cache = cache.model_copy(update={"enabled": True, "memory_bytes": ByteSize(max(planned.stored.bytes, stored))})
     runner = Engine(model, engine, cache, clock=now)
     for label, spec in plan.specs().items():
         progress(f"warm-up, {label}")

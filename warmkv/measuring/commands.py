@@ -93,8 +93,9 @@ def bench(
 
         from warmkv.measuring import bench as benching
         from warmkv.measuring import documents, table
+        from warmkv.replicas.device_memory import plan_replica
 
-        plan.check_memory(loaded.kv_shape, int(settings.engine.kv_bytes))
+        plan.check_memory(loaded.kv_shape, plan_replica(loaded, settings.engine, settings.prefix_cache).kv)
         with progress_bar(benching.measurements(plan)) as progress:
             result = benching.run(plan, loaded, settings.engine, settings.prefix_cache, progress)
         document = json.dumps(documents.bench_document(result, plan, settings, loaded, found), indent=2)
@@ -109,7 +110,7 @@ def bench(
             from warmkv.measuring import charts
 
             for file in charts.save_all(result, out):
-                errors.print(str(file), highlight=False, soft_wrap=True)
+                errors.print(str(file), highlight=False, markup=False, soft_wrap=True)
 
 
 def profile(

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from warmkv.faults import UserError
 from warmkv.policies import budgets
+from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 
@@ -22,7 +24,7 @@ LENGTHS_SPAN = 16
 """How many times longer than the shortest context of a profile the longest is."""
 
 
-class MeasureError(ValueError):
+class MeasureError(UserError):
     """Something that cannot be measured as asked; the message says what to write instead."""
 
 
@@ -57,15 +59,16 @@ class BenchPlan:
                 f"got {longest}"
             )
 
-    def check_memory(self, shape: KVShape, kv_bytes: int) -> None:
+    def check_memory(self, shape: KVShape, kv: Limit) -> None:
         """Raises MeasureError if the slots of a cell do not fit engine.kv_bytes."""
         for label, spec in self.specs().items():
             tokens, batch = max(self.lengths), max(self.batches)
             needed = batch * slot_bytes(budgets.in_force(spec, tokens, self.new_tokens), shape, tokens, self.new_tokens)
-            if needed > kv_bytes:
+            if needed > kv.bytes:
                 raise MeasureError(
                     f"{batch} sequences of {tokens} tokens under {label} need {needed:,} bytes, engine.kv_bytes is "
-                    f"{kv_bytes:,}; give --set engine.kv_bytes={-(-needed * 5 // 4 >> 30)}GiB, or less to measure"
+                    f"{'auto = ' * kv.auto}{kv.bytes:,}; give --set "
+                    f"engine.kv_bytes={-(-needed * 5 // 4 >> 30)}GiB, or less to measure"
                 )
 
 

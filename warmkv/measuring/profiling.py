@@ -21,6 +21,7 @@ from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
 from warmkv.policies.step_profile import FittedCost, Measurement, Phase, PolicyProfile
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import LoadedModel
 
@@ -40,7 +41,7 @@ class Profiler:
         self._specs = plan.specs()
         self._engines: dict[int, Engine] = {}  # by size of a chunk
         self._seconds: dict[Place, list[float]] = defaultdict(list)
-        shape, room = model.kv_shape, int(config.kv_bytes)
+        shape, room = model.kv_shape, plan_replica(model, config, PrefixCacheConfig(enabled=False)).kv.bytes
         self._chunks = [
             (labels, cell)
             for cell in grid.chunks(plan.lengths, min(config.prefill_chunk, max(plan.lengths)))

@@ -44,13 +44,15 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         import torch
 
         from warmkv.measuring import machine
-        from warmkv.replicas import loading
+        from warmkv.replicas import device_memory, loading
     except ImportError as error:
         raise MeasureError(f"{error.name} is missing; install it with: pip install 'warmkv[serve]'") from None
     if settings.engine.threads:
         torch.set_num_threads(settings.engine.threads)
-    if loading.resolve_device(settings.model.device).type == "cuda" and not torch.cuda.is_available():
-        raise MeasureError(f"torch finds no GPU for device {settings.model.device}; try --device cpu")
+    try:
+        device_memory.check_device(settings.model.device)
+    except device_memory.DeviceError as error:
+        raise MeasureError(str(error)) from None
     found = machine.identity()
     if found["load"] > BUSY:
         errors.print(
@@ -64,7 +66,7 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         model = loading.load_model(settings.model, packed=settings.engine.compile != "on")
     except MeasureError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, torch.OutOfMemoryError) as error:
         raise MeasureError(f"cannot load {settings.model.path}: {str(error).splitlines()[0]}") from None
     check(context_limit(settings, model.max_context))
     return model, {**machine.identity(model.device), "load": found["load"]}
@@ -82,7 +84,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("", total=total, completed=-1)

@@ -75,11 +75,11 @@ def begin_decoding(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int,
     for number in range(batch):
         sequence = _sequence(f"{number}", spec, prompt.tokens, new_tokens)
         assert sequence.demand is not None
-        slot = sequence.slot = engine.pool.claim(sequence.demand, int(engine.config.kv_bytes))
+        slot = sequence.slot = engine.pool.claim(sequence.demand, engine.memory.kv.bytes)
         if slot is None:
             raise MeasureError(
                 f"slot {number + 1} of {batch} for {prompt.tokens} tokens under {spec.label} does not fit "
-                f"engine.kv_bytes ({int(engine.config.kv_bytes):,} bytes); give more with --set engine.kv_bytes=..."
+                f"engine.kv_bytes ({engine.memory.kv.bytes:,} bytes); give more with --set engine.kv_bytes=..."
             )
         watch = Stopwatch(engine.model.device)
         selections = selections or sequence.policy.select(prompt)

@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.config import Config, ModelConfig, parse
+from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
 from warmkv.platform.tenants_file import Tenants
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
+
+
+class StartError(UserError):
+    """A service that cannot start on this machine or with these settings; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +106,13 @@ def start_ray(config: Config) -> None:
     wanted, found = cluster.replicas * cluster.gpus_per_replica, ray.cluster_resources().get("GPU", 0)
     if wanted > found:
         ray.shutdown()
-        raise RuntimeError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
+        raise StartError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
 
 
 def start_document(document: dict[str, Any]) -> None:
     """Start every application of a Serve document on the Ray this process is connected to, and wait until it answers.
 
-    Raises RuntimeError if an application cannot be deployed, ConfigError if it would be open to other machines.
+    Raises StartError if an application cannot be deployed, ConfigError if it would be open to other machines.
     """
     from ray import serve
 
@@ -124,7 +130,28 @@ def start_document(document: dict[str, Any]) -> None:
         except RuntimeError as error:
             status = serve.status().applications.get(name)
             reasons = [one.message for one in status.deployments.values() if one.message] if status else []
-            raise RuntimeError("\n".join([str(error), *reasons])) from None
+            raise StartError("\n".join([str(error), *reasons])) from None
+
+
+def memory_plans(config: Config, seconds: float) -> Counter[str]:
+    """The memory plans of the replicas that serve, each with how many have it, as they report them.
+
+    Waits `seconds` for the first report of all of them, then counts those that came. Ray must have been started.
+    """
+    import ray
+
+    from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+
+    until = time.monotonic() + seconds
+    while True:
+        plans: Counter[str] = Counter()
+        with suppress(ValueError, ray.exceptions.RayError):  # the directory restarts, or is busy
+            directory = ray.get_actor(directory_name(config.cluster.application), namespace=NAMESPACE)
+            replicas = ray.get(directory.status.remote(), timeout=1)["replicas"].values()
+            plans.update(known["memory"]["summary"] for known in replicas if "memory" in known)
+        if plans.total() >= config.cluster.replicas or time.monotonic() > until:
+            return plans
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -159,7 +186,7 @@ def running(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     """The service on a local Ray of its own, stopped at the end. `say` is told how the start goes on.
 
     Raises OSError where the port is taken, the model folder missing or the log not writable, ConfigError where it
-    would be open to other machines or the tenants file cannot be taken, RuntimeError where a replica cannot start.
+    would be open to other machines or the tenants file cannot be taken, StartError where a replica cannot start.
     """
     check_listening(config.gateway)
     Tenants(config.gateway, b"", lambda outcome: None)  # whose faults would come from a gateway otherwise, much later

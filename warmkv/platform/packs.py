@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize
+
 from warmkv.config import Config
 from warmkv.platform.gateway.prompt import Block, Turn, render
 from warmkv.platform.tenants import Tenant, chain_root
@@ -17,6 +19,7 @@ from warmkv.prefixes.record import Mark
 from warmkv.replicas.block_store.disk import Folder
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.packs import PackError
+from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer
 from warmkv.replicas.protocol import EngineError, Failed, GenerateRequest, SamplingParams
@@ -72,10 +75,11 @@ def build(
     room = total * len(tenants) * model.kv_shape.token_bytes
     needed = workspace_bytes(PolicySpec(), model.kv_shape, longest)
     cache = config.prefix_cache.model_copy(
-        update={"enabled": True, "automatic": True, "memory_bytes": room, "storage": "model", "packs": ()}
+        update={"enabled": True, "automatic": True, "memory_bytes": ByteSize(room), "storage": "model", "packs": ()}
         | {name: type(getattr(config.prefix_cache, name))() for name in ("host", "disk")}
     )
-    limits = config.engine.model_copy(update={"kv_bytes": max(needed, config.engine.kv_bytes)})
+    planned = plan_replica(model, config.engine, cache).kv.bytes
+    limits = config.engine.model_copy(update={"kv_bytes": ByteSize(max(needed, planned))})
     engine = Engine(model, limits, cache, clock=lambda: 0.0)  # nothing expires while it is built
     folder = Folder(out, Identity.of(model, cache.block_size), "model")
     folder.create()

@@ -7,9 +7,11 @@ import threading
 from contextlib import ExitStack
 
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from warmkv.config import Config
-from warmkv.platform.local import running
+from warmkv.platform.local import memory_plans, running
 from warmkv.platform.operator_key import kept
 
 
@@ -17,14 +19,14 @@ def serve_until_stopped(config: Config, console: Console) -> None:
     """Run the service until SIGINT or SIGTERM.
 
     Raises OSError where the port is taken or the model folder is missing, ConfigError where the service would be open
-    to other machines, RuntimeError where a replica cannot start.
+    to other machines, StartError where a replica cannot start.
     """
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with ExitStack() as stack:
-        starting = f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}"
+        starting = Text(f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}")
         with console.status(starting) as shown:
-            service = stack.enter_context(running(config, shown.update))
+            service = stack.enter_context(running(config, lambda what: shown.update(Text(what))))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)
@@ -34,13 +36,17 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         except OSError:  # no home, or one that is read-only
             says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}", highlight=False, markup=False, soft_wrap=True)
+        for plan, count in memory_plans(config, 2 * config.directory.heartbeat_seconds).items():
+            console.print(f"\n{count} x {plan}", highlight=False, markup=False)
         stop.wait()
         console.print("stopping")
 
 
 def _explain(url: str, config: Config, console: Console) -> None:
     name = config.model.name
-    console.print(f"serving [bold]{name}[/bold] at [bold]{url}[/bold] (Ctrl-C stops it)\n", highlight=False)
+    console.print(
+        f"serving [bold]{escape(name)}[/bold] at [bold]{escape(url)}[/bold] (Ctrl-C stops it)\n", highlight=False
+    )
     console.print(
         "    import anthropic\n"
         f'    client = anthropic.Anthropic(base_url="{url}", api_key="any")\n'

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from warmkv.config import Config, ConfigError, load
@@ -106,7 +107,7 @@ def _show(document: dict[str, Any]) -> None:
     table.add_row(*row, *([plain, ""] if steady else []))
     for cost in document["ttls"]:
         table.add_row(
-            cost["ttl"],
+            escape(cost["ttl"]),
             f"{cost['write']:g}x",
             f"{cost['read']:g}x",
             _number(cost["break_even_uses"], "uses"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from warmkv.config import Section, describe
+from warmkv.faults import UserError
 from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
@@ -18,7 +19,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ProfileError(ValueError):
+class ProfileError(UserError):
     """A file that is not a profile; the message says where."""
 
 

@@ -67,7 +67,7 @@ def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
     cost = PrefillCost(config.attention_tokens)
     device = Tier(
         "device",
-        int(config.memory_bytes),
+        config.memory_limit,
         eviction.order(config.eviction, cost),
         config.storage,
         weight(config.storage, shape),

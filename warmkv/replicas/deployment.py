@@ -17,7 +17,7 @@ import torch
 from warmkv import logs, telemetry
 from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
-from warmkv.replicas import metrics
+from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
@@ -47,13 +47,21 @@ class Replica:
         say = partial(self._say, directory[0])
         say("loading the model")
         self._tokenizer = load_tokenizer(config.model)
+        share = device_memory.share_here(config, self._place["node"])
+        device_memory.check_before_loading(config, share)
+        model = load_model(config.model, packed=config.engine.compile != "on")
+        memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, share)
+        log.info(memory.summary)
+        memory.check()
+        self._memory = memory.to_json()
         self._engine = Engine(
-            load_model(config.model, packed=config.engine.compile != "on"),
+            model,
             config.engine,
             config.prefix_cache,
             clock=time.monotonic,
             name=self._name,
             classes=token_classes(self._tokenizer),
+            memory=memory,
             publish=self._tell,
         )
         self._publishers = [
@@ -199,7 +207,7 @@ class Replica:
         stats = self._engine.stats()
         metrics.record(self._recorder, stats, self._engine.store)
         leaving = {"phase": "handing over"} if self._leaving else {}
-        return {**asdict(stats), **self._place, **leaving}
+        return {**asdict(stats), **self._place, "memory": self._memory, **leaving}
 
 
 def threads_per_replica(config: Config, cores: int) -> int:

@@ -25,12 +25,14 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.logs import about
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.decode_state import DecodeState
 from warmkv.replicas.decoding import decode, empty_cache
+from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.faults import FailureKind, Faults, NotFiniteError, describe, is_out_of_memory, is_sticky, let_go
 from warmkv.replicas.forward import CompiledForward, Forward
 from warmkv.replicas.inbox import ClosedError, Inbox
@@ -69,16 +71,22 @@ class Engine:
         clock: Callable[[], float],
         name: str = "",
         classes: TokenClasses | None = None,
+        memory: MemoryPlan | None = None,
         publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
     ) -> None:
         self.model, self.config, self.name, self._clock, self._classes = model, engine, name, clock, classes
         if engine.max_context is not None and engine.max_context > model.max_context:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
         self.max_context = engine.max_context or model.max_context
+        self.memory = memory or plan_replica(model, engine, prefix_cache)
         identity = Identity.of(model, prefix_cache.block_size)
-        self.store = BlockStore(prefix_cache, identity, model.device, clock, publish, wake=lambda: self._inbox.wake())
+        self.store = BlockStore(
+            self.memory.sized(prefix_cache), identity, model.device, clock, publish, wake=lambda: self._inbox.wake()
+        )
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
-        self.scheduler = Scheduler(engine, model.kv_shape, self.max_context, model.vocabulary, self.pool)
+        self.scheduler = Scheduler(
+            engine, model.kv_shape, self.max_context, model.vocabulary, self.pool, self.memory.kv
+        )
         self._weight_bytes = model.weight_bytes()
         self._forward = Forward(model)
         self._step_forward: Forward | CompiledForward = self._forward
@@ -488,7 +496,7 @@ class Engine:
 
     def _works(self) -> bool:
         prefilling = self.scheduler.prefilling
-        room = self.config.kv_bytes - (self.scheduler.workspace_bytes(prefilling) if prefilling else 0)
+        room = self.memory.kv.bytes - (self.scheduler.workspace_bytes(prefilling) if prefilling else 0)
         return works(self.model, self.pool, self._forward, self._step_forward, room)
 
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:

@@ -12,6 +12,7 @@ from warmkv.config import EngineConfig
 from warmkv.policies.compression.base import Policy
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.fair_queue import FairQueue
+from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.replicas.block_store import WarmPrefix
 from warmkv.replicas.completions import Completions
@@ -77,6 +78,7 @@ class Scheduler:
     max_context: int
     vocabulary: int
     pool: SlotPool
+    kv: Limit  # of slots and workspace
     waiting: FairQueue[Sequence] = field(default_factory=FairQueue)
     prefilling: Sequence | None = None
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
@@ -102,10 +104,8 @@ class Scheduler:
         needed = self.workspace_bytes(sequence)
         if demand is not None:
             needed += slot_bytes(demand.spec, self.shape, tokens, demand.new_tokens)
-        if needed > self.config.kv_bytes:
-            raise UnservableRequestError(
-                f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.config.kv_bytes}"
-            )
+        if needed > self.kv.bytes:
+            raise UnservableRequestError(f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.kv}")
         if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
             return
         free = self.config.max_slots - len(self.decoding) - (self.prefilling is not None)
@@ -144,11 +144,11 @@ class Scheduler:
         if len(self.decoding) >= self.config.max_slots:
             return False
         if sequence.parked:
-            sequence.slot = self.pool.resume(sequence.parked, self.config.kv_bytes)
+            sequence.slot = self.pool.resume(sequence.parked, self.kv.bytes)
             return sequence.slot is not None
         # Already the prefilling one when memory is asked for: whatever goes wrong goes wrong with this request alone.
         self.prefilling = sequence
-        room = self.config.kv_bytes - self.workspace_bytes(sequence)
+        room = self.kv.bytes - self.workspace_bytes(sequence)
         if demand := sequence.demand:
             sequence.slot = self.pool.claim(demand, room)
         if sequence.slot or (demand is None and self.pool.fit(room)):

@@ -15,15 +15,20 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from warmkv.faults import UserError
 from warmkv.policies.costs import Line, StepCost, run_seconds, steps_until
 
 NEVER = -1.0
 WAITING = -1  # admission number of a sequence that is not in the batch
 
 
+class BatchingError(UserError):
+    """Limits, or a request under them, with which no server could run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server may do in a step and hold at a time. Raises ValueError for limits under which nothing runs."""
+    """What a server may do in a step and hold at a time. Raises BatchingError for limits under which nothing runs."""
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -33,14 +38,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.kv_block < 1:
-            raise ValueError("max_num_seqs and kv_block must be at least 1")
+            raise BatchingError("max_num_seqs and kv_block must be at least 1")
         if self.max_batched_tokens < self.max_num_seqs:
-            raise ValueError(
+            raise BatchingError(
                 f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every sequence takes a token of a step"
             )
         if self.kv_tokens is not None and self.kv_tokens < self.kv_block:
-            raise ValueError(f"kv_tokens ({self.kv_tokens}) must hold a block of {self.kv_block}")
+            raise BatchingError(f"kv_tokens ({self.kv_tokens}) must hold a block of {self.kv_block}")
 
     @property
     def blocks(self) -> int | None:
@@ -110,12 +115,12 @@ class Server:
         return self._batch + (self._prefilling is not None)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at its arrival. Raises ValueError if it could never fit."""
+        """Queue a sequence at its arrival. Raises BatchingError if it could never fit."""
         if sequence.prompt < 1 or sequence.output < 1 or not 0 <= sequence.cached < sequence.prompt:
-            raise ValueError("a sequence needs a prompt that is not all cached, and at least one token of output")
+            raise BatchingError("a sequence needs a prompt that is not all cached, and at least one token of output")
         blocks = self._limits.blocks
         if blocks is not None and self._blocks(sequence.prompt + sequence.output - 1) > blocks:
-            raise ValueError(
+            raise BatchingError(
                 f"{sequence.prompt} + {sequence.output} tokens do not fit into {self._limits.kv_tokens} tokens of KV"
             )
         if not self.running and not self.waiting:

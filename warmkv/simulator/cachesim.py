@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from warmkv.faults import UserError
 from warmkv.policies.eviction import Order
 from warmkv.policies.retention import BlockLedger
 from warmkv.simulator.quantities import Unit
@@ -29,7 +30,7 @@ GRACE = 1e-6  # seconds: a ledger drops a block at the end of its TTL, here it i
 PROGRESS_EVERY = 100  # requests
 
 
-class CacheSimError(ValueError):
+class CacheSimError(UserError):
     """A question that a trace cannot answer; the message says why."""
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from warmkv.config import Eviction
+from warmkv.faults import UserError
 from warmkv.simulator.command_line import (
     ConfigOption,
     JsonOption,
@@ -294,5 +295,5 @@ def _plot(curve: LruCurve, capacities: list[Capacity], ttls: list[float], ideal:
         axis = "TTL, seconds"
     try:
         hit_rate_chart.save(lines, marks, ideal.token_rate, axis, file)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         fail("cachesim", f"cannot write {file}: {getattr(error, 'strerror', None) or error}")

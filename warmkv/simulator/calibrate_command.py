@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from warmkv.faults import UserError
 from warmkv.simulator.command_line import (
     ConfigOption,
     JsonOption,
@@ -57,14 +58,13 @@ def calibrate(
     """
     from warmkv.simulator import calibration, measured
     from warmkv.simulator.batching import Limits
-    from warmkv.simulator.traces import TraceError
 
     settings = read_config(config, set_)
     try:
         given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}
         limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, **given)
         rows = measured.read(requests, strict=strict)
-    except (TraceError, ValueError) as error:
+    except UserError as error:
         fail("calibrate", str(error))
     told(rows.broken, rows.skipped, rows.faults)
     try:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from warmkv.faults import UserError
 from warmkv.policies.costs import StepCost
-from warmkv.simulator.batching import Limits, Sequence, Server
+from warmkv.simulator.batching import BatchingError, Limits, Sequence, Server
 from warmkv.simulator.measured import Measured
 from warmkv.simulator.step_fit import fit
 
@@ -31,7 +32,7 @@ Report = Mapping[str, Mapping[str, float]]  # metric -> figure -> value
 Progress = Callable[[int], None]  # told how many simulations were run
 
 
-class CalibrationError(ValueError):
+class CalibrationError(UserError):
     """Measurements that no step model can be fitted to; the message says why."""
 
 
@@ -120,7 +121,7 @@ def serve(requests: Measured, limits: Limits, cost: StepCost) -> tuple[list[Sequ
         for sequence in sequences:
             server.run(sequence.arrival)
             server.add(sequence)
-    except ValueError as error:
+    except BatchingError as error:
         raise CalibrationError(str(error)) from None
     server.run()
     return sequences, server.preemptions

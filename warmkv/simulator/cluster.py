@@ -17,6 +17,7 @@ from warmkv.simulator.clock import FIRST, Alarm, Clock
 from warmkv.simulator.fleet import Fleet
 from warmkv.simulator.gateways import Gateway
 from warmkv.simulator.measures import Level
+from warmkv.simulator.memory import resolved
 from warmkv.simulator.replica import NEVER, Job, Replica
 from warmkv.simulator.runs import Layout, RunCache
 from warmkv.simulator.stores import Stores
@@ -37,11 +38,6 @@ class Outcome:
     alive: Level  # replicas, those that start included
     moved: Moved  # between replicas
     end: float  # virtual seconds from the first arrival to the last end
-
-
-def gpus_per_replica(config: Config) -> float:
-    """A replica without a GPU stands for one that has one."""
-    return config.cluster.gpus_per_replica or 1.0
 
 
 def simulate(
@@ -68,6 +64,7 @@ def simulate(
     every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
     prompts' blocks as runs, where whoever calls keeps them.
     """
+    config = resolved(config)
     stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()
 

@@ -174,7 +174,7 @@ def read_trace(
         fail(what, str(error))
     told(trace.broken, trace.skipped, trace.faults)
     for note in trace.notes:
-        errors.print(f"{trace.format}: {note}", highlight=False)
+        errors.print(f"{trace.format}: {note}", highlight=False, markup=False)
     if not len(trace):
         fail(what, f"{file} has no request")
     return trace
@@ -192,7 +192,7 @@ def read_requests(what: str, source: Source, base: Config) -> Requested:
         fail(what, str(error))
     told(trace.broken, trace.skipped, trace.faults)
     for note in trace.notes:
-        errors.print(f"{source.path.name}: {note}", highlight=False)
+        errors.print(f"{source.path.name}: {note}", highlight=False, markup=False)
     if not trace.requests.records:
         fail(what, f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
     return trace
@@ -203,7 +203,7 @@ def bar(description: str, total: int | None = None) -> Iterator[Callable[[int], 
     """A progress bar on a terminal, nothing elsewhere; yields what is told how much is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
         task = shown.add_task(description, total=total)
         yield lambda done: shown.update(task, completed=done)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from warmkv import __version__
 from warmkv.config import Config
+from warmkv.faults import UserError
 from warmkv.simulator import variants
 from warmkv.simulator.command_line import (
     BlockSizeOption,
@@ -145,7 +146,7 @@ def replay(
             "config": settings.model_dump(mode="json"),
         }
         results = _replay_with_bar(requests, settings, grid, cost, folders, meta)
-    except ValueError as error:
+    except UserError as error:
         fail("replay", str(error))
 
     if stand_ins:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.figures import sense
 from warmkv.simulator.sweep_folder import changes
@@ -18,7 +19,7 @@ _POLICY_KEYS = {"name", "budget", "decode", "storage"}
 _POINT = re.compile(r"(.+):([0-9]+)")
 
 
-class CompareError(ValueError):
+class CompareError(UserError):
     """A run that cannot be read; the message says what was looked for."""
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from warmkv.faults import UserError
 from warmkv.simulator.command_line import JsonOption, fail, write
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def compare(run_a: RunArgument, run_b: RunArgument, json_file: JsonOption = None
 
     try:
         result = comparing.compare(comparing.read(run_a), comparing.read(run_b))
-    except ValueError as error:
+    except UserError as error:
         fail("compare", str(error))
     document = json.dumps({"a": run_a, "b": run_b, **result.to_json()}, indent=2)
     if json_file == "-":
@@ -52,7 +54,7 @@ def _show(a: str, b: str, result: Comparison, console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     changed = [effect for effect in result.effects if effect.a != effect.b]
     for effect in changed:
-        table.add_row(effect.name, _number(effect.a), _number(effect.b), _change(effect), _verdict(effect))
+        table.add_row(escape(effect.name), _number(effect.a), _number(effect.b), _change(effect), _verdict(effect))
     print()
     console.print(table if changed else "no figure changed")
     if same := len(result.effects) - len(changed):

@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel
 
 from warmkv.config import Config, ConfigError
+from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator import quantities
 from warmkv.simulator.variants import Variant, VariantError
@@ -30,7 +31,7 @@ Settings = dict[str, Any]
 Configure = Callable[[Sequence[str]], Config]  # `section.key=value` flags to the configuration with them
 
 
-class GridError(ValueError):
+class GridError(UserError):
     """A grid that cannot be swept; the message says where and what to write."""
 
 

@@ -10,15 +10,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
+from warmkv.faults import UserError
+
+
+class ChartError(UserError):
+    """A chart that cannot be written as asked."""
+
 
 Points = Sequence[tuple[float, float]]  # capacity or seconds, hit rate
 
 
 def save(lines: Mapping[str, Points], marks: Mapping[str, Points], ceiling: float, axis: str, file: Path) -> None:
-    """Draw lines and the points asked for, over the ceiling of an unlimited cache. Raises OSError, and ValueError for
+    """Draw lines and the points asked for, over the ceiling of an unlimited cache. Raises OSError, and ChartError for
     a kind of file that matplotlib does not know."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+        kinds = figure.canvas.get_supported_filetypes()
+        if file.suffix and file.suffix[1:].lower() not in kinds:
+            raise ChartError(f"{file.suffix} is no kind of chart; there are {', '.join(sorted(kinds))}")
         axes = figure.subplots()
         axes.axhline(ceiling, color=INK, linewidth=0.9, linestyle="--", label=f"unlimited, {ceiling:.1%}")
         for at, (label, points) in enumerate(lines.items()):

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.config import Config
+from warmkv.faults import UserError
 from warmkv.policies import budgets
 from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.policy_spec import PolicySpec
@@ -34,6 +35,10 @@ SpecOf = Callable[[RequestRecord], PolicySpec]
 MOST_SIMULATED = 500  # requests, the first ones, that the scales are fitted to
 STEPS = (0.2, 0.01)  # of a scale, relative: the first and the last by which it is moved
 MOST_MOVES = 80
+
+
+class LogFitError(UserError):
+    """A log that tells nothing of step times."""
 
 
 def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -57,10 +62,10 @@ def _times(rows: Iterable[tuple[float, float, float, int]]) -> Times:
 
 
 def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
-    """Step times with which a replay takes as long as the log says. Raises ValueError if no record carries timings."""
+    """Step times with which a replay takes as long as the log says. Raises LogFitError if no record carries timings."""
     timed = measured(records)
     if not timed:
-        raise ValueError("no record of the log carries timings to fit step times to")
+        raise LogFitError("no record of the log carries timings to fit step times to")
     return _scaled(timed[:MOST_SIMULATED], config, linear_fit(timed, config, spec_of))
 
 

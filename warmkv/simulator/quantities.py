@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from warmkv.faults import UserError
 from warmkv.model_shape import ModelShapeError, kv_figures
 from warmkv.policies.slot_sizes import KVShape
 
@@ -19,7 +20,7 @@ _BYTES = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class QuantityError(ValueError):
+class QuantityError(UserError):
     """A text that names no such amount; the message says how to write one."""
 
 

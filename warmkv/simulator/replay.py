@@ -19,10 +19,11 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster import Outcome, gpus_per_replica, simulate
+from warmkv.simulator.cluster import Outcome, simulate
 from warmkv.simulator.common import Common
 from warmkv.simulator.garbage import uncollected
 from warmkv.simulator.measures import Level, Percentiles, percentiles
+from warmkv.simulator.memory import gpus_per_replica
 from warmkv.simulator.replica import Job
 from warmkv.simulator.requests import Turn
 from warmkv.simulator.stores import kv_shape

@@ -116,6 +116,7 @@ class Replica:
     ) -> None:
         self.name, self.cache = name, cache
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
+        self._room = config.kv_limit
         self._fast_forward, self._ended, self._began = fast_forward, ended, began
         self._overhead = times.overhead
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
@@ -156,7 +157,7 @@ class Replica:
         if job.endless:
             tokens = job.record.input_tokens + 1
         too_long = self._config.max_context is not None and tokens > self._config.max_context
-        return not too_long and job.slot_bytes + job.workspace_bytes <= self._config.kv_bytes
+        return not too_long and job.slot_bytes + job.workspace_bytes <= self._room
 
     def expect(self) -> None:
         """A job will be submitted, once blocks for it have come."""
@@ -241,7 +242,7 @@ class Replica:
 
     def _fits(self, job: Job) -> bool:
         needed = self._used + job.slot_bytes + job.workspace_bytes
-        return self._batch < self._config.max_slots and needed <= self._config.kv_bytes
+        return self._batch < self._config.max_slots and needed <= self._room
 
     def _admit(self) -> Job:
         """Begin the prefill of the request that is next, which fits."""

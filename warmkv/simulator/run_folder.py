@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warmkv.config import Prices
+from warmkv.faults import UserError
 from warmkv.policies.pricing import price
 from warmkv.simulator import run_report
 from warmkv.simulator.replay import Run
@@ -46,7 +47,7 @@ REQUESTS = pa.schema(
 """One row for every request, in the order of the trace."""
 
 
-class FolderError(ValueError):
+class FolderError(UserError):
     """A folder that a run cannot be written to; the message says why."""
 
 

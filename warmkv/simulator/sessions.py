@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warmkv.faults import UserError
 
-class WorkloadError(ValueError):
+
+class WorkloadError(UserError):
     """Settings that describe no workload; the message says which."""
 
 

@@ -14,6 +14,7 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache import Removals, ReplicaCache
 from warmkv.simulator.late_index import LateIndex
 from warmkv.simulator.measures import Level
+from warmkv.simulator.memory import resolved
 from warmkv.simulator.replica import Job
 from warmkv.simulator.runs import Layout, RunCache, Runs, layout
 
@@ -40,6 +41,7 @@ class Stores:
         by_runs: bool,
         lay_out: Callable[[], Layout | None] | None = None,
     ) -> None:
+        config = resolved(config)
         cache = config.prefix_cache
         self._lifetimes, self._token_bytes, self._share = lifetimes, token_bytes, cache.tenant_share
         self._tiers = tiers_of(cache, kv_shape(config)) if cache.enabled else [Tier("device", 0)]

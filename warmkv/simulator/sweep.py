@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 from warmkv import __version__
 from warmkv.config import Config, parse
+from warmkv.faults import UserError
 from warmkv.policies.costs import StepCost, StepTimes
 from warmkv.simulator import sweep_quality, timing
-from warmkv.simulator.cluster import gpus_per_replica
 from warmkv.simulator.figures import Figures, sense
 from warmkv.simulator.grid import Point, digest
+from warmkv.simulator.memory import gpus_per_replica
 from warmkv.simulator.pareto import front
 from warmkv.simulator.replay import recorded_policy, replay
 from warmkv.simulator.requests import Requests
@@ -90,7 +91,7 @@ def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times,
     """A task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
-    in them, each has its own. Raises ValueError as `timing.choose_cost` does, SweepError if both are asked for.
+    in them, each has its own. Raises UserError as `timing.choose_cost` does, SweepError if both are asked for.
     """
     own = any(_step_settings(point.config) != _step_settings(base) for point in points)
     if own and source == "log":
@@ -132,7 +133,7 @@ def run_task(requests: Requests, task: Task) -> Figures:
         (result,) = replay(
             requests.records, task.config, [task.variant], task.times, turns=requests.turns, common=requests.common
         )
-    except ValueError as error:
+    except UserError as error:
         raise SweepError(f"{task.label}: {error}") from None
     return figures(result)
 

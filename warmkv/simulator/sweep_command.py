@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from warmkv.config import Config, load
+from warmkv.faults import UserError
 from warmkv.simulator import grid as grids
 from warmkv.simulator.command_line import (
     BlockSizeOption,
@@ -128,19 +129,19 @@ def sweep(
         folder.write("results.json", document + "\n")
         sweep_report.write_parquet(rows, out / "results.parquet")
         folder.write("report.html", sweep_report.render(folder.meta, rows, axes, idle))
-    except ValueError as error:
+    except UserError as error:
         fail("sweep", str(error))
     except OSError as error:
         fail("sweep", f"cannot use {error.filename or out}: {error.strerror or error}")
     except KeyboardInterrupt:
-        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False)
+        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False, markup=False)
         raise typer.Exit(130) from None
     if json_file == "-":
         print(document)
         return
     console = Console()
     sweep_report.show(rows, axes, idle, console)
-    console.print(f"{out}/report.html", highlight=False, soft_wrap=True)
+    console.print(f"{out}/report.html", highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
         write(document, json_file, "sweep")
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from warmkv.faults import UserError
+
 FORMAT = 1
 
 
-class SweepError(ValueError):
+class SweepError(UserError):
     """A sweep that cannot be done as asked; the message says what to write instead."""
 
 

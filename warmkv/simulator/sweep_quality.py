@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from warmkv.faults import UserError
 from warmkv.policies.budgets import kept_tokens
 from warmkv.policy_spec import PolicySpec
 
@@ -25,7 +26,7 @@ _SAMPLE = ("task", "variant", "length", "depth", "sample")
 COLUMNS = (*_SAMPLE, "policy", "share", "score", "kept_tokens", "prompt_tokens")
 
 
-class QualityError(ValueError):
+class QualityError(UserError):
     """A file that holds no results of `warmkv eval`."""
 
 

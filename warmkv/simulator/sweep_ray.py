@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray.util import ActorPool
 
+from warmkv.faults import UserError
 from warmkv.simulator.figures import Figures
 from warmkv.simulator.requests import Requests
 from warmkv.simulator.sweep import Runner, Task, run_task
@@ -50,6 +51,8 @@ def on_ray(requests: Requests, workers: int) -> Iterator[Runner]:
             for number, result in ActorPool(actors).map_unordered(submit, list(enumerate(tasks))):
                 yield tasks[number], result
         except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, UserError):
+                raise
             raise SweepError(str(error.cause)) from None
         except ray.exceptions.RayError as error:
             raise SweepError(f"--ray: {str(error).splitlines()[0]}") from None

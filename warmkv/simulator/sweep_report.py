@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich import box
 from rich.console import Console
+from rich.markup import escape as plain
 from rich.table import Table
 
 from warmkv.report_page import page
@@ -53,16 +54,16 @@ def show(rows: Sequence[Row], front: Sequence[str], idle: Sequence[str], console
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
     table.caption = f"*: on the Pareto front of {', '.join(front)}; stored, slots: largest bytes over all replicas"
     for at, head in enumerate(lines[0]):
-        table.add_column(head, justify="left" if 0 < at <= len(paths) else "right", no_wrap=True)
+        table.add_column(plain(head), justify="left" if 0 < at <= len(paths) else "right", no_wrap=True)
     for line in lines[1:]:
-        table.add_row(*line)
+        table.add_row(*map(plain, line))
     width = sum(max(map(len, column)) + 2 for column in zip(*lines, strict=True))
     console.width = max(console.width, width)  # lines of a narrower terminal wrap rather than lose figures
     console.print(table)
     if len(listed) < len(rows):
         console.print(f"{len(rows) - len(listed):,} points that are not on the front: see results.parquet")
     for path in idle:
-        console.print(f"made no difference: {path}", highlight=False)
+        console.print(f"made no difference: {path}", highlight=False, markup=False)
 
 
 def text(row: Row, name: str) -> str:

@@ -14,7 +14,7 @@ from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind,
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator import log_fit
-from warmkv.simulator.cluster import gpus_per_replica
+from warmkv.simulator.memory import gpus_per_replica, resolved
 from warmkv.simulator.stores import kv_shape
 
 ENOUGH = 20  # measured requests below which a fit says little
@@ -29,8 +29,8 @@ def choose_cost(
     """The step times to replay with, and where they come from in words.
 
     `auto` takes those of the profile that the settings name, else of the roofline of simulator.model, else the log's
-    where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises ValueError if
-    `log` is asked for and has none, and if the profile cannot be read.
+    where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises LogFitError
+    if `log` is asked for and has none, and ProfileError if the profile cannot be read.
     """
     simulator = config.simulator
     file = simulator.profile
@@ -59,7 +59,8 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
     held = model.dtype_bytes * (model.layer_weights + model.head_weights)
-    held += config.engine.kv_bytes + config.prefix_cache.memory_bytes * config.prefix_cache.enabled
+    sized = resolved(config)
+    held += sized.engine.kv_limit + sized.prefix_cache.memory_limit * config.prefix_cache.enabled
     if held > gpu.memory * share:
         source += (
             f"; weights, engine.kv_bytes and prefix_cache.memory_bytes take {held / 1e9:.0f} GB, "

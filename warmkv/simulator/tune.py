@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from warmkv.faults import UserError
 from warmkv.simulator.grid import Settings, digest
 
 ROUND = 8  # trials that are asked for before any of them is known
@@ -25,7 +26,7 @@ _CONSTRAINT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|<|>)\s*([-+]?[0-9.]+(?:e[-+]
 Values = Mapping[str, float | None]  # figures by name; None: unknown
 
 
-class TuneError(ValueError):
+class TuneError(UserError):
     """A search that cannot be done as asked; the message says what to write instead."""
 
 

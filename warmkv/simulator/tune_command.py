@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from warmkv.config import load
+from warmkv.faults import UserError
 from warmkv.simulator import grid as grids
 from warmkv.simulator.command_line import (
     BlockSizeOption,
@@ -138,12 +139,12 @@ def tune(
 
             (before,) = evaluate([{}])
             found = tuning.search(axes, evaluate, minimize, limits, trials=trials, seed=seed, progress=progress)
-    except ValueError as error:
+    except UserError as error:
         fail("tune", str(error))
     except OSError as error:
         fail("tune", f"cannot use {error.filename or out}: {error.strerror or error}")
     except KeyboardInterrupt:
-        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False)
+        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False, markup=False)
         raise typer.Exit(130) from None
     best = tuning.best_of(found, minimize)
     document = json.dumps(

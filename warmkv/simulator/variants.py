@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from warmkv.config import describe
+from warmkv.faults import UserError
 from warmkv.policy_spec import METHODS, PolicySpec
 
 TTLS = (300.0, 3600.0)
@@ -15,7 +16,7 @@ BUDGETS: tuple[int | float, ...] = (0.2, 0.5)
 POLICIES = ("snapkv", "streaming_llm")
 
 
-class VariantError(ValueError):
+class VariantError(UserError):
     """A variant that cannot be replayed; the message says why."""
 
 

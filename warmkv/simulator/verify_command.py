@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from warmkv.faults import UserError
 from warmkv.simulator.command_line import (
     ConfigOption,
     JsonOption,
@@ -55,7 +56,7 @@ def verify(
     try:
         times, source = timing.choose_cost(records, settings, recorded_policy(), step_times.value)
         verdict = verified(records, settings, times)
-    except ValueError as error:
+    except UserError as error:
         fail("verify", str(error))
     figures = {**asdict(verdict), "hit_error": verdict.hit_error, "misses": verdict.misses}
     document = json.dumps({**figures, "step_times": {"source": source, **times.figures()}}, indent=2)

@@ -99,6 +99,7 @@ def workload(
         f"{out}: {count:,} requests in {held:,} sessions, {sum(r.input_tokens for r in records):,} prompt tokens, "
         f"blocks of {settings.prefix_cache.block_size}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 

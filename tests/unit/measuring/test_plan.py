@@ -6,6 +6,7 @@ import pytest
 
 from warmkv.measuring import plan as plans
 from warmkv.measuring.plan import PROFILED_TOKENS, BenchPlan, MeasureError, ProfilePlan
+from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import split_policies
 
@@ -50,7 +51,7 @@ def test_the_same_policy_is_measured_once():
         (lambda: BenchPlan(lengths=(1000,)).check(1024, "tiny"), "tiny takes 1024 tokens: .* go up to 992, got 1000"),
         (lambda: ProfilePlan(lengths=(1020,)).on(1024, "tiny"), "lengths go up to 1008, got 1020"),
         (
-            lambda: BenchPlan(lengths=(1024,)).check_memory(KVShape(2, 2, 8, 4), 1 << 20),
+            lambda: BenchPlan(lengths=(1024,)).check_memory(KVShape(2, 2, 8, 4), Limit(1 << 20, False)),
             "8 sequences of 1024 tokens under full need .* bytes, engine.kv_bytes is 1,048,576",
         ),
     ],

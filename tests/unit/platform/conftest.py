@@ -81,7 +81,11 @@ class Server:
                 yield event
 
         async def status() -> dict[str, Any]:
-            return {"replicas": {"only": dataclasses.asdict(self.engine.stats())}}
+            return {
+                "replicas": {
+                    "only": {**dataclasses.asdict(self.engine.stats()), "memory": self.engine.memory.to_json()}
+                }
+            }
 
         service = Service(
             config, send, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time

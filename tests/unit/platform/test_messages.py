@@ -378,7 +378,10 @@ def test_memory_is_told_by_use_with_its_limits(server):
     assert memory["total_bytes"] == sum(uses)
     assert memory["store_bytes"] > 0
     assert memory["weight_bytes"] == server.engine.stats().weight_bytes > 1_000_000
-    assert memory["limits"]["engine.kv_bytes"] == server.engine.config.kv_bytes
+    plan, planned = memory["plan"], server.engine.memory
+    assert memory["limits"]["engine.kv_bytes"] == planned.kv.bytes == server.engine.scheduler.kv.bytes
+    assert plan["given"]["bytes"] == sum(line["bytes"] for line in plan["lines"]) + plan["left_bytes"]
+    assert {line["name"]: line["bytes"] for line in plan["lines"]}["weights"] == memory["weight_bytes"]
     assert memory["allocator_bytes"] is None  # a CPU keeps no account
 
 

@@ -15,13 +15,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from warmkv import telemetry
-from warmkv.config import Config, PrefixCacheConfig
+from warmkv.config import PrefixCacheConfig
 from warmkv.platform.control import Follower, PolicyControl
 from warmkv.platform.gateway import messages, openai
 from warmkv.platform.gateway.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.faults import api_of
 from warmkv.platform.gateway.limits import EndLeases, Lease, Limits
+from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.request_ids import RequestIds
@@ -212,7 +213,7 @@ def create_app(
     async def memory(request: Request) -> Response:
         operator_of(request)
         found = (await status())["replicas"]
-        return JSONResponse({"replicas": {name: memory_of(known, config) for name, known in found.items()}})
+        return JSONResponse({"replicas": {name: memory_of(known) for name, known in found.items()}})
 
     @app.get("/v1/warmkv/tenants")
     async def list_tenants(request: Request) -> Response:
@@ -236,20 +237,6 @@ def create_app(
 
     add_policy_endpoints(app, service, control, operator_of)
     return app
-
-
-def memory_of(status: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Bytes of a replica by use, as it reported them last, with the limits that the settings give them."""
-    used = {use: status.get(f"{use}_bytes", 0) for use in ("weight", "slot", "workspace", "store")}
-    return {
-        **{f"{use}_bytes": size for use, size in used.items()},
-        "total_bytes": sum(used.values()),
-        "allocator_bytes": status.get("allocator_bytes"),
-        "limits": {
-            "engine.kv_bytes": config.engine.kv_bytes,
-            "prefix_cache.memory_bytes": config.prefix_cache.memory_bytes,
-        },
-    }
 
 
 def texts(turns: Iterable[Turn]) -> Iterator[str]:

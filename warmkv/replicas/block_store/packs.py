@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from warmkv.faults import UserError
 from warmkv.policies.retention import BlockLedger
 from warmkv.replicas.block_store.disk import BlockFileError, Folder, FolderError, Header, entry
 from warmkv.replicas.block_store.formats import Packed
@@ -19,7 +20,7 @@ from warmkv.replicas.block_store.tiers import Place
 log = logging.getLogger(__name__)
 
 
-class PackError(ValueError):
+class PackError(UserError):
     """A pack that cannot be used; the message says why."""
 
 

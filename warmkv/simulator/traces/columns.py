@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from warmkv.faults import UserError
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Smalls = NDArray[np.int32]
@@ -19,7 +21,7 @@ UNKNOWN = -1  # session or tenant that the trace does not tell
 LARGEST = 2**31 - 1  # tokens of a request, as the columns hold them
 
 
-class TraceError(ValueError):
+class TraceError(UserError):
     """A trace that cannot be read; the message names file and line."""
 
 

@@ -1,0 +1,328 @@
+"""Sharing a device's memory among weights, activations, decode slots and stored prefixes. Pure: numbers in, a plan out.
+
+The service plans with what it reads from the device or the control group (`replicas/device_memory.py`), the simulator
+with a GPU's data sheet. Explicit sizes are taken as they are; what is `auto` shares the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import ByteSize
+
+from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.faults import UserError
+from warmkv.policies.slot_sizes import KVShape
+
+CUDA_CONTEXT_BYTES = 512 << 20
+"""What a process takes on a GPU before its first tensor: context, kernels, library workspaces."""
+
+PROCESS_BYTES = 768 << 20
+"""Host memory of a replica's process beside weights and KV: Python, torch, transformers and Ray's worker."""
+
+NODE_BYTES = 1 << 30
+"""Host memory of a node for Ray (raylet, GCS, agents, proxies) and a gateway with its tokenizer."""
+
+SAMPLING_BYTES = 32
+"""Bytes a logit: in the model's dtype, then probabilities, their order and running sums (`replicas/sampling.py`)."""
+
+SCORING_BYTES = 4 * 4 << 22
+"""What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/scoring.py`)."""
+
+MACHINE_SHARE = 0.25
+"""Share of a machine's free memory that slots and stored prefixes take together, where nobody has set a limit for the
+service: other programs run there, too."""
+
+MACHINE_LEAST = 3 << 29
+"""They may have 1.5 GiB in any case, as far as that is free: 1 GiB for slots and 512 MiB for stored prefixes."""
+
+CHUNK_FACTOR = 3
+"""Slots have room for so many times the KV of a chunk at least: its workspace, and a slot rounded up."""
+
+HELP = (
+    "What helps: lower engine.kv_bytes, prefix_cache.memory_bytes or another size that is set; lower "
+    "engine.max_context or engine.prefill_chunk; a smaller model or model.dtype; more memory for each replica "
+    "(cluster.gpus_per_replica, fewer replicas, a larger control group); a higher engine.memory_fraction"
+)
+GIB = 1 << 30
+
+
+class MemoryPlanError(UserError):
+    """The model and what was asked for do not fit; the message has all lines of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory that a replica may plan with, in bytes; shared by all replicas on the device."""
+
+    kind: Literal["gpu", "group", "machine"]  # a GPU; a control group with a limit; a machine that others use, too
+    name: str
+    total: int  # of a machine: what is free
+    hard: int  # that nothing can exceed
+    share: float = 1.0  # of one replica
+    taken: int = 0  # of that share, by others or by the driver
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What of a model takes memory. Widths in elements; `intermediate` is that of all experts a token goes through."""
+
+    weights: int  # bytes, packed ones included
+    shape: KVShape
+    hidden: int
+    intermediate: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of the plan in bytes, and whether the plan chose it."""
+
+    bytes: int
+    auto: bool
+
+    def __str__(self) -> str:
+        return f"auto = {self.bytes} bytes" if self.auto else f"{self.bytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An item of a plan. What is not `certain` is an estimate that never stops a start."""
+
+    name: str
+    bytes: int
+    source: str
+    certain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the memory of one replica goes. `given` is the sum of the lines and `left`."""
+
+    device: str
+    given: Line
+    lines: tuple[Line, ...]
+    most: int  # bytes that the certain lines may take together
+    kv: Limit  # engine.kv_bytes
+    stored: Limit  # prefix_cache.memory_bytes
+    prompt_tokens: int  # longest prompt whose attention was counted
+
+    @property
+    def left(self) -> int:
+        """Bytes that no line takes; below 0 where limits exceed what is given."""
+        return self.given.bytes - sum(line.bytes for line in self.lines)
+
+    @property
+    def needed(self) -> int:
+        return sum(line.bytes for line in self.lines if line.certain)
+
+    def check(self) -> None:
+        """Raise MemoryPlanError with all lines if what is needed for certain does not fit."""
+        if self.needed <= self.most:
+            return
+        raise MemoryPlanError(
+            f"the model does not fit the memory of a replica: needed {self.needed:,} bytes, given {self.most:,}\n"
+            f"{self.table()}\n{HELP}"
+        )
+
+    def sized(self, cache: PrefixCacheConfig) -> PrefixCacheConfig:
+        """Return the settings of the prefix cache with the limit of this plan."""
+        return cache.model_copy(update={"memory_bytes": ByteSize(self.stored.bytes)})
+
+    def table(self) -> str:
+        """Return a line of text an item, for people."""
+        lines = [self.given, *self.lines, Line("left", self.left, "")]
+        return "\n".join(
+            f"  {line.bytes:>18,}  {amount(line.bytes):>10}  {line.name}" + (f" ({line.source})" if line.source else "")
+            for line in lines
+        )
+
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        items = ", ".join(f"{line.name} {amount(line.bytes)}" for line in self.lines if line.bytes)
+        return f"memory of a replica on {self.device}: {amount(self.given.bytes)} = {items}, left {amount(self.left)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "given": asdict(self.given),
+            "lines": [asdict(line) for line in self.lines],
+            "left_bytes": self.left,
+            "longest_prompt_tokens": self.prompt_tokens,
+            "limits": {"engine.kv_bytes": asdict(self.kv), "prefix_cache.memory_bytes": asdict(self.stored)},
+            "summary": self.summary,
+        }
+
+
+def plan(
+    memory: DeviceMemory,
+    sizes: ModelSizes,
+    engine: EngineConfig,
+    cache: PrefixCacheConfig,
+    max_context: int,
+    *,
+    attention_token_bytes: float | None = None,
+) -> MemoryPlan:
+    """Plan the memory of a replica that serves contexts of up to `max_context` tokens.
+
+    `attention_token_bytes` is what computing the attention of a chunk takes for each token before it, where that was
+    measured. The plan may not fit: see `MemoryPlan.check`.
+    """
+    on_gpu, shape = memory.kind == "gpu", sizes.shape
+    given = given_by(memory, engine)
+    fixed = _fixed(memory, sizes, engine, cache)
+    room = given.bytes - sum(line.bytes for line in fixed)
+    if not on_gpu:  # estimates leave slots and prefixes as much as they would have of a machine without a limit
+        certain = given.bytes - sum(line.bytes for line in fixed if line.certain)
+        room = max(room, min(certain, int(MACHINE_SHARE * given.bytes)))
+    token = attention_bytes(sizes, engine.prefill_chunk)
+    if attention_token_bytes is not None:
+        token = max(attention_token_bytes, _scoring_bytes(shape))
+    kv, stored = _limits(memory, shape, engine, cache, room, token, max_context)
+    prompt = min(max_context, kv.bytes // shape.token_bytes)
+    lines = [
+        *fixed,
+        Line(
+            "attention",
+            math.ceil(token * prompt),
+            f"{'estimated' if attention_token_bytes is None else 'measured'} for a chunk at {prompt:,} tokens",
+            on_gpu,
+        ),
+        Line("slots", kv.bytes, f"engine.kv_bytes{', auto' * kv.auto}"),
+        Line("prefixes", stored.bytes, f"prefix_cache.memory_bytes{', auto' * stored.auto}"),
+    ]
+    return MemoryPlan(memory.name, given, tuple(lines), most_of(memory, engine), kv, stored, prompt)
+
+
+def given_by(memory: DeviceMemory, engine: EngineConfig) -> Line:
+    """The memory that a replica is planned with."""
+    whole = "" if memory.share == 1 else f" x {memory.share:.3g} for one replica"
+    return Line(
+        "given",
+        int(memory.total * memory.share * engine.memory_fraction),
+        f"{amount(memory.total)} of {memory.name}{whole} x engine.memory_fraction {engine.memory_fraction:g}",
+    )
+
+
+def most_of(memory: DeviceMemory, engine: EngineConfig) -> int:
+    """Bytes that what a replica needs for certain may take.
+
+    On a CPU, where a limit takes nothing until it is used, that is its share of all memory there is.
+    """
+    return given_by(memory, engine).bytes if memory.kind == "gpu" else int(memory.hard * memory.share)
+
+
+def check_weights(memory: DeviceMemory, engine: EngineConfig, weights: int) -> None:
+    """Raise MemoryPlanError, before anything is loaded, if weights alone do not fit."""
+    if weights > (most := most_of(memory, engine)):
+        raise MemoryPlanError(
+            f"the weights alone do not fit the memory of a replica: needed {weights:,} bytes, given {most:,} "
+            f"({given_by(memory, engine).source}). {HELP}"
+        )
+
+
+def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache: PrefixCacheConfig) -> list[Line]:
+    """The lines that do not depend on the limits of slots and stored prefixes."""
+    on_gpu = memory.kind == "gpu"
+    lines = [
+        Line("weights", sizes.weights, "of the model as loaded"),
+        Line(
+            "activations",
+            activation_bytes(sizes, engine.prefill_chunk, engine.max_slots),
+            f"estimated for {engine.prefill_chunk} tokens at a time (engine.prefill_chunk) and the logits of "
+            f"{engine.max_slots} sequences (engine.max_slots)",
+            on_gpu,
+        ),
+    ]
+    if memory.taken:
+        lines.append(Line("others", memory.taken, "CUDA context, and other processes on the device"))
+    if not on_gpu:
+        lines.append(Line("process", PROCESS_BYTES, "estimated, of each replica", False))
+        lines.append(Line("node", int(NODE_BYTES * memory.share), "estimated, for Ray and a gateway", False))
+        if engine.preempt_seconds is not None:
+            lines.append(Line("parked", int(engine.parked_bytes), "engine.parked_bytes", False))
+        if cache.enabled and cache.host.memory_bytes:
+            lines.append(Line("host tier", int(cache.host.memory_bytes), "prefix_cache.host.memory_bytes"))
+    if cache.enabled and (cache.host.memory_bytes or cache.disk.memory_bytes):
+        lines.append(Line("moving", int(cache.moving_bytes), "prefix_cache.moving_bytes", on_gpu))
+    return lines
+
+
+def _limits(
+    memory: DeviceMemory,
+    shape: KVShape,
+    engine: EngineConfig,
+    cache: PrefixCacheConfig,
+    room: int,
+    token: float,
+    max_context: int,
+) -> tuple[Limit, Limit]:
+    """The limits of slots and of stored prefixes, which share `room` with the attention of the longest prompt.
+
+    Slots get at least what a request of one chunk needs: with less nothing could be served.
+    """
+    cap = math.inf  # of both together
+    if memory.kind == "machine":
+        cap = max(MACHINE_SHARE * memory.total * memory.share, MACHINE_LEAST)
+    auto_stored = cache.enabled and cache.memory_bytes == "auto"
+    share = cache.memory_share if auto_stored else 0.0
+    stored = 0 if auto_stored or not cache.enabled else cache.memory_limit
+    if engine.kv_bytes == "auto":
+        most = (1 - share) * cap if auto_stored else max(cap - stored, (1 - cache.memory_share) * cap)
+        free = _slots(room - stored, shape.token_bytes, token, max_context, share)
+        least = CHUNK_FACTOR * min(max_context, engine.prefill_chunk) * shape.token_bytes
+        kv = max(int(min(free, most)), least)
+    else:
+        kv = engine.kv_limit
+    if auto_stored:
+        left = room - kv - math.ceil(token * min(max_context, kv // shape.token_bytes))
+        wanted = kv * share / (1 - share) if engine.kv_bytes == "auto" else max(cap - kv, share * cap)
+        stored = max(0, int(min(left, wanted)))
+    return Limit(kv, engine.kv_bytes == "auto"), Limit(stored, auto_stored)
+
+
+def _slots(room: float, kv_token: int, attention_token: float, max_context: int, share: float) -> float:
+    """Bytes for slots, such that attention of the longest prompt that they admit and the share of prefixes fit, too."""
+    whole = (1 - share) * (room - attention_token * max_context)
+    if whole >= kv_token * max_context:
+        return whole
+    # The longest prompt is what slots have room for: tokens = slots / kv_token, slots = (1 - share) (room - attention).
+    return (1 - share) * room * kv_token / (kv_token + (1 - share) * attention_token)
+
+
+def activation_bytes(sizes: ModelSizes, prefill_chunk: int, max_slots: int) -> int:
+    """Bytes of one layer's activations for a chunk or a batch, of the logits and of scoring a prompt.
+
+    Tensors of a layer are freed before the next one's: residual and its normed copy (float32 meanwhile), queries, keys
+    and values before and after rotation, then gate, up and their product in the MLP. Logits are those of the last
+    position of each sequence.
+    """
+    shape, rows = sizes.shape, max(prefill_chunk, max_slots)
+    heads = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim
+    elements = 4 * sizes.hidden + 2 * heads + 3 * sizes.intermediate
+    layer = rows * (elements * shape.dtype_bytes + 2 * 4 * sizes.hidden)
+    return layer + max_slots * sizes.vocabulary * (SAMPLING_BYTES + shape.dtype_bytes) + SCORING_BYTES
+
+
+def attention_bytes(sizes: ModelSizes, prefill_chunk: int) -> float:
+    """Bytes that the attention of a chunk, in one layer, takes for each token of the prompt up to it.
+
+    The mask of the chunk as a bool and as a bias; keys and values repeated for the query heads of a group, as kernels
+    without grouped queries want them; for policies that score, keys in float32, twice, and four scores a query head.
+    Kernels that hold all logits at once take more: on a GPU that is measured (`replicas/device_memory.py`).
+    """
+    shape = sizes.shape
+    repeated = 2 * shape.q_heads * shape.head_dim * shape.dtype_bytes
+    return prefill_chunk * (1 + shape.dtype_bytes) + repeated + _scoring_bytes(shape)
+
+
+def _scoring_bytes(shape: KVShape) -> int:
+    return 2 * shape.kv_heads * shape.head_dim * 4 + 4 * 4 * shape.q_heads
+
+
+def amount(size: int) -> str:
+    """Return bytes as people write them, as in `1.50 GiB`."""
+    return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB else f"{size / (1 << 20):,.0f} MiB"

@@ -1,0 +1,63 @@
+"""What `engine.kv_bytes: auto` and `prefix_cache.memory_bytes: auto` stand for in a simulation."""
+
+from __future__ import annotations
+
+from pydantic import ByteSize
+
+from warmkv.config import Config
+from warmkv.gpus import Gpu
+from warmkv.model_shape import ModelShape
+from warmkv.policies import memory_plan
+from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
+from warmkv.policies.slot_sizes import KVShape
+
+KV_BYTES = 1 << 30
+"""Slots and workspace of a replica on no device in particular: `simulator.model` is not given."""
+
+STORED_BYTES = 512 << 20
+"""Stored prefixes of such a replica."""
+
+CONTEXT = 131_072
+"""Tokens up to which prompts are planned for where `engine.max_context` is not given: a config.json promises more than
+people serve."""
+
+
+def gpus_per_replica(config: Config) -> float:
+    """A replica without a GPU stands for one that has one."""
+    return config.cluster.gpus_per_replica or 1.0
+
+
+def resolved(config: Config) -> Config:
+    """Return the settings with every `auto` size in bytes.
+
+    With `simulator.model` they are what `simulator.gpu` has room for, as in the service; where the model does not fit
+    that, and without a model, the constants above.
+    """
+    engine, cache = config.engine, config.prefix_cache
+    if "auto" not in (engine.kv_bytes, cache.memory_bytes):
+        return config
+    kv, stored = KV_BYTES, STORED_BYTES
+    if (model := config.simulator.model) is not None:
+        planned = plan(config, model, config.simulator.gpu)
+        if planned.needed <= planned.most:
+            kv, stored = planned.kv.bytes, planned.stored.bytes
+    if engine.kv_bytes == "auto":
+        engine = engine.model_copy(update={"kv_bytes": ByteSize(kv)})
+    if cache.memory_bytes == "auto":
+        cache = cache.model_copy(update={"memory_bytes": ByteSize(stored)})
+    return config.model_copy(update={"engine": engine, "prefix_cache": cache})
+
+
+def plan(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:
+    """Plan a replica's memory from a GPU's data sheet and a model's sizes. Replicas that name no GPU have one."""
+    shape = KVShape(model.layers, model.kv_heads, model.head_dim, model.dtype_bytes, model.heads)
+    sizes = ModelSizes(
+        model.dtype_bytes * (model.layer_weights + 2 * model.head_weights),  # embeddings, too
+        shape,
+        model.hidden,
+        model.experts_per_token * model.intermediate,
+        model.vocabulary,
+    )
+    total, share = int(gpu.memory), gpus_per_replica(config)
+    memory = DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES)
+    return memory_plan.plan(memory, sizes, config.engine, config.prefix_cache, config.engine.max_context or CONTEXT)
