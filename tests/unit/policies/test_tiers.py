@@ -135,4 +135,4 @@ def test_tiers_follow_the_settings(tmp_path):
     config = PrefixCacheConfig.model_validate(settings | {"disk": {"memory_bytes": 300, "path": tmp_path}})
     names = [(tier.name, tier.capacity) for tier in tiers_of(config, shape)]
     assert names == [("device", 100), ("host", 200), ("disk", 300)]
-    assert [tier.name for tier in tiers_of(PrefixCacheConfig(), shape)] == ["device"]
+    assert [tier.name for tier in tiers_of(PrefixCacheConfig(memory_bytes=1), shape)] == ["device"]

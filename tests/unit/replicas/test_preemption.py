@@ -133,6 +133,6 @@ def test_with_little_room_everybody_is_served_and_the_limit_holds(models, tight)
         driver.engine.step()
     driver.submit(*requests[6:])
     while driver.engine.step():
-        assert driver.engine.pool.allocated_bytes <= int(driver.engine.config.kv_bytes)
+        assert driver.engine.pool.allocated_bytes <= driver.engine.memory.kv.bytes
     assert [driver.tokens(request.id) for request in requests] == alone
     assert driver.engine.stats().preempted > 0

@@ -13,6 +13,7 @@ from warmkv.prefixes.breakpoints import breakpoints, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.simulator.cluster import Outcome, simulate
+from warmkv.simulator.memory import resolved
 from warmkv.simulator.replay import prepare
 from warmkv.simulator.replica import Job
 from warmkv.simulator.stores import kv_shape
@@ -67,7 +68,7 @@ def config(*flags: str) -> Config:
         "engine.max_queue=1000000",
         "simulator={layers: 1, kv_heads: 1, head_dim: 1, dtype_bytes: 1}",
     ]
-    return load(flags=[*small, *flags], environ={})
+    return resolved(load(flags=[*small, *flags], environ={}))
 
 
 def run(
