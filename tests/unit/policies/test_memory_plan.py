@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_told_with_every_line_and_what_helps():
         assert expected in text
     with pytest.raises(MemoryPlanError, match="needed"):
         planned(gpu(80 * GB), engine={"kv_bytes": 60 * GB}).check()
-    with pytest.raises(MemoryPlanError, match="weights alone .* needed 16,060,522,496 bytes, given 7,200,000,000"):
+    with pytest.raises(MemoryPlanError, match=r"weights alone .* needed 16,060,522,496 bytes, given 7,200,000,000"):
         check_weights(gpu(8 * GB), EngineConfig(), LLAMA_8B.weights)
 
 
