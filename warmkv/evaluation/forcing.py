@@ -47,6 +47,7 @@ def prefill(
         observed=min(tokens, max((budgets.observed_queries(spec, tokens) for spec in specs), default=0)),
         column_sums=any(budgets.needs_column_sums(spec, tokens) for spec in specs),
         inv_freq=model.inv_freq,
+        windows=shape.windows,
         token_ids=list(ids),
         classes=classes,
     )

@@ -7,9 +7,10 @@ have the same capacity, storage and decode rule.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
-from warmkv.policies import budgets
+from warmkv.policies import budgets, sliding
 from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
 from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
 
@@ -24,6 +25,11 @@ class KVShape:
     dtype_bytes: int
     q_heads: int = 0  # query heads, which only the workspace of a prompt knows of
     windows: tuple[int, ...] = ()  # newest tokens that each layer attends to, 0: all; () where every layer does
+    plain_softmax: bool = True  # neither capped logits nor learned sinks, which the decode kernels do not compute
+
+    def window(self, layer: int) -> int:
+        """Return the newest tokens that a layer attends to, 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def token_bytes(self) -> int:
@@ -46,10 +52,16 @@ class RowKind:
     sinks: int = 0  # entries that a ring never overwrites
     rebased: bool = False  # whether positions are those within the cache: sinks are rotated on
     page: int = 0  # entries of a page of which only the promising are read; 0 reads everything
+    window: int = 0  # newest tokens of which entries are seen, by the ages kept for it; 0 sees every entry in use
 
     @property
     def packed(self) -> int:
         return self.capacity - self.tail - self.front
+
+    @property
+    def aged(self) -> bool:
+        """Whether the age of every entry is kept."""
+        return self.decode == "argmin" or self.window > 0
 
     @property
     def grouped(self) -> bool:
@@ -92,6 +104,19 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     return kind
 
 
+def layer_row_kind(
+    spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int
+) -> tuple[RowKind, int]:
+    """The kind of row for a KV head that kept `kept` tokens in a layer with a window (0: none), and its limit."""
+    limit = sliding.row_limit(spec, kept, prompt_tokens, new_tokens, window)
+    kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, limit)
+    if not sliding.slides(window, prompt_tokens, new_tokens):
+        return kind, limit
+    without_gaps = kept >= min(prompt_tokens, window) or spec.name in ("window", "streaming_llm")
+    newest_only = without_gaps and kind.decode == "ring" and not kind.grouped and limit <= window
+    return kind if newest_only else replace(kind, window=window), limit
+
+
 def packed_limit(spec: PolicySpec, limit: int) -> int:
     """Entries of a grouped row, beside sinks and tail, that may be in use: whole groups, never above a budget."""
     beside = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
@@ -108,7 +133,9 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
     if kind.rebased and not kind.front:
         size += kind.sinks * entry / 2  # the keys of the sinks as they were cached
     if kind.decode == "argmin":
-        size += kind.capacity * 8  # a score and an age
+        size += kind.capacity * 4  # scores
+    if kind.aged:
+        size += kind.capacity * 4
     if kind.page:
         size += kind.capacity // kind.page * entry  # smallest and largest key of every page
     return math.ceil(size)
@@ -136,6 +163,8 @@ def slot_bytes(
 
     `rows` keeps the bytes of rows by size class, for whoever asks often about one policy and shape.
     """
+    if any(sliding.slides(window, prompt_tokens, new_tokens) for window in set(shape.windows)):
+        return _sliding_bytes(spec, shape, prompt_tokens, new_tokens)
     spec = budgets.concrete(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
         by_class = not spec.storage.startswith("kivi") and spec.name != "rocketkv"  # or other things count, too
@@ -152,3 +181,29 @@ def slot_bytes(
     # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.
     spread = replace(kind, capacity=limit + limit // 4 + 2 * KIVI_GROUP + kind.tail + kind.front)
     return shape.layers * shape.kv_heads * row_bytes(spread, shape)
+
+
+def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
+    """`slot_bytes` of a model with sliding windows that leave tokens behind."""
+    spec = budgets.concrete(spec, prompt_tokens)
+    if not budgets.follows_content(spec, prompt_tokens):
+        layers = zip(budgets.layer_budgets(spec, prompt_tokens, shape.layers), shape.windows, strict=True)
+        total = 0
+        for (kept, window), count in Counter(layers).items():
+            kept = min(kept, window or kept)
+            total += count * row_bytes(layer_row_kind(spec, kept, prompt_tokens, new_tokens, window)[0], shape)
+        return shape.kv_heads * total
+    limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
+    total = 0
+    for window, count in Counter(shape.windows).items():
+        slid = sliding.slides(window, prompt_tokens, new_tokens)
+        # Layers that share a budget (cake) may spend on one what the window takes from another.
+        most = min(limit, window + KIVI_GROUP) if slid and spec.name != "cake" else limit
+        kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, most)
+        spread = replace(
+            kind,
+            capacity=most + most // 4 + 2 * KIVI_GROUP + kind.tail + kind.front,
+            window=window if slid else 0,
+        )
+        total += count * row_bytes(spread, shape)
+    return shape.kv_heads * total

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warmkv.policies.compression.softmax import cap, weigh
 from warmkv.policies.compression.storage import Codec
 
 BLOCK = 512
@@ -14,11 +15,24 @@ BLOCK = 512
 Parts = tuple[Tensor, ...]
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """q [n, group, d] against keys and values [n, C, d], bias [n, C] (0 is seen, -inf not); returns the shape of q.
 
-    K and V are not repeated: the query heads of a group take the place of the query length.
+    K and V are not repeated: the query heads of a group take the place of the query length. `softcap` bounds the
+    logits, `sinks` [n, group] are logits without a value.
     """
+    if softcap is not None or sinks is not None:
+        logits = cap((query.float() * scale) @ keys.float().transpose(1, 2), softcap)
+        weights = weigh(logits if bias is None else logits + bias[:, None], None if sinks is None else sinks.float())
+        return weights.to(query.dtype) @ values
     if query.device.type == "cpu" and query.dtype == torch.float32:  # two plain products beat the fused kernel here
         added = query.new_zeros(()) if bias is None else bias[:, None]
         logits = torch.baddbmm(added, query, keys.transpose(1, 2), beta=int(bias is not None), alpha=scale)
@@ -41,6 +55,8 @@ def attend_packed(
     beside: tuple[Tensor, Tensor] | None,
     bias: Tensor | None,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same on entries as they are stored, brought back block by block inside the attention.
 
@@ -58,10 +74,10 @@ def attend_packed(
     ]
     if beside:
         logits.append(scaled @ beside[0].float().transpose(1, 2))
-    shares = torch.cat(logits, dim=-1)
+    shares = cap(torch.cat(logits, dim=-1), softcap)
     if bias is not None:
         shares += bias[:, None]
-    shares = shares.softmax(dim=-1)
+    shares = weigh(shares, None if sinks is None else sinks.float())
     weights = shares.to(query.dtype)
     out = torch.zeros_like(query)
     for at in groups:
@@ -84,6 +100,8 @@ def attend_pages(
     pages: Tensor,
     most: int,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [n, group, d] against the most promising pages of keys and values [n, C, d] (RocketKV stage 2, section 3.3).
 
@@ -99,7 +117,7 @@ def attend_pages(
     seen = (entries < lengths[:, None, None]) & read[..., None]
     index = entries.reshape(n, -1, 1).expand(-1, -1, head_dim)
     bias = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf")).reshape(n, -1)
-    return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale)
+    return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale, softcap, sinks)
 
 
 def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor, page: int, most: int) -> Tensor:

@@ -310,6 +310,7 @@ class Engine:
             observed=min(tokens, budgets.observed_queries(spec, tokens)),
             column_sums=budgets.needs_column_sums(spec, tokens),
             inv_freq=self.model.inv_freq,
+            windows=shape.windows,
             token_ids=sequence.request.token_ids,
             classes=self._classes,
         )

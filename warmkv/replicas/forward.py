@@ -74,7 +74,16 @@ class CompiledForward:
 class _Echo:
     """A state without a cache, for when only the code around attention matters."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         return query.clone()
 
 
@@ -86,8 +95,17 @@ class _Relay:
         self.state: StepState | None = None
         _relays[self.number] = self
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out: Tensor = _attend(query, key, value, layer, scale, self.number)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out: Tensor = _attend(query, key, value, layer, scale, self.number, softcap, sinks)
         return out
 
 
@@ -96,12 +114,30 @@ _relays: WeakValueDictionary[int, _Relay] = WeakValueDictionary()
 
 
 @torch.library.custom_op("warmkv::attend", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, relay: int) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    relay: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     state = _relays[relay].state
     assert state is not None
-    return state.attend(layer, query, key, value, scale).contiguous()
+    return state.attend(layer, query, key, value, scale, softcap, sinks).contiguous()
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, relay: int) -> Tensor:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    relay: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)

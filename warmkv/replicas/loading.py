@@ -13,7 +13,7 @@ import torch
 
 from warmkv.config import ModelConfig
 from warmkv.policies.compression.hook import ATTENTION
-from warmkv.policies.compression.observe import kv_shape
+from warmkv.policies.compression.observe import kv_shape, rotation
 from warmkv.policies.compression.prompt import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas import supported
@@ -105,16 +105,15 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     check_config(module.config)
     text = module.config.get_text_config()
     rotary: Any = getattr(module.get_decoder(), "rotary_emb", None)
-    if getattr(rotary, "inv_freq", None) is None:
+    if not any(name.endswith("inv_freq") for name, _ in (rotary.named_buffers() if rotary is not None else ())):
         raise refusal(text.model_type, supported.NOT_ROTARY)
     module.eval().requires_grad_(False)
     shape = kv_shape(module)
     traits = layer_traits(module, shape)
-    if any(layer.softcap is not None or layer.sinks for layer in traits):
-        raise refusal(text.model_type, "it caps its attention logits or has learned sinks in the softmax")
     if not is_listed(module.config):
         log.warning("%s is not among the families that were compared with transformers", text.model_type)
     windows = tuple(layer.window for layer in traits)
+    plain = all(layer.softcap is None and not layer.sinks for layer in traits)
     module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     if packed and can_pack(device, dtype):
@@ -124,19 +123,20 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         module=module,
         device=device,
         dtype=dtype,
-        kv_shape=replace(shape, windows=windows if any(windows) else ()),
-        max_context=_max_context(text, rotary, traits),
+        kv_shape=replace(shape, windows=windows if any(windows) else (), plain_softmax=plain),
+        max_context=_max_context(text, rotary, traits, is_listed(module.config)),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        inv_freq=rotary.inv_freq.to(module.device, torch.float64),
+        inv_freq=rotation(rotary).to(module.device, torch.float64),
         fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
     )
 
 
-def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits]) -> int:
+def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: bool) -> int:
     """Tokens up to which the model computes what warmkv computes."""
     limits: list[int] = [text.max_position_embeddings]
-    limits += [layer.window for layer in traits if layer.window]  # within it a sliding layer attends to everything
+    if not listed:  # nobody has compared its windows: within one a sliding layer attends to everything
+        limits += [layer.window for layer in traits if layer.window]
     if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
         limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
     return min(limits)
@@ -144,6 +144,8 @@ def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits]) -> int:
 
 def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
     """Whether a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
+    if isinstance(rotary.rope_type, dict):  # a rotation for each layer type
+        return False
     if rotary.rope_type == "longrope" or 2 * len(rotary.inv_freq) != head_dim:
         return False
     if not all(getattr(text, "no_rope_layers", None) or [True]):  # 0 marks a layer without rotation

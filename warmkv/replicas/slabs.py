@@ -54,6 +54,7 @@ class Packing:
     groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
     in_use: Tensor  # [m] packed entries in use
     oldest: Tensor  # [m] age above which entries are recent
+    newest: Tensor  # [m] age of the new token
 
 
 @dataclass(slots=True)
@@ -119,10 +120,12 @@ class Slab:
         self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
         scored = kind.capacity if kind.decode == "argmin" else 0
         self._scores = torch.zeros(len(layers), rows, scored, dtype=torch.float32, device=device)
-        self._ages = torch.zeros(len(layers), rows, scored, dtype=torch.int32, device=device)
+        aged = kind.capacity if kind.aged else 0
+        self._ages = torch.zeros(len(layers), rows, aged, dtype=torch.int32, device=device)
         pages = kind.packed // kind.page if kind.page else 0
         self._lowest, self._highest = room(pages), room(pages)
-        self._fused = kernels.reads(self.codec, dtype, device)
+        # Kernels take every entry in use, by a plain softmax.
+        self._fused = kernels.reads(self.codec, dtype, device) and shape.plain_softmax and not kind.window
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowState.of_kind(kind, rows)
 
@@ -210,12 +213,15 @@ class Slab:
             beside[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
         if kind.rebased and not kind.front:
             self._sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, : kind.sinks]
+        about = [(self._ages, ages)] if kind.aged else []
         if kind.decode == "argmin":
             assert scores is not None
-            rest = slice(kind.packed, kind.packed + kept - packed)
-            for mine, given in ((self._scores, scores), (self._ages, ages)):
-                mine[at, rows, :packed] = given[:, :packed].to(mine.dtype)
-                mine[at, rows, rest] = given[:, packed:].to(mine.dtype)
+            about.append((self._scores, scores))
+        for mine, given in about:
+            mine[at, rows, kind.packed : kind.packed + front] = given[:, :front].to(mine.dtype)
+            mine[at, rows, :packed] = given[:, body].to(mine.dtype)
+            behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
+            mine[at, rows, behind] = given[:, front + packed :].to(mine.dtype)
         if kind.page:
             pages = -(-kept // kind.page)
             for bounds, beyond in ((self._lowest, float("inf")), (self._highest, float("-inf"))):
@@ -276,6 +282,7 @@ class Slab:
                     None if each.groups is None else self._upload(each.groups),
                     self._upload(each.packed),
                     device.oldest[self._upload(each.rows)],
+                    device.ages[self._upload(each.rows)],
                 )
                 for each in due
             ),
@@ -295,9 +302,20 @@ class Slab:
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
-    def attend(self, layer: int, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        step: Step,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Put the new token of each row in and attend: q [n, group, d], k and v [n, d]; returns the shape of q.
 
+        `softcap` bounds the logits, `sinks` [n, group] are logits without a value.
         May be called again with the same step if it failed here or in a later layer, and gives the same.
         """
         at, n = layer - self.layers[0], step.used
@@ -315,8 +333,9 @@ class Slab:
                 self._widen_page(at, step, key)
                 done.attended = True
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
-            by_pages = kernels.attend_pages if self._fused else attend_pages
-            return by_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
+            if self._fused:
+                return kernels.attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
+            return attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale, softcap, sinks)
         beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
         if beside and step.angles is not None:
             sinks = rotate(beside[0][:, : kind.front], step.angles[:, None])
@@ -328,9 +347,12 @@ class Slab:
                 scores = scores.clone()  # what is received was counted
             else:
                 scores[step.rows, entries] = 0.0
-                self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
-        attend = self._attend_fused if self._fused else self._attend_plain
-        out = attend(at, step, query, beside, scores, scale)
+        if kind.aged and not done.attended:
+            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+        if self._fused:
+            out = self._attend_fused(at, step, query, beside, scores, scale)
+        else:
+            out = self._attend_plain(at, step, query, beside, scores, scale, softcap, sinks)
         done.attended = True
         return out
 
@@ -369,12 +391,15 @@ class Slab:
         beside: tuple[Tensor, Tensor] | None,
         scores: Tensor | None,
         scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
+        bias = self._in_window(at, step) if self.kind.window else step.bias
         groups = step.reach // self.codec.group
         keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
         if self.kind.storage == "model" and scores is None:
-            return attend_rows(query, keys[0], values[0], step.bias, scale)
-        out, shares = attend_packed(query, self.codec, keys, values, beside, step.bias, scale)
+            return attend_rows(query, keys[0], values[0], bias, scale, softcap, sinks)
+        out, shares = attend_packed(query, self.codec, keys, values, beside, bias, scale, softcap, sinks)
         if scores is not None:
             received = shares.sum(dim=1)
             if self.kind.alike:
@@ -386,11 +411,20 @@ class Slab:
                 mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
 
+    def _in_window(self, at: int, step: Step) -> Tensor:
+        """The bias of a step [n, reach + front + tail] without entries that have left the window."""
+        ages = self._ages[at, : step.used]
+        ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
+        left = ages <= step.numbers.ages[:, None] - self.kind.window
+        bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self._dtype, device=self._device)
+        return bias.masked_fill(left, float("-inf"))
+
     def _places(self, at: int, step: Step) -> Tensor:
         """Where the new token of every row goes [n]: of rows that are full by argmin, over the lowest score."""
         if step.full is None:
             return step.numbers.entries
-        least = self._least(at, step.rows, step.numbers.before, step.numbers.oldest, 1)[:, 0]
+        numbers = step.numbers
+        least = self._least(at, step.rows, numbers.before, numbers.oldest, numbers.ages, 1)[:, 0]
         return torch.where(step.full, least, step.numbers.entries)
 
     def _write(self, at: int, step: Step, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -410,11 +444,13 @@ class Slab:
             _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.codec.encode_keys(sinks))
         return entries
 
-    def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, count: int) -> Tensor:
+    def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, newest: Tensor, count: int) -> Tensor:
         """The `count` packed entries of each row with the lowest scores, [n, count], recent ones only if need be."""
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
         scores = torch.where(ages > oldest[:, None], scores + RECENT, scores)
+        if self.kind.window:  # nothing sees what has left the window
+            scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
         scores = scores.masked_fill(~used, float("inf"))
         if count > 1:
             return scores.argsort(dim=-1, stable=True)[:, :count]
@@ -433,17 +469,18 @@ class Slab:
         else:
             index = (at, packing.rows)
             # Groups that receive an entry are packed anew; the others come out as they were.
-            entries = self._least(at, packing.rows, packing.in_use, packing.oldest, KIVI_GROUP)
+            entries = self._least(at, packing.rows, packing.in_use, packing.oldest, packing.newest, KIVI_GROUP)
             old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
             packed_keys = self.codec.encode_keys(_replaced(old, entries, keys))
             old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
             packed_values = self.codec.encode_values(_replaced(old, entries, values))
-        tail = self.kind.packed + packing.waiting
-        counted = [mine[at, rows, tail] for mine in (self._scores, self._ages)] if self.kind.decode == "argmin" else []
+        tail = self.kind.packed + front + packing.waiting
+        about = [mine for mine in (self._scores, self._ages) if mine.shape[-1]]
+        counted = [mine[at, rows, tail] for mine in about]
         # All is computed before anything is changed, so that a step in which memory runs out here can be repeated.
         _put(self.keys, index, packed_keys)
         _put(self.values, index, packed_values)
-        for mine, moved in zip((self._scores, self._ages), counted, strict=False):
+        for mine, moved in zip(about, counted, strict=True):
             mine[at, rows, entries] = moved
 
     def _widen_page(self, at: int, step: Step, key: Tensor) -> None:

@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from warmkv.policies import budgets
+from warmkv.policies import budgets, sliding
 from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
-from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind, slot_bytes
+from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.rows import FREE, Ints, RowState
 from warmkv.replicas.slabs import Slab
+
+Row = tuple[RowKind, int, int]
+"""The kind of a row, the entries that it may use, and those that it begins with."""
+Wanted = tuple[range, RowKind, list[int]]
+"""Layers, the kind of row that they need, and for which heads."""
 
 SLAB_SLOTS, MOST_SLAB_SLOTS = 4, 32
 """Slots of a kind's first slab, and of its largest. Each further one doubles them: a step attends slab by slab."""
@@ -33,15 +38,21 @@ class Demand:
     prompt_tokens: int
     new_tokens: int
 
-    def limit(self, kept: int) -> int:
-        return budgets.slot_limit(self.spec, kept, self.prompt_tokens, self.new_tokens)
+    def row(self, kept: int, window: int) -> tuple[RowKind, int]:
+        """The kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its limit."""
+        return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
+
+    def in_layer(self, window: int) -> PolicySpec:
+        return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
+
+    def in_window(self, kept: int, window: int) -> int:
+        """Of so many tokens of the prompt, those that a layer with a window can keep."""
+        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
+        return min(kept, window) if slid else kept
 
     def is_endless(self, most: int) -> bool:
         """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
         return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
-
-    def kind(self, kept: int) -> RowKind:
-        return row_kind(self.spec, self.prompt_tokens, self.limit(kept))
 
 
 @dataclass(slots=True, eq=False)
@@ -138,10 +149,16 @@ class SlotPool:
             slot.reserved, slot.limit = needed, limit
             return True
         layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
-        if len(set(layers)) == 1:
-            return self._claim_uniform(slot, demand.kind(layers[0]), limit)
-        kinds = [[demand.kind(kept)] * self.shape.kv_heads for kept in layers]
-        return self._claim_ragged(slot, kinds, limit)
+        rows = [
+            self._row(demand, layer, demand.in_window(kept, self.shape.window(layer)))
+            for layer, kept in enumerate(layers)
+        ]
+        if len(set(rows)) == 1:
+            return self._claim_uniform(slot, rows[0][0], limit)
+        return self._claim_ragged(slot, _wanted([[row] * self.shape.kv_heads for row in rows]), limit)
+
+    def _row(self, demand: Demand, layer: int, kept: int) -> Row:
+        return *demand.row(kept, self.shape.window(layer)), kept
 
     def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
         """Neighbouring rows for all KV heads, in a slab over all layers."""
@@ -167,26 +184,22 @@ class SlotPool:
         """
         return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
 
-    def _claim_ragged(self, slot: Slot, kinds: Sequence[Sequence[RowKind]], limit: int) -> bool:
-        """Rows of the kinds that each layer's heads ask for, in slabs of one layer."""
-        wanted: list[tuple[range, RowKind, list[int]]] = []
-        for layer, of_heads in enumerate(kinds):
-            for kind in dict.fromkeys(of_heads):
-                wanted.append((range(layer, layer + 1), kind, [h for h, k in enumerate(of_heads) if k == kind]))
+    def _claim_ragged(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
+        """Rows of the kinds that the heads of some layers ask for, in slabs of these layers."""
         found = [self._free_rows(layers, kind)[: len(heads)] for layers, kind, heads in wanted]
         missing = sum(
-            (len(heads) - len(rows)) * row_bytes(kind, self.shape)
-            for (_, kind, heads), rows in zip(wanted, found, strict=True)
+            (len(heads) - len(rows)) * row_bytes(kind, self.shape) * len(layers)
+            for (layers, kind, heads), rows in zip(wanted, found, strict=True)
         )
         if not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
             # Not even with the idle rows that were found: all are given back, to find the room for new ones.
             found = [[] for _ in wanted]
-            missing = sum(len(heads) * row_bytes(kind, self.shape) for _, kind, heads in wanted)
+            missing = sum(len(heads) * row_bytes(kind, self.shape) * len(layers) for layers, kind, heads in wanted)
             if not self.fit(limit - missing):
                 return False
         for (layers, kind, heads), rows in zip(wanted, found, strict=True):
             if len(rows) < len(heads):
-                size, lacking = row_bytes(kind, self.shape), len(heads) - len(rows)
+                size, lacking = row_bytes(kind, self.shape) * len(layers), len(heads) - len(rows)
                 missing -= lacking * size  # the rows that are still missing after these keep their room
                 held = sum(slab.rows for slab in self.slabs if slab.kind == kind and slab.layers == layers)
                 count = self._growth(lacking, max(SLAB_SLOTS * len(heads), held), len(wanted) * size, limit - missing)
@@ -283,11 +296,10 @@ class SlotPool:
     def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
         if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
             return self._claim_uniform(slot, pieces[0].kind, limit)
-        kinds = [[pieces[0].kind] * self.shape.kv_heads for _ in range(self.shape.layers)]
+        heads: dict[tuple[range, RowKind], list[int]] = {}
         for piece in pieces:
-            for head in piece.state.head:
-                kinds[piece.layers.start][head] = piece.kind
-        return self._claim_ragged(slot, kinds, limit)
+            heads.setdefault((piece.layers, piece.kind), []).extend(piece.state.head.tolist())
+        return self._claim_ragged(slot, [(*place, sorted(of)) for place, of in heads.items()], limit)
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
         """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
@@ -296,8 +308,8 @@ class SlotPool:
         """
         if slot.tokens - slot.shift < most:
             return
-        slab, rows = slot.places[0]
-        back = slot.tokens - slot.shift - int(slab.state.limit[rows[0]])
+        longest = max(int(slab.state.limit[rows[0]]) for slab, rows in slot.places)
+        back = slot.tokens - slot.shift - longest
         for slab, rows in slot.places:
             slab.rebase(rows, back * inv_freq)
         slot.shift += back
@@ -307,27 +319,29 @@ class SlotPool:
         demand = slot.demand
         counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
         if slot.reserved:
-            kinds = [[demand.kind(kept) for kept in layer] for layer in counts]
+            asked = [[self._row(demand, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
             slot.reserved = 0
-            alike = len({kept for layer in counts for kept in layer}) == 1
-            if not (alike and self._claim_uniform_exact(slot, kinds[0][0])):
-                claimed = self._claim_ragged(slot, kinds, slot.limit)
+            alike = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
+            if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
+                claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
         budget = budgets.resolve_budget(demand.spec, prompt.tokens)
         pages = 0
         if demand.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
             pages = budget // budgets.rocket_page(budget, prompt.tokens)
         for slab, rows in slot.places:
+            window = self.shape.window(slab.layers[0])
+            spec = demand.in_layer(window)
             for row in rows:
                 kept = counts[slab.layers[0]][slab.state.head[row]]
-                limit = demand.limit(kept)
+                _, limit = demand.row(kept, window)
                 slab.state.start(
                     row,
                     slab.kind,
                     kept=kept,
                     limit=limit,
-                    packed_limit=packed_limit(demand.spec, limit),
-                    recent=budgets.recent_entries(demand.spec, limit),
+                    packed_limit=packed_limit(spec, limit),
+                    recent=budgets.recent_entries(spec, limit),
                     pages=pages,
                 )
             for layer in slab.layers:
@@ -347,6 +361,22 @@ class SlotPool:
     def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
         one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
         return self._claim_uniform(slot, kind, self.allocated_bytes + one)
+
+
+def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
+    """The rows that each layer's heads ask for; neighbouring layers of which all heads ask alike share a slab."""
+    wanted: list[Wanted] = []
+    first = 0
+    for layer, asked in enumerate(rows):
+        same = layer + 1 < len(rows) and rows[layer + 1] == asked and len(set(asked)) == 1
+        if same:
+            continue
+        for kind in dict.fromkeys(kind for kind, *_ in asked):
+            wanted.append(
+                (range(first, layer + 1), kind, [head for head, (own, *_) in enumerate(asked) if own == kind])
+            )
+        first = layer + 1
+    return wanted
 
 
 def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:

@@ -23,13 +23,19 @@ SERVED = frozenset(
         "exaone4",
         "exaone_moe",
         "flex_olmo",
+        "flint",
         "gemma",
+        "gemma2",
+        "gemma3_text",
         "glm",
         "glm4",
         "glm4_moe",
         "gpt_neox",
+        "gpt_oss",
         "granite",
+        "granite_swa",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoeshared",
         "helium",
         "granitemoehybrid",  # of which the dense models have attention layers only
@@ -49,6 +55,7 @@ SERVED = frozenset(
         "nanochat",
         "olmo",
         "olmo2",
+        "olmo3",
         "olmoe",
         "persimmon",
         "phi",
@@ -62,6 +69,7 @@ SERVED = frozenset(
         "smollm3",
         "solar_open",
         "starcoder2",
+        "vaultgemma",
     }
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-VOCABULARY, LAYERS, CONTEXT, WINDOW = 97, 3, 256, 64
+VOCABULARY, LAYERS, CONTEXT, WINDOW = 97, 3, 256, 12
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -11,8 +11,6 @@ from transformers import (
     CohereForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -44,7 +42,8 @@ SHAPE: dict[str, Any] = {
 
 def test_limits_and_shape_follow_from_the_model():
     model = prepare(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=64, head_dim=16)))
-    assert model.max_context == 64  # within its window a sliding layer attends to everything
+    assert model.max_context == 128
+    assert model.kv_shape.windows == (64, 64)
     assert model.kv_shape.token_bytes == 2 * 2 * 2 * 16 * 4
     assert (model.vocabulary, model.q_heads, model.fixed_rotation) == (50, 4, True)
     assert model.eos_ids == frozenset()
@@ -73,11 +72,6 @@ def test_dtype_follows_from_the_device():
 def test_models_that_would_be_computed_wrongly_are_refused(make, reason):
     with pytest.raises(ValueError, match=reason):
         prepare(make())
-
-
-def test_capped_attention_logits_are_refused_and_not_dropped():
-    with pytest.raises(ValueError, match=r"family gemma2 .* caps its attention logits"):
-        prepare(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=64)))
 
 
 @pytest.mark.parametrize(

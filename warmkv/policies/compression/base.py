@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,19 +65,31 @@ class Policy:
 
     def select(self, prompt: Prompt) -> list[Selection]:
         """What each layer keeps of a prompt."""
-        if not budgets.is_compressed(self.spec, prompt.tokens):
-            everything = torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
-            return [self._with_attention(prompt, layer, everything) for layer in range(prompt.layers)]
+        compressed = budgets.is_compressed(self.spec, prompt.tokens)
+        kept = self.layer_budgets(prompt) if compressed else [prompt.tokens] * prompt.layers
         return [
-            self._with_attention(prompt, layer, self.select_layer(prompt, layer, budget))
-            for layer, budget in enumerate(self.layer_budgets(prompt))
+            self._select_in(prompt.in_window(layer), layer, budget, compressed) for layer, budget in enumerate(kept)
         ]
+
+    def _select_in(self, prompt: Prompt, layer: int, budget: int, compressed: bool) -> Selection:
+        """What a layer keeps of the tokens that its window shows."""
+        if compressed:
+            positions = self.select_layer(prompt, layer, min(budget, prompt.tokens))
+        else:
+            positions = torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
+        selection = self._with_attention(prompt, layer, positions)
+        if not prompt.first:
+            return selection
+        return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))
 
     def select_layer(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
         """Positions [kv_heads, n] that a layer keeps of a prompt that exceeds its budget."""
         budget = min(budget, prompt.tokens)
         first, last = self.protected_ends(budget)
-        if first + last >= budget or budget == prompt.tokens:  # nothing is left to choose
+        whole = first + last >= budget or budget == prompt.tokens
+        if prompt.first:  # the prompt's beginning has left the window
+            first = 0
+        if whole:  # nothing is left to choose
             head, tail = _ends(prompt.tokens, (first, budget - first), prompt.keys.device)
             return torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)
         return self.choose(self.score(prompt, layer, budget), (first, last), budget, prompt)
@@ -117,7 +129,6 @@ def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:
         assert prompt.column_sums is not None
         return prompt.column_sums[layer]
     if observed := budgets.observed_queries(spec, prompt.tokens):
-        queries = prompt.last_queries(layer, min(observed, prompt.tokens))
-        sums = window_sums(prompt.keys[layer], queries, prompt.scale)
+        sums = window_sums(prompt, layer, min(observed, prompt.tokens))
         return sums.sum(dim=0, keepdim=True).expand_as(sums) if budgets.keeps_alike(spec) else sums
     return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)

@@ -29,11 +29,12 @@ class ExpectedAttention(Policy):
         assert self.spec.window is not None
         assert prompt.inv_freq is not None
         assert self.spec.horizon is not None
-        sinks = self.ends(budget)[0]
+        sinks = 0 if prompt.first else self.ends(budget)[0]  # they have left a sliding window
         queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens - sinks)).double()  # [q_heads, w, d]
         window, tokens, device = queries.shape[1], prompt.tokens, queries.device
-        past = torch.arange(tokens - window, tokens, dtype=torch.float64, device=device)
-        future = torch.arange(tokens, tokens + self.spec.horizon, dtype=torch.float64, device=device)
+        end = prompt.first + tokens
+        past = torch.arange(end - window, end, dtype=torch.float64, device=device)
+        future = torch.arange(end, end + self.spec.horizon, dtype=torch.float64, device=device)
         angles, ahead = past[:, None] * prompt.inv_freq, future[:, None] * prompt.inv_freq
         queries = _rotate(queries, angles.cos(), -angles.sin())
         mean = queries.mean(dim=1)

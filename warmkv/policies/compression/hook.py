@@ -17,8 +17,20 @@ ATTENTION = "warmkv"
 class StepState(Protocol):
     """Where a step keeps its keys and values."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q.
+
+        `softcap` bounds the logits, `sinks` [q_heads] are logits of their own in the softmax.
+        """
         ...
 
 
@@ -34,12 +46,10 @@ def _forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if softcap is not None or s_aux is not None:
-        raise ValueError("this model caps its attention logits or has learned sinks, which warmkv does not compute")
     if warmkv is None:
         raise ValueError("this model attends through warmkv: call it with the engine's state as warmkv=...")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return warmkv.attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    return warmkv.attend(module.layer_idx, query, key, value, scale, softcap, s_aux).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _forward)

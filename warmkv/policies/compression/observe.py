@@ -29,6 +29,20 @@ def kv_shape(model: Any) -> KVShape:
     )
 
 
+def configured_windows(text: Any) -> tuple[int, ...]:
+    """The newest tokens that each layer attends to by a model's configuration, 0: all; () where every layer does."""
+    window, kinds = getattr(text, "sliding_window", None) or 0, getattr(text, "layer_types", None)
+    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
+
+
+def rotation(rotary: Any) -> Tensor:
+    """Radians per position [head_dim / 2] of a rotary embedding; of one per layer type (Gemma 3), of full attention."""
+    names = ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq")
+    found: Tensor = next(getattr(rotary, name) for name in names if getattr(rotary, name, None) is not None)
+    return found
+
+
 @torch.inference_mode()
 def compute_prompt(
     model: Any,
@@ -42,6 +56,7 @@ def compute_prompt(
 
     Raises ValueError if input_ids [T] or [1, T] are not exactly one prompt.
     """
+    known: KVShape | None = getattr(model, "kv_shape", None)
     model = getattr(model, "module", model)
     ids = torch.as_tensor(input_ids, dtype=torch.long, device=model.device)
     if ids.dim() == 2 and ids.shape[0] == 1:
@@ -60,7 +75,8 @@ def compute_prompt(
         q_heads=shape.q_heads,
         observed=min(tokens, budgets.observed_queries(spec, tokens)),
         column_sums=budgets.needs_column_sums(spec, tokens),
-        inv_freq=model.get_decoder().rotary_emb.inv_freq.to(model.device, torch.float64),
+        inv_freq=rotation(model.get_decoder().rotary_emb).to(model.device, torch.float64),
+        windows=known.windows if known is not None else configured_windows(model.config.get_text_config()),
         token_ids=ids.tolist(),
         classes=classes,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warmkv.policies.compression.scoring import LOGITS_AT_ONCE
+from warmkv.policies.compression.scoring import window_attention
+from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Prompt:
         observed: int = 0,
         column_sums: bool = False,
         inv_freq: Tensor | None = None,
+        windows: Sequence[int] = (),
         token_ids: Sequence[int] = (),
         classes: TokenClasses | None = None,
     ) -> None:
@@ -49,6 +52,11 @@ class Prompt:
         self.computed = 0  # tokens whose KV is in place
         self.inv_freq = inv_freq
         self.scale = 1.0  # of the attention logits, as the model gives it
+        self.softcap: float | None = None  # and their bound
+        self._sinks: dict[int, Tensor] = {}  # learned ones of layers
+        self._windows = windows  # newest tokens that each layer attends to, 0: all; none where all layers do
+        self.first = 0  # position of the first token here; above 0 in a view of what a window shows
+        self._whole_keys = keys
         self._observed = observed
         self.queries = keys.new_empty(self.layers, q_heads, observed, self.head_dim) if observed else None
         self.column_sums: Tensor | None = None
@@ -56,7 +64,34 @@ class Prompt:
             self.column_sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         self._ids, self._classes = token_ids, classes
         self._members: dict[str, Tensor] = {}
-        self._mask: Tensor | None = None
+        self._masks: dict[int, Tensor | None] = {}
+
+    def softmax(self, layer: int) -> Softmax:
+        """How a layer weighs what its queries see."""
+        window = self._windows[layer] if self._windows else 0
+        return Softmax(self.scale, self.softcap, self._sinks.get(layer), window)
+
+    def in_window(self, layer: int) -> Prompt:
+        """The prompt as a layer's last query sees it: itself, or a view of the newest tokens that a window shows."""
+        window = self.softmax(layer).window
+        if not 0 < window < self.tokens:
+            return self
+        view = copy.copy(self)
+        view.first = self.tokens - window
+        view.keys, view.values = self.keys[:, :, view.first :], self.values[:, :, view.first :]
+        if self.column_sums is not None:
+            view.column_sums = self.column_sums[..., view.first :]
+        view.tokens, view._ids, view._members = window, self._ids[view.first :], {}
+        return view
+
+    def window_attention(self, layer: int, count: int) -> Iterator[Tensor]:
+        """Attention of the last `count` queries on the tokens here: pieces [kv_heads, group, some queries, tokens]."""
+        softmax, first = self.softmax(layer), self.first
+        if softmax.window:  # what the earliest of these queries sees before the view has a share of its weights
+            first = max(0, first - count + 1)
+        keys = self._whole_keys[layer, :, first:]
+        for rows in window_attention(keys, self.last_queries(layer, count), softmax):
+            yield rows[..., self.first - first :]
 
     def last_queries(self, layer: int, count: int) -> Tensor:
         """Queries [q_heads, count, head_dim] of the last tokens, of those that were observed."""
@@ -91,20 +126,27 @@ class Prompt:
     def begin_chunk(self, tokens: int) -> None:
         """Prepare to compute the next `tokens` tokens."""
         self._chunk = tokens
-        if self.computed == 0:
-            self._mask = None
-        else:
-            reach = torch.arange(self.computed, self.computed + tokens, device=self.keys.device)
-            seen = torch.arange(self.computed + tokens, device=self.keys.device)
-            self._mask = seen[None, :] <= reach[:, None]
+        self._masks = {}
 
     def end_chunk(self) -> None:
         self.computed += self._chunk
-        self._mask = None
+        self._masks = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [1, q_heads, n, head_dim], k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of q."""
-        start, end, self.scale = self.computed, self.computed + self._chunk, scale
+        start, end, self.scale, self.softcap = self.computed, self.computed + self._chunk, scale, softcap
+        if sinks is not None:
+            self._sinks[layer] = sinks
+        softmax = self.softmax(layer)
         self.keys[layer, :, start:end] = key[0]
         self.values[layer, :, start:end] = value[0]
         if self.queries is not None:
@@ -113,32 +155,40 @@ class Prompt:
                 begin = max(start, first)
                 self.queries[layer, :, begin - first : end - first] = query[0, :, begin - start :]
         if self.column_sums is not None:
-            add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, scale)
+            add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax)
+        first = max(0, start + 1 - softmax.window) if softmax.window else 0  # what the earliest query still sees
+        keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
+        if not softmax.is_plain:
+            return attend(query[0], keys[0], values[0], start, first, softmax)[None]
+        mask = self._mask(softmax.window, first)
         return F.scaled_dot_product_attention(
-            query,
-            self.keys[layer, None, :, :end],
-            self.values[layer, None, :, :end],
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            scale=scale,
-            enable_gqa=True,
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
 
+    def _mask(self, window: int, first: int) -> Tensor | None:
+        """What a chunk sees of the keys from `first` on; None for all before a query. Made once for all layers."""
+        if window not in self._masks:
+            plain = self.computed == 0 and not 0 < window < self._chunk
+            keys = range(first, self.computed + self._chunk)
+            self._masks[window] = None if plain else causal(self.computed, self._chunk, keys, window, self.keys.device)
+        return self._masks[window]
 
-def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, scale: float) -> None:
+
+def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, softmax: Softmax) -> None:
     """Add to `sums` [kv_heads, T] what keys [kv_heads, end, d] receive from queries [q_heads, n, d] at start..start+n.
 
     The queries go in pieces, so that no matrix of T x T logits ever exists.
     """
     kv_heads, end, head_dim = keys.shape
-    grouped = (queries.float() * scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
+    grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
     columns = keys.float().transpose(1, 2)
     group, count = grouped.shape[1:3]
     piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * end))
-    seen = torch.arange(end, device=keys.device)
+    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
     for first in range(0, count, piece):
         rows = grouped[:, :, first : first + piece]
-        reach = torch.arange(start + first, start + first + rows.shape[2], device=keys.device)
-        logits = (rows.flatten(1, 2) @ columns).view(kv_heads, group, -1, end)
-        logits.masked_fill_(seen > reach[:, None], float("-inf"))
-        sums[:, :end] += logits.softmax(dim=-1).sum(dim=(1, 2))
+        size = rows.shape[2]
+        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, group, size, end), softmax.softcap)
+        seen = causal(start + first, size, range(end), softmax.window, keys.device)
+        logits.masked_fill_(~seen, float("-inf"))
+        sums[:, :end] += weigh(logits, None if sinks is None else sinks.expand(-1, -1, size)).sum(dim=(1, 2))

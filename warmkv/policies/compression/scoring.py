@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, causal, weigh
+
 if TYPE_CHECKING:
     from warmkv.policies.compression.prompt import Prompt
 
-LOGITS_AT_ONCE = 1 << 22
-"""Attention logits that a rule computes at a time: 16 MiB in float32, so that none needs a matrix of T x T."""
 
-
-def window_attention(keys: Tensor, queries: Tensor, scale: float) -> Iterator[Tensor]:
+def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterator[Tensor]:
     """Attention of the prompt's last queries, softmax in float32, causal inside the window; a few queries at a time.
 
     keys [kv_heads, T, head_dim], queries [q_heads, w, head_dim] of positions T-w..T-1, both after rotation.
@@ -25,26 +24,27 @@ def window_attention(keys: Tensor, queries: Tensor, scale: float) -> Iterator[Te
     kv_heads, tokens, head_dim = keys.shape
     window = queries.shape[1]
     # Heads of a group are neighbours. Scaled first: float16 would overflow before, bfloat16 round.
-    grouped = (queries.float() * scale).reshape(kv_heads, -1, window, head_dim)
+    grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, window, head_dim)
     columns = keys.float().transpose(1, 2)
-    seen = torch.arange(tokens, device=keys.device)
+    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, -1, 1)
     piece = max(1, LOGITS_AT_ONCE // (len(queries) * tokens))
     for first in range(0, window, piece):
         rows = grouped[:, :, first : first + piece]
         count = rows.shape[2]
-        logits = (rows.flatten(1, 2) @ columns).view(kv_heads, -1, count, tokens)
-        reach = torch.arange(tokens - window + first, tokens - window + first + count, device=keys.device)
-        yield logits.masked_fill_(seen > reach[:, None], float("-inf")).softmax(dim=-1)
+        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, -1, count, tokens), softmax.softcap)
+        seen = causal(tokens - window + first, count, range(tokens), softmax.window, keys.device)
+        logits.masked_fill_(~seen, float("-inf"))
+        yield weigh(logits, None if sinks is None else sinks.expand(-1, -1, count))
 
 
-def window_sums(keys: Tensor, queries: Tensor, scale: float) -> Tensor:
-    """What each token receives from the last queries, summed over them and over the group: [kv_heads, T]."""
-    return sum_pieces(rows.sum(dim=(1, 2)) for rows in window_attention(keys, queries, scale))
+def window_sums(prompt: Prompt, layer: int, window: int) -> Tensor:
+    """What each token receives from the last `window` queries, summed over them and over the group: [kv_heads, T]."""
+    return sum_pieces(rows.sum(dim=(1, 2)) for rows in prompt.window_attention(layer, window))
 
 
 def window_votes(prompt: Prompt, layer: int, window: int) -> Tensor:
     """The same of a prompt's last `window` queries, for the tokens before them: [kv_heads, T - window]."""
-    sums = window_sums(prompt.keys[layer], prompt.last_queries(layer, window), prompt.scale)
+    sums = window_sums(prompt, layer, window)
     return sums[:, : prompt.tokens - window]
 
 
@@ -55,7 +55,7 @@ def window_moments(prompt: Prompt, layer: int, window: int) -> tuple[Tensor, Ten
     (divided by one less than its size, 0 of a single query). The entropy, float64 [], is summed over queries and heads.
     """
     total = square = entropy = torch.zeros((), dtype=torch.float64, device=prompt.keys.device)
-    for rows in window_attention(prompt.keys[layer], prompt.last_queries(layer, window), prompt.scale):
+    for rows in prompt.window_attention(layer, window):
         before = rows[..., : prompt.tokens - window]
         entropy = entropy - torch.xlogy(before, before).sum(dtype=torch.float64)
         total = total + before.sum(dim=2, dtype=torch.float64)

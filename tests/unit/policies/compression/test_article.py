@@ -20,6 +20,7 @@ from warmkv.policies.compression import build
 from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt, add_column_sums
 from warmkv.policies.compression.scoring import best, pool_positions
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.attention import attend_rows
@@ -109,7 +110,7 @@ def test_h2o_attention_of_the_scores_3_1_4_and_a_half():
     """Printed as [0.234, 0.032, 0.636, 0.019], which sums to 0.921 and so is no softmax."""
     sums = torch.zeros(1, 4)
     query = torch.tensor([3.0, 1.0, 4.0, 0.5]).view(1, 1, 4)
-    add_column_sums(sums, query, torch.eye(4)[None], start=3, scale=1.0)
+    add_column_sums(sums, query, torch.eye(4)[None], 3, Softmax())
     torch.testing.assert_close(sums[0], torch.tensor([0.2541, 0.0344, 0.6907, 0.0209]), atol=5e-5, rtol=0)
 
 
@@ -118,7 +119,7 @@ def test_h2o_after_five_such_steps_has_the_third_token_as_heavy_hitter_and_the_f
     sums = torch.zeros(1, 4)
     query = torch.tensor([3.0, 1.0, 4.0, 0.5]).view(1, 1, 4)
     for _ in range(5):
-        add_column_sums(sums, query, torch.eye(4)[None], start=3, scale=1.0)
+        add_column_sums(sums, query, torch.eye(4)[None], 3, Softmax())
     torch.testing.assert_close(sums[0], torch.tensor([1.270, 0.172, 3.453, 0.104]), atol=5e-4, rtol=0)
     assert best(sums, 4).tolist() == [[2, 0, 1, 3]]
 

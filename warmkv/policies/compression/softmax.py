@@ -1,0 +1,68 @@
+"""The softmax of a model's attention: capped logits, learned sinks and a window are part of every weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOGITS_AT_ONCE = 1 << 22
+"""Attention logits that are computed at a time: 16 MiB in float32, so that nothing needs a matrix of T x T."""
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How one layer makes weights of the products of queries and keys."""
+
+    scale: float = 1.0
+    softcap: float | None = None  # logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)
+    sinks: Tensor | None = None  # [q_heads] logits that take a share and have no value (gpt-oss, arXiv 2508.10925)
+    window: int = 0  # newest keys that a query sees, its own included; 0: all
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def causal(first: int, queries: int, keys: range, window: int, device: torch.device) -> Tensor:
+    """Which keys at positions `keys` the queries at `first`, first + 1, ... see: bool [queries, len(keys)]."""
+    at = torch.arange(keys.start, keys.stop, device=device)
+    reach = torch.arange(first, first + queries, device=device)[:, None]
+    seen = at <= reach
+    return seen & (at > reach - window) if window else seen
+
+
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Bring logits smoothly within +-softcap."""
+    return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+
+def weigh(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of masked logits [..., n] beside `sinks` [...], whose own share is left out: [..., n]."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    return torch.cat([logits, sinks[..., None].to(logits.dtype)], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, first: int, start: int, softmax: Softmax) -> Tensor:
+    """Attend causally with capped logits or sinks, in float32, a few queries at a time.
+
+    query [q_heads, n, d] at positions first.., keys and values [kv_heads, m, d] at start..; returns the shape of query.
+    """
+    kv_heads, count, head_dim = keys.shape
+    grouped = (query.float() * softmax.scale).reshape(kv_heads, -1, query.shape[1], head_dim)
+    group, columns, out = grouped.shape[1], keys.float().transpose(1, 2), torch.empty_like(query)
+    piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * count))
+    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
+    for at in range(0, query.shape[1], piece):
+        rows = grouped[:, :, at : at + piece]
+        size = rows.shape[2]
+        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, group, size, count), softmax.softcap)
+        seen = causal(first + at, size, range(start, start + count), softmax.window, query.device)
+        weights = weigh(
+            logits.masked_fill_(~seen, float("-inf")), None if sinks is None else sinks.expand(-1, -1, size)
+        )
+        attended = weights.flatten(1, 2) @ values.float()
+        out[:, at : at + piece] = attended.view(kv_heads * group, size, head_dim).to(out.dtype)
+    return out

@@ -1,0 +1,51 @@
+"""Rows of layers with a sliding window, which attend to the newest tokens only. Pure, as slot sizes are.
+
+A row that would hold the whole window is a ring of just that many entries; one with a smaller budget keeps what the
+policy selects inside the window, and entries that have left it are masked out by their age.
+"""
+
+from __future__ import annotations
+
+from warmkv.policies import budgets
+from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.policy_spec import PolicySpec
+
+
+def slides(window: int, prompt_tokens: int, new_tokens: int) -> bool:
+    """Return whether a layer's window, 0 for none, leaves any token of a request behind."""
+    return 0 < window < prompt_tokens + max(0, new_tokens - 1)
+
+
+def holds_window(spec: PolicySpec, window: int, prompt_tokens: int) -> bool:
+    """Return whether a policy's rows grow to a whole window: those that append do, or have a budget as large."""
+    budget = budgets.resolve_budget(spec, prompt_tokens)
+    return spec.decode == "append" or budget is None or budget >= window
+
+
+def in_layer(spec: PolicySpec, window: int, prompt_tokens: int, new_tokens: int) -> PolicySpec:
+    """Return the policy by which a layer's rows decode: without sinks, which would leave the window at once."""
+    spec = budgets.concrete(spec, prompt_tokens)
+    if not slides(window, prompt_tokens, new_tokens):
+        return spec
+    if holds_window(spec, window, prompt_tokens):
+        residual = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
+        return PolicySpec(name="window", budget=window, storage=spec.storage, **residual)
+    return spec.model_copy(update={"sinks": 0}) if spec.decode == "ring" and spec.sinks else spec
+
+
+def row_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int) -> int:
+    """Return the entries that a KV head which kept `kept` of the prompt ever needs in a layer.
+
+    Storage that is packed in groups gives up a whole group at a time, and needs so many more to hold a window.
+    """
+    spec = budgets.concrete(spec, prompt_tokens)
+    if not slides(window, prompt_tokens, new_tokens):
+        return budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
+    appended = kept + max(0, new_tokens - 1)
+    if holds_window(spec, window, prompt_tokens):
+        return min(appended, window + (KIVI_GROUP - 1 if spec.storage.startswith("kivi") else 0))
+    if kept < min(prompt_tokens, window):
+        return kept
+    budget = budgets.resolve_budget(spec, prompt_tokens)
+    assert budget is not None
+    return min(max(budget, kept), appended)
