@@ -1,0 +1,219 @@
+"""Failures of requests, of memory and of the device: what ends, what goes on, and when the engine gives up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.test_engine import prompt
+from warmkv.replicas.faults import FAILURES_IN_A_ROW, Faults, is_out_of_memory, is_sticky
+from warmkv.replicas.inbox import ClosedError
+from warmkv.replicas.protocol import Failed, Finished
+
+STICKY = "CUDA error: an illegal memory access was encountered"
+
+
+class WithCode(RuntimeError):
+    """As torch.AcceleratorError is."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("CUDA error")
+        self.error_code = code
+
+
+def caused(error: Exception) -> Exception:
+    outer = ValueError("a kernel could not be started")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "sticky", "memory"),
+    [
+        (RuntimeError(STICKY), True, False),
+        (RuntimeError("CUDA error: device-side assert triggered"), True, False),
+        (RuntimeError("CUDA error: unspecified launch failure"), True, False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True, False),
+        (WithCode(700), True, False),
+        (WithCode(719), True, False),
+        (caused(WithCode(710)), True, False),
+        (WithCode(1), False, False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False, True),
+        (RuntimeError("CUDA error: out of memory"), False, True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory"), False, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), False, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False, True),
+        (MemoryError(), False, True),
+        (caused(MemoryError()), False, True),
+        (ValueError("the request is out of memory lane"), False, False),
+        (RuntimeError("shapes do not match"), False, False),
+    ],
+)
+def test_errors_are_told_apart(error, sticky, memory):
+    assert (is_sticky(error), is_out_of_memory(error)) == (sticky, memory)
+
+
+def test_one_prompt_is_one_failure_in_a_row_however_often_it_comes():
+    faults = Faults()
+    for _ in range(50):
+        faults.failed("request", "the same")
+    assert not faults.lost
+    for number in range(FAILURES_IN_A_ROW - 1):
+        assert not faults.lost
+        faults.failed("memory" if number % 2 else "request", number)
+    assert faults.lost
+    faults.succeeded()
+    assert not faults.lost
+    for _ in range(FAILURES_IN_A_ROW):
+        assert not faults.lost
+        faults.failed("device", "the same")
+        faults.device_failed()
+    assert faults.lost
+
+
+def breaking(driver: Driver, error: Callable[[], Exception], hits: Callable[[Any], bool] = lambda ids: True) -> Driver:
+    """The model raises where `hits` says so of its tokens."""
+    engine, forward = driver.engine, driver.engine._forward
+
+    def failing(ids: Any, *given: Any) -> Any:
+        if hits(ids):
+            raise error()
+        return forward(ids, *given)
+
+    engine._forward = engine._step_forward = failing  # type: ignore[assignment]
+    return driver
+
+
+def faults_of(driver: Driver) -> list[str]:
+    return [told[-1].fault if isinstance(told[-1], Failed) else "" for told in driver.told.values()]
+
+
+def test_a_device_on_which_every_prompt_fails_ends_the_engine(driver):
+    """Failing fast, it would draw all requests of its service, with its health in order."""
+    lost = breaking(driver(), lambda: RuntimeError("the device gives nonsense"))
+    lost.submit(*(make_request(prompt(9, seed=number), name=str(number)) for number in range(30)))
+    lost.engine.run()  # returns by itself
+    assert set(faults_of(lost)) == {"replica"}  # all are sent to others
+    assert lost.engine.stats().failures == {"request": 0, "memory": 0, "device": FAILURES_IN_A_ROW}
+
+
+def test_a_device_on_which_every_decode_step_fails_ends_the_engine(driver):
+    lost = breaking(driver(max_slots=2), lambda: RuntimeError("nonsense"), lambda ids: ids.shape[1] == 1)
+    lost.submit(*(make_request(prompt(9, seed=number), name=str(number)) for number in range(30)))
+    lost.engine.run()
+    assert set(faults_of(lost)) == {"replica"}
+    assert lost.engine.faults.lost
+
+
+def test_what_a_probe_cannot_see_is_noticed_by_different_prompts_that_fail(driver, monkeypatch):
+    lost = driver()
+
+    def failing(*_: Any) -> None:
+        raise ValueError("only here")
+
+    monkeypatch.setattr(lost.engine, "_hand_off", failing)
+    lost.submit(*(make_request(prompt(9, seed=number), name=str(number)) for number in range(30)))
+    lost.engine.run()
+    assert faults_of(lost) == ["request"] * FAILURES_IN_A_ROW + ["replica"] * (30 - FAILURES_IN_A_ROW)
+
+
+def test_one_bad_request_does_not_end_the_engine_however_often_it_is_sent(driver):
+    shaky = breaking(driver(), lambda: ValueError("a bad prompt"), lambda ids: bool((ids == 96).any()))
+    for number in range(3 * FAILURES_IN_A_ROW):
+        shaky.run(make_request([1, 2, 96], name=str(number)))
+    assert set(faults_of(shaky)) == {"request"}
+    assert not shaky.engine.faults.lost
+    good = make_request([1, 2, 3], name="good", policy="snapkv@20")
+    assert shaky.run(good) == driver().run(good)
+
+
+def test_a_sticky_error_ends_the_engine_at_once(driver):
+    lost = breaking(driver(), lambda: RuntimeError(STICKY))
+    release = lost.engine.pool.release
+
+    def dead(slot: Any) -> None:  # neither can anything be freed
+        release(slot)
+        raise RuntimeError(STICKY)
+
+    lost.engine.pool.release = dead  # type: ignore[method-assign]
+    lost.submit(*(make_request(prompt(9, seed=number), name=str(number)) for number in range(4)))
+    lost.engine.run()
+    assert [told[-1] for told in lost.told.values()] == [Failed("the replica is stopping")] * 4
+
+
+def test_a_sticky_error_in_a_decode_step_tells_everybody_too(driver):
+    lost = breaking(driver(), lambda: RuntimeError(STICKY), lambda ids: ids.shape == (3, 1))
+    lost.submit(*(make_request(prompt(9, seed=number), name=str(number), new=20) for number in range(4)))
+    lost.engine.run()
+    assert faults_of(lost) == ["replica"] * 4
+
+
+def test_running_out_of_memory_in_a_prompt_ends_it_and_another_replica_may_try(driver):
+    tight = breaking(driver(), lambda: torch.OutOfMemoryError("CUDA out of memory"), lambda ids: ids.shape[1] > 10)
+    tight.run(make_request(prompt(40), name="large"), make_request(prompt(9), name="small"))
+    assert tight.told["large"][-1] == Failed("OutOfMemoryError", "replica")
+    assert isinstance(tight.told["small"][-1], Finished)
+    assert tight.engine.stats().failures == {"request": 0, "memory": 1, "device": 0}
+
+
+def test_who_cannot_be_told_ends_alone(driver):
+    shaky = driver()
+    heard: list[Any] = []
+
+    def deaf(event: Any) -> None:
+        heard.append(event)
+        if len(heard) > 3:
+            raise RuntimeError("Event loop is closed")
+
+    shaky.engine.submit(make_request(prompt(9), name="deaf", new=30), deaf)
+    request = make_request(prompt(12), name="hears", new=20)
+    assert shaky.run(request) == driver().run(request)
+    assert len(heard) == 4
+    assert shaky.engine.stats().slots == 0
+
+
+def test_what_comes_after_the_end_is_refused(driver):
+    ended = driver()
+    ended.engine.stop()
+    ended.engine.run()
+    with pytest.raises(ClosedError):
+        ended.submit(make_request(prompt(5)))
+    with pytest.raises(ClosedError):
+        ended.engine.drop_prefixes("a").result(0)
+    ended.engine.cancel("nobody")
+
+
+def test_a_slot_that_cannot_be_set_aside_goes_on(models, monkeypatch):
+    driver = Driver(models["llama"], max_slots=1, preempt_seconds=0.0, clock=iter(range(10**6)).__next__)
+    request = make_request(prompt(20), name="greedy", new=30)
+    expected = Driver(models["llama"]).run(request)
+    driver.submit(dataclasses.replace(request, tenant="greedy"))
+    while not driver.engine.scheduler.decoding:
+        driver.engine.step()
+    slab = driver.engine.pool.slabs[0]
+
+    def full(rows: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(type(slab), "take_out", lambda self, rows: full(rows))
+    driver.run(dataclasses.replace(make_request(prompt(6), name="modest", new=2), tenant="modest"))
+    assert driver.told["modest"][-1] == Failed("MemoryError", "replica")
+    assert driver.tokens("greedy") == expected[0]
+
+
+def test_stats_are_read_without_touching_what_the_engine_changes(driver, monkeypatch):
+    busy = driver()
+    busy.submit(make_request(prompt(9), new=9))
+    busy.engine.step()
+
+    def changed(*_: Any) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    for owner, name in ((busy.engine.pool, "allocated_bytes"), (busy.engine.store, "tier_bytes")):
+        monkeypatch.setattr(type(owner), name, property(changed))
+    assert busy.engine.stats().decoding == 1
