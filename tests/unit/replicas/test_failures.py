@@ -18,7 +18,7 @@ from warmkv.replicas.protocol import Failed, Finished
 STICKY = "CUDA error: an illegal memory access was encountered"
 
 
-class WithCode(RuntimeError):
+class CodedError(RuntimeError):
     """As torch.AcceleratorError is."""
 
     def __init__(self, code: int) -> None:
@@ -39,10 +39,10 @@ def caused(error: Exception) -> Exception:
         (RuntimeError("CUDA error: device-side assert triggered"), True, False),
         (RuntimeError("CUDA error: unspecified launch failure"), True, False),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True, False),
-        (WithCode(700), True, False),
-        (WithCode(719), True, False),
-        (caused(WithCode(710)), True, False),
-        (WithCode(1), False, False),
+        (CodedError(700), True, False),
+        (CodedError(719), True, False),
+        (caused(CodedError(710)), True, False),
+        (CodedError(1), False, False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False, True),
         (RuntimeError("CUDA error: out of memory"), False, True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory"), False, True),
