@@ -351,6 +351,7 @@ class ControlConfig(Section):
         "in Ray, as long as the head, or as its Redis",
     )
     history: int = Field(100, ge=2, description="versions that are kept")
+    max_body_bytes: ByteSize = Field(ByteSize(256 << 10), description="of a request that changes the policy")
     follow_seconds: float = Field(10.0, gt=0, description="how long a gateway waits for a change before it asks again")
     silence_seconds: float = Field(15.0, gt=0, description="a gateway that has not asked for so long is forgotten")
     apply_seconds: float = Field(
@@ -434,6 +435,27 @@ class TenantConfig(KeyHolder):
     limits: TenantLimits = Field(TenantLimits(), description="those of gateway.limits that are absent here")
 
 
+class IntakeConfig(Section):
+    """What a gateway reads, parses and tokenizes at most; what exceeds a limit is refused by the limit's name."""
+
+    total_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="bodies that are read, parsed and tokenized at a time, together (529)"
+    )
+    read_seconds: float = Field(120.0, gt=0, description="time in which a body must have come (408)")
+    max_depth: int = Field(200, ge=1, le=200, description="how deep a body may be nested; the JSON parser ends at 200")
+    max_values: int = Field(
+        500_000, ge=1, description="JSON values of a body, keys included; in a prompt each takes a token or more"
+    )
+    max_messages: int = Field(100_000, ge=1)
+    max_blocks: int = Field(200_000, ge=1, description="content blocks of a request, in all its messages together")
+    max_tools: int = Field(10_000, ge=1)
+    max_stop_characters: int = Field(16_384, ge=1, description="of all stop sequences of a request together")
+    threads: int = Field(2, ge=1, description="that parse and tokenize; large bodies have one more of their own")
+    large_bytes: ByteSize = Field(ByteSize(1 << 20), description="from this size on a body is large")
+    max_waiting: int = Field(256, ge=1, description="bodies that wait for a thread; more are refused (529)")
+    parse_seconds: float = Field(60.0, gt=0, description="time to parse and tokenize a body, waiting included")
+
+
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
@@ -460,6 +482,13 @@ class GatewayConfig(Section):
     )
     salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
     max_body_bytes: ByteSize = ByteSize(32 << 20)
+    intake: IntakeConfig = IntakeConfig()
+    max_requests: int | None = Field(
+        None,
+        ge=1,
+        description="requests open at a time in one gateway (529); null: what replicas and queues hold, and some more",
+    )
+    ping_seconds: float = Field(5.0, gt=0, description="silence of a stream after which it sends a ping")
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
     default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
     request_timeout_seconds: float = Field(600.0, gt=0)

@@ -12,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from warmkv.config import ClusterConfig, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
+from warmkv.platform.gateway.overload import most_open
 from warmkv.platform.listening import check_listening
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter
@@ -56,9 +57,9 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         serve.ingress()(Gateway),
         name="gateway",
         num_replicas=cluster.gateways,
-        # Room for what the replicas compute and for what waits for them, and some for health checks and counting.
-        max_ongoing_requests=config.ongoing_requests * cluster.most_replicas + cluster.max_queued_requests + 64,
-        max_queued_requests=cluster.max_queued_requests,
+        # The gateway refuses what is too much itself, as its APIs say it; Serve, whose refusals are plain text, never.
+        max_ongoing_requests=2 * most_open(config),
+        max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
         **health,

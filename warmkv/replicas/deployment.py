@@ -95,7 +95,7 @@ class Replica:
         directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
-        """Stream an answer: Started, then text, then Finished (or Failed).
+        """Stream an answer: Admitted, Started, then text, then Finished (or Failed).
 
         Raises EngineError where the request cannot be taken, and RuntimeError where the engine hangs, which the gateway
         would find out too late. A client that leaves cancels the request.

@@ -62,6 +62,11 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The replica has queued the request; comes before Started."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The prompt is computed and the first token is drawn; comes before any text."""
 
@@ -110,7 +115,7 @@ class Alive:
     """Nothing new for a while, but the replica's engine goes on."""
 
 
-Event = Started | Delta | Finished | Failed | Alive
+Event = Admitted | Started | Delta | Finished | Failed | Alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from warmkv.replicas.engine import Engine
-from warmkv.replicas.protocol import Alive, Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, GenerateRequest, Started
 from warmkv.replicas.scheduler import EngineEvent
 from warmkv.replicas.text import Detokenizer
 
@@ -17,7 +17,7 @@ CONTEXT_TOKENS = 4  # of the prompt, for decoding what follows it
 async def stream(
     engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str]
 ) -> AsyncGenerator[Event]:
-    """Submit a request and yield Started, text as it comes, then Finished (or Failed).
+    """Submit a request and yield Admitted, Started, text as it comes, then Finished (or Failed).
 
     After `engine.beat_seconds` with nothing to say it yields Alive, if the engine's thread has turned meanwhile.
     Raises EngineError where the request cannot be taken. Closing the stream cancels the request.
@@ -31,6 +31,7 @@ async def stream(
     tokens: list[int] = []
     end: Finished | Failed | None = None
     try:
+        yield Admitted()
         while end is None:
             batch: list[EngineEvent] = []
             with contextlib.suppress(TimeoutError):

@@ -218,8 +218,8 @@ class Template:
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
         return "".join(f"[{self.change(message['content'])}]" for message in messages)
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
 
 
 def test_a_template_that_strips_messages_is_followed():

@@ -24,7 +24,7 @@ from warmkv.platform.gateway.errors import ReplicaFailedError
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import prepare
-from warmkv.replicas.protocol import Alive, Delta, Event, Failed, Finished, QueueFullError, Started
+from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, QueueFullError, Started
 from warmkv.replicas.streaming import stream
 
 Fault = Literal["raises", "fails", "ends", "hangs"]
@@ -63,7 +63,7 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[Attempt]) -> Send:
-    """The n-th attempt goes to the n-th replica, which shows the n-th fault in place of an event."""
+    """The n-th attempt goes to the n-th replica, which shows the n-th fault in place of an event after Admitted."""
 
     async def send(attempt: Attempt) -> AsyncGenerator[Event]:
         number = len(seen)
@@ -72,6 +72,9 @@ def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[A
         attempt.replica = engine.name
         fault, after = faults[number] if number < len(faults) else ("raises", -1)
         async for event in stream(engine, attempt.request, decode):
+            if isinstance(event, Admitted):
+                yield event
+                continue
             if after == 0:
                 if fault == "raises":
                     raise ConnectionError("the replica has died")
@@ -125,10 +128,10 @@ def test_the_client_cannot_tell_that_replicas_failed(engines, policy, temperatur
     events, retried = answer(request, cluster(engines, faults, seen))
     assert text(events) == text(whole)
     assert events[-1] == whole[-1]
-    assert [type(event) for event in events if not isinstance(event, Delta)] == [Started, Finished]
-    assert isinstance(events[0], Started)
+    assert [type(event) for event in events if not isinstance(event, Delta)] == [Admitted, Started, Finished]
+    assert isinstance(events[1], Started)
     begun = next(number for number, fault in enumerate([*faults, ("", 1)]) if fault[1] > 0)  # who sent the Started
-    assert events[0].replica == str(begun % REPLICAS)
+    assert events[1].replica == str(begun % REPLICAS)
     counts = [event.output_tokens for event in events if isinstance(event, Delta)]
     assert counts == sorted(counts)
     assert retried == ["waiting" if n < begun else "streaming" for n in range(len(seen) - 1)]
@@ -138,7 +141,7 @@ def test_the_client_cannot_tell_that_replicas_failed(engines, policy, temperatur
 def test_a_replica_that_dies_between_the_last_text_and_the_end_changes_nothing(engines):
     request = make_request(prompt(40), new=12, stop=("no such text",))  # some text is held back until the end
     whole, _ = answer(request, cluster(engines, [], []))
-    for after in range(1, len(whole)):
+    for after in range(1, len(whole) - 1):
         events, _ = answer(request, cluster(engines, [("ends", after)], []))
         assert (text(events), events[-1]) == (text(whole), whole[-1])
 
@@ -197,6 +200,7 @@ def test_a_client_that_leaves_is_no_fault_of_the_replica(engines):
 
     async def leave() -> None:
         events = resumed(make_request(prompt(20), new=400), cluster(engines, [], seen), GatewayConfig(), print)
+        assert isinstance(await anext(events), Admitted)
         assert isinstance(await anext(events), Started)
         await events.aclose()
 
@@ -261,7 +265,7 @@ def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
         await task
         engine.stop()
         running.join()
-        assert before <= 1
+        assert before <= 2  # Admitted, and that one
         return events
 
     assert isinstance(clocks.run(run(), SkippingLoop)[-1], Finished)

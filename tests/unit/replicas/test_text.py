@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.replicas.text import Detokenizer
+from warmkv.replicas.text import Detokenizer, StopSearch
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -68,3 +68,36 @@ def test_an_incomplete_character_at_the_end_is_given_out_as_it_is():
     detokenizer = Detokenizer(decode)
     assert detokenizer.push("é".encode()[0]) == ""
     assert detokenizer.finish() == "\ufffd"
+
+
+def test_a_stop_string_is_searched_in_linear_time():
+    """Each character is compared twice at most on average, whatever the stop string and the text have in common."""
+
+    class Counted(str):
+        compared = 0
+
+        def __getitem__(self, key):
+            Counted.compared += not isinstance(key, slice)
+            return super().__getitem__(key)
+
+    search = StopSearch(Counted("a" * 1000 + "b"))
+    Counted.compared = 0
+    for _ in range(500):
+        assert search.feed("aaaa") == 0
+    assert Counted.compared <= 2 * 2 * 2000
+    assert search.matched == 1000
+    assert search.feed("ab") == 2
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again():
+    longest = 0
+
+    def decode_words(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return "".join(chr(token) for token in ids if token)  # 0 is special
+
+    detokenizer = Detokenizer(decode_words)
+    pieces = [detokenizer.push(token) for token in [65, *[0] * 500, 66]]
+    assert "".join(pieces) == "AB"
+    assert longest < 20

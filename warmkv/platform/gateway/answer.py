@@ -19,8 +19,7 @@ Status = Literal["ok", "error", "cancelled"]
 class Answer:
     """Started by a replica; `text` streams the rest. Times are seconds on the gateway's clock.
 
-    `on_end` is called exactly once, when the answer has ended, failed, or its client has left. `report` counts and logs
-    an error that the client gets within a stream.
+    `on_end` is called exactly once, when the answer has ended, failed, or its client has left.
     """
 
     id: str
@@ -35,7 +34,6 @@ class Answer:
     clock: Callable[[], float]
     begun: float  # clock at the arrival
     on_end: Callable[[Answer, Status], None]
-    report: Callable[[BaseException, str], ApiError]
     events: AsyncGenerator[Event]
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
@@ -47,10 +45,6 @@ class Answer:
     def name(self) -> str:
         """What the ids of messages and completions are made of: the request's id without its prefix."""
         return self.id.removeprefix("req_")
-
-    def failed(self, error: Exception) -> ApiError:
-        """Report an error in the middle of a stream; returns what the client is told."""
-        return self.report(error, self.api)
 
     async def text(self) -> AsyncIterator[Delta]:
         """The text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from warmkv.platform.gateway.errors import invalid
 from warmkv.platform.gateway.prompt import Block, Turn, to_json
-from warmkv.platform.gateway.schema import Body
+from warmkv.platform.gateway.schema import Body, Items
 
 NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
@@ -87,7 +87,7 @@ class PlainSource(Body):
 
 class ContentSource(Body):
     type: Literal["content"]
-    content: str | list[SubContent]
+    content: str | Items[SubContent]
 
 
 class DocumentBlock(Markable):
@@ -138,7 +138,7 @@ class ToolUseBlock(Markable):
 class ToolResultBlock(Markable):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | list[SubContent] = ""
+    content: str | Items[SubContent] = ""
     is_error: bool = False
     toolset_name: None = None
 
@@ -156,12 +156,12 @@ AssistantContent = Annotated[
 
 class UserMessage(Body):
     role: Literal["user"]
-    content: str | list[UserContent]
+    content: str | Items[UserContent]
 
 
 class AssistantMessage(Body):
     role: Literal["assistant"]
-    content: str | list[AssistantContent]
+    content: str | Items[AssistantContent]
 
 
 Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
@@ -290,18 +290,20 @@ def _joined(content: str | Sequence[SubText | ImageBlock]) -> str:
 
 def _check_results(messages: Sequence[UserMessage | AssistantMessage]) -> None:
     """Every call must have its result in the next message, and every result its call in the one before."""
-    called: list[str] = []
+    called: dict[str, None] = {}  # in order
     for message in messages:
         content = [] if isinstance(message.content, str) else message.content
-        results = [block.tool_use_id for block in content if isinstance(block, ToolResultBlock)]
-        if missing := [name for name in called if name not in results]:
-            raise invalid(f"tool_use {missing[0]!r}: the next message has no tool_result for it")
-        if foreign := [name for name in results if name not in called]:
-            raise invalid(f"tool_result {foreign[0]!r}: the message before has no tool_use of that id")
-        if len(set(results)) < len(results):
+        named = [block.tool_use_id for block in content if isinstance(block, ToolResultBlock)]
+        results = dict.fromkeys(named)
+        if missing := next((name for name in called if name not in results), None):
+            raise invalid(f"tool_use {missing!r}: the next message has no tool_result for it")
+        if foreign := next((name for name in results if name not in called), None):
+            raise invalid(f"tool_result {foreign!r}: the message before has no tool_use of that id")
+        if len(results) < len(named):
             raise invalid("tool_result: two results for one tool_use")
-        called = [block.id for block in content if isinstance(block, ToolUseBlock)]
-        if len(set(called)) < len(called):
+        calls = [block.id for block in content if isinstance(block, ToolUseBlock)]
+        called = dict.fromkeys(calls)
+        if len(called) < len(calls):
             raise invalid("tool_use: ids must be unique")
     if called:
-        raise invalid(f"tool_use {called[0]!r}: the next message has no tool_result for it")
+        raise invalid(f"tool_use {next(iter(called))!r}: the next message has no tool_result for it")

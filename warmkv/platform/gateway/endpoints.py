@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
-from warmkv.config import PrefixCacheConfig
 from warmkv.platform.control import Follower, PolicyControl
 from warmkv.platform.gateway import messages, openai
+from warmkv.platform.gateway.admission import Admission
 from warmkv.platform.gateway.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.faults import api_of
+from warmkv.platform.gateway.intake import Intake
 from warmkv.platform.gateway.limits import EndLeases, Lease, Limits
 from warmkv.platform.gateway.memory import memory_of
+from warmkv.platform.gateway.overload import LONGEST, OpenRequests, most_open, retry_header
+from warmkv.platform.gateway.parsing import Parsing
 from warmkv.platform.gateway.policy import add_policy_endpoints
-from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.request_ids import RequestIds
-from warmkv.platform.gateway.schema import read_body
-from warmkv.platform.gateway.service import Arrival, Service
+from warmkv.platform.gateway.schema import ParsedRequest
+from warmkv.platform.gateway.service import Arrival, Policy, Service
+from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, EventStream
 from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
@@ -70,37 +71,29 @@ def create_app(
         yield
         for task in tasks:
             task.cancel()
+        intake.close()
 
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
 
-    # Off the event loop, and one at a time: a tokenizer holds state while it encodes.
-    tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-
-    longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
-
-    async def tokenizing(make: Callable[[], Prompt], texts: Iterable[str]) -> Prompt:
-        """The prompt; a text that cannot fit is refused unread, so that nobody waits behind its tokenizing."""
-        if sum(map(len, texts)) > max_context * longest_token:  # a character is a byte at least
-            raise ApiError("invalid_request_error", f"The prompt exceeds the context of {max_context} tokens.")
-        prompt = await asyncio.get_running_loop().run_in_executor(tokenizer_thread, make)
-        if len(prompt.tokens) > max_context:
-            raise ApiError(
-                "invalid_request_error",
-                f"{len(prompt.tokens)} prompt tokens exceed the context of {max_context} tokens",
-            )
-        return prompt
+    intake = app.state.intake = Intake(config.gateway, tokenizer, service.clock)
+    parsing = Parsing(service, tokenizer, max_context)
 
     def admitted(request: Request) -> Lease:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
         return limits.begin(request, tenant_of(request))
 
-    def seed_of(chosen: int | None) -> int:
-        return secrets.randbits(63) if chosen is None else chosen
-
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
-        return error_response(request, service.faults.report(error, api_of(request.url.path)))
+        told = service.faults.report(error, api_of(request.url.path))
+        return error_response(request, told, service.backlog.retry_after())
 
+    async def start(api: str, arrival: Arrival, lease: Lease, asked: ParsedRequest) -> Admission:
+        """Send a request within the limits of its tenant."""
+        lease.reserve(len(asked.prompt.tokens), asked.sampling.max_tokens)
+        explicit = api == "messages"
+        return await service.start(api, arrival, lease.tenant, asked, explicit=explicit, begun=lease.answered)
+
+    app.add_middleware(OpenRequests, most=most_open(config), backlog=service.backlog, refuse=refused)
     app.add_middleware(EndLeases)
     app.add_middleware(Authentication, tenants=tenants, secret=secret, wall_clock=service.wall_clock, refuse=refused)
     app.add_middleware(RequestIds, on_fault=refused)
@@ -119,74 +112,41 @@ def create_app(
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        with service.arriving(request.state.context) as arrival:
-            lease = admitted(request)
-            messages.check_version(request.headers.get("anthropic-version"))
-            body = await read_body(request, messages.MessagesRequest, config.gateway.max_body_bytes)
-            service.check_model(body.model)
-            if body.max_tokens == 0 and body.stream:
-                raise ApiError("invalid_request_error", "stream: must be false when max_tokens is 0")
-            prompt = await message_prompt(body, arrival.policy.config.prefix_cache)
-            sampling = body.sampling(seed_of(body.warmkv.seed))
-            choice = body.tool_choice.type if body.tool_choice else "auto"
-            lease.reserve(len(prompt.tokens), sampling.max_tokens)
-            answer = await service.start(
-                "messages", arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=True, tool_choice=choice
-            )
-            lease.answered(answer)
-        if body.stream:
-            return event_stream(messages.stream(answer))
-        return JSONResponse(await messages.respond(answer))
+        arrival = service.arrive(request.state.context)
+        lease = admitted(request)
+        messages.check_version(request.headers.get("anthropic-version"))
+        asked = await intake.take(request, partial(parsing.message, arrival.policy))
+        admission = await start("messages", arrival, lease, asked)
+        if asked.stream:
+            events = messages.stream(admission)
+            return EventStream(events, admission, MESSAGES_PING, config.gateway.ping_seconds)
+        return JSONResponse(await messages.respond(await admission.begin()))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         admitted(request)
         messages.check_version(request.headers.get("anthropic-version"))
-        body = await read_body(request, messages.CountRequest, config.gateway.max_body_bytes)
-        service.check_model(body.model)
-        prompt = await message_prompt(body, service.policy.config.prefix_cache)
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
-
-    async def message_prompt(body: messages.CountRequest, cache: PrefixCacheConfig) -> Prompt:
-        turns = messages.turns(body, cache.default_ttl)
-        service.check_marks([block.ttl for turn in turns for block in turn.blocks], cache)
-        return await tokenizing(lambda: render(tokenizer, turns), texts(turns))
+        count = partial(parsing.count, service.policy)
+        return JSONResponse({"input_tokens": await intake.take(request, count)})
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        with service.arriving(request.state.context) as arrival:
-            lease = admitted(request)
-            body = await read_body(request, openai.ChatRequest, config.gateway.max_body_bytes)
-            turns = openai.turns(body)
-            return await complete("chat", arrival, lease, body, lambda: render(tokenizer, turns), texts(turns))
+        return await complete("chat", request, parsing.chat)
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        with service.arriving(request.state.context) as arrival:
-            lease = admitted(request)
-            body = await read_body(request, openai.CompletionRequest, config.gateway.max_body_bytes)
-            prompt = body.prompt
-            return await complete("completions", arrival, lease, body, lambda: render_text(tokenizer, prompt), [prompt])
+        return await complete("completions", request, parsing.completion)
 
-    async def complete(
-        api: str,
-        arrival: Arrival,
-        lease: Lease,
-        body: openai.CompletionBody,
-        make_prompt: Callable[[], Prompt],
-        parts: Iterable[str],
-    ) -> Response:
-        service.check_model(body.model)
-        sampling = body.sampling(seed_of(body.warmkv.seed), config.gateway.default_output_tokens)
-        prompt = await tokenizing(make_prompt, parts)
-        lease.reserve(len(prompt.tokens), sampling.max_tokens)
-        answer = await service.start(api, arrival, lease.tenant, prompt, sampling, body.warmkv, explicit=False)
-        lease.answered(answer)
+    async def complete(api: str, request: Request, parse: Callable[[Policy, bytes, Any], ParsedRequest]) -> Response:
+        arrival = service.arrive(request.state.context)
+        lease = admitted(request)
+        asked = await intake.take(request, partial(parse, arrival.policy))
+        admission = await start(api, arrival, lease, asked)
         chat = api == "chat"
-        if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return event_stream(openai.stream(answer, chat, usage))
-        return JSONResponse(await openai.respond(answer, chat))
+        if asked.stream:
+            events = openai.stream(admission, chat, asked.include_usage)
+            return EventStream(events, admission, OPENAI_PING, config.gateway.ping_seconds)
+        return JSONResponse(await openai.respond(await admission.begin(), chat))
 
     def described() -> dict[str, Any]:
         name = config.model.name
@@ -235,19 +195,16 @@ def create_app(
             return JSONResponse({"status": "ready", "replicas": found})
         return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
 
-    add_policy_endpoints(app, service, control, operator_of)
+    add_policy_endpoints(app, service, intake, control, operator_of)
     return app
 
 
-def texts(turns: Iterable[Turn]) -> Iterator[str]:
-    return (block.text for turn in turns for block in turn.blocks)
-
-
-def error_response(request: Request, error: ApiError) -> Response:
-    """The error in the format of the API that was called."""
+def error_response(request: Request, error: ApiError, retry_after: float) -> Response:
+    """The error in the format of the API that was called. `retry_after` is for a refusal that names no time itself."""
     headers = {}
     if error.status in (429, 529):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
+        seconds = retry_after if error.retry_after is None else error.retry_after
+        headers["retry-after"] = retry_header(min(seconds, LONGEST) if error.status == 529 else seconds)
     if error.final:
         headers["x-should-retry"] = "false"  # both SDKs would try a 500 again
     path = request.url.path
@@ -255,7 +212,3 @@ def error_response(request: Request, error: ApiError) -> Response:
     if path.endswith("/completions"):
         return JSONResponse(openai_body(error, request_id), error.status, headers)
     return JSONResponse(anthropic_body(error, request_id), error.status, headers)
-
-
-def event_stream(events: AsyncIterator[str]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -35,12 +35,15 @@ STATUS: dict[ErrorType, int] = {
 }
 
 
+LONGEST_MESSAGE = 1000  # characters
+
+
 class ApiError(Exception):
     """An answer that is an error; `type` is the Messages API's name for its kind.
 
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
-    so there are few of them and none comes from a client. `retry_after` is in seconds. `final` says that trying again
-    is of no use.
+    so there are few of them and none comes from a client. `retry_after` is the time in seconds after which the client
+    should try again, `final` says that it is of no use. `status` overrides that of the type.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class ApiError(Exception):
         reason: str | None = None,
         retry_after: float | None = None,
         final: bool = False,
+        status: int | None = None,
     ) -> None:
+        message = clipped(message)  # it may quote the request, which may be megabytes
         super().__init__(message)
-        self.type, self.message, self.status, self.reason = type_, message, STATUS[type_], reason
+        self.type, self.message, self.status, self.reason = type_, message, status or STATUS[type_], reason
         self.retry_after, self.final = retry_after, final
 
 
@@ -65,13 +70,23 @@ class RequestFailedError(Exception):
     """A request that replicas cannot compute: any other one would fail with it, too."""
 
 
+def clipped(message: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Return the message, its middle left out where it is longer than `longest` characters."""
+    if len(message) <= longest:
+        return message
+    half = (longest - 5) // 2
+    return f"{message[:half]} ... {message[-half:]}"
+
+
 def invalid(message: str) -> ApiError:
     return ApiError("invalid_request_error", message)
 
 
 def from_validation(error: ValidationError) -> ApiError:
     """The most specific fault of a request body, with its place: of a union's branches, the one that went deepest."""
-    fault = max(error.errors(), key=lambda item: len(item["loc"]))
+    fault = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
+    if fault["type"] == "model_type":  # pydantic's text names a class of ours
+        fault["msg"] = "Input should be an object"
     place = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))  # brackets: pydantic's own names
     message = str(fault["msg"]).removeprefix("Value error, ")
     return invalid(f"{place}: {message}" if place else message)
@@ -87,7 +102,12 @@ def from_exception(error: BaseException) -> ApiError:
         return invalid(reason(error))
     if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
         full = "replica_queue" if isinstance(error, QueueFullError) else "serve_queue"
-        return ApiError("overloaded_error", "Too many requests are waiting. Try again in a moment.", reason=full)
+        return ApiError(
+            "overloaded_error",
+            "Too many requests are waiting. Try again in a moment.",
+            reason=full,
+            retry_after=retry_after(error),
+        )
     if isinstance(error, ClientDisconnect):
         return invalid("The client left before its request was read.")
     if isinstance(error, TimeoutError):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from warmkv.platform.gateway import content
+from warmkv.platform.gateway.admission import Admission
 from warmkv.platform.gateway.answer import Answer
 from warmkv.platform.gateway.content import CacheControl, Message, TextBlock, Tool, ToolChoice
 from warmkv.platform.gateway.errors import anthropic_body, invalid
 from warmkv.platform.gateway.prompt import Turn
-from warmkv.platform.gateway.schema import Body, WarmkvOptions
+from warmkv.platform.gateway.schema import Body, Items, WarmkvOptions
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
 
@@ -37,9 +38,9 @@ class CountRequest(Body):
     """Body of /v1/messages/count_tokens: what of a request makes its prompt."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] = Field([])
+    messages: Items[Message] = Field(min_length=1)
+    system: str | Items[TextBlock] | None = None
+    tools: Items[Tool] = Field([])
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     thinking: NoThinking | None = None
@@ -61,7 +62,7 @@ class MessagesRequest(CountRequest):
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
     stream: bool = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -116,10 +117,11 @@ async def respond(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def stream(answer: Answer) -> AsyncIterator[str]:
-    """The answer as server-sent events. A fault after the first byte is an `error` event."""
+async def stream(admission: Admission) -> AsyncGenerator[str]:
+    """The answer as server-sent events. A fault from the admission on is an `error` event."""
     try:
-        async with aclosing(answer):
+        async with aclosing(admission):
+            answer = await admission.begin()
             start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
             start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
             yield _event({"type": "message_start", "message": start})
@@ -138,7 +140,7 @@ async def stream(answer: Answer) -> AsyncIterator[str]:
             yield _event({"type": "message_delta", "delta": stop, "usage": usage})
             yield _event({"type": "message_stop"})
     except Exception as error:
-        yield _event(anthropic_body(answer.failed(error), answer.id))
+        yield _event(anthropic_body(admission.failed(error), admission.id))
 
 
 def _head(answer: Answer) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from warmkv.platform.gateway.admission import Admission
 from warmkv.platform.gateway.answer import Answer
 from warmkv.platform.gateway.errors import invalid, openai_body
 from warmkv.platform.gateway.prompt import Block, Turn
-from warmkv.platform.gateway.schema import Body, WarmkvOptions
+from warmkv.platform.gateway.schema import Body, Items, WarmkvOptions
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
 
@@ -26,7 +27,7 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = None
     # An answer of ours may be sent back as it came: these are what the SDK adds to it.
     refusal: None = None
@@ -55,7 +56,7 @@ class CompletionBody(Body):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -68,7 +69,7 @@ class CompletionBody(Body):
     store: Literal[False] = False
     frequency_penalty: float = Field(0.0, ge=0, le=0)
     presence_penalty: float = Field(0.0, ge=0, le=0)
-    logit_bias: dict[str, float] = Field({}, max_length=0)
+    logit_bias: dict[str, Any] = Field({}, max_length=0)
     tools: list[Any] = Field([], max_length=0)
     response_format: TextFormat | None = None
 
@@ -104,7 +105,7 @@ class CompletionBody(Body):
 class ChatRequest(CompletionBody):
     """Body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] = False
 
@@ -148,9 +149,8 @@ async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
 
 
-async def stream(answer: Answer, chat: bool, include_usage: bool) -> AsyncIterator[str]:
-    """The answer as server-sent events, ended by [DONE]. A fault after the first byte is an `error` object."""
-    head = _head(answer, chat, chunk=True)
+async def stream(admission: Admission, chat: bool, include_usage: bool) -> AsyncGenerator[str]:
+    """The answer as server-sent events, ended by [DONE]. A fault from the admission on is an `error` object."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
         body = {"delta": delta} if chat else {"text": delta.get("content", "")}
@@ -158,7 +158,9 @@ async def stream(answer: Answer, chat: bool, include_usage: bool) -> AsyncIterat
         return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
     try:
-        async with aclosing(answer):
+        async with aclosing(admission):
+            answer = await admission.begin()
+            head = _head(answer, chat, chunk=True)
             if chat:
                 yield chunk({"role": "assistant", "content": ""})
             async for delta in answer.text():
@@ -168,7 +170,7 @@ async def stream(answer: Answer, chat: bool, include_usage: bool) -> AsyncIterat
                 yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
             yield "data: [DONE]\n\n"
     except Exception as error:
-        yield f"data: {json.dumps(openai_body(answer.failed(error), answer.id))}\n\n"
+        yield f"data: {json.dumps(openai_body(admission.failed(error), admission.id))}\n\n"
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

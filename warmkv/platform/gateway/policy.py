@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,12 +13,15 @@ from pydantic import Field, StringConstraints
 from warmkv.config import ConfigError
 from warmkv.platform.control import PolicyControl, StoreError
 from warmkv.platform.gateway.errors import ApiError, invalid, reason
-from warmkv.platform.gateway.schema import Body, read_body
+from warmkv.platform.gateway.intake import Intake
+from warmkv.platform.gateway.schema import Body, parse
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.policy_versions import StaleVersionError, UnknownVersionError, values
 from warmkv.platform.tenants import Caller
 
 Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
+
+B = TypeVar("B", bound=Body)
 
 
 class ChangeBody(Body):
@@ -34,10 +37,14 @@ class RollbackBody(Body):
 
 
 def add_policy_endpoints(
-    app: FastAPI, service: Service, control: PolicyControl, operator_of: Callable[[Request], Caller]
+    app: FastAPI, service: Service, intake: Intake, control: PolicyControl, operator_of: Callable[[Request], Caller]
 ) -> None:
     """Add `/v1/warmkv/policy` and what is below it. `operator_of` raises ApiError for who may not."""
-    start, limit = service.config, service.config.gateway.max_body_bytes
+    start, limits = service.config, service.config.gateway.intake
+
+    async def read(request: Request, model: type[B]) -> B:
+        most = start.control.max_body_bytes
+        return await intake.take(request, lambda data, _: parse(data, model, limits), most, "control.max_body_bytes")
 
     def shown(status: dict[str, Any]) -> Response:
         current = status["current"].model_dump(mode="json")
@@ -52,14 +59,14 @@ def add_policy_endpoints(
     @app.put("/v1/warmkv/policy")
     async def put_policy(request: Request) -> Response:
         who = operator_of(request).name
-        body = await read_body(request, ChangeBody, limit)
+        body = await read(request, ChangeBody)
         with _refusals():
             return shown(await control.change(start, body.changes, who, body.why, body.version))
 
     @app.post("/v1/warmkv/policy/rollback")
     async def roll_back(request: Request) -> Response:
         who = operator_of(request).name
-        body = await read_body(request, RollbackBody, limit)
+        body = await read(request, RollbackBody)
         with _refusals():
             return shown(await control.roll_back(start, body.to, who, body.why, body.version))
 

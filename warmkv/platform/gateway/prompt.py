@@ -7,11 +7,12 @@ write: only the template's own pieces may contain any, and `<|im_end|>` in a mes
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from warmkv.platform.gateway.errors import invalid
 
@@ -59,7 +60,7 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
     """
     prefilled = bool(turns) and turns[-1].role == "assistant"
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
-    begin, end = _unused_marks(turns)
+    begin, end = unused_marks(turns)
     plain = _apply(tokenizer, turns, "", "", options)
     for candidate in (turns, [_stripped(turn) for turn in turns]):  # some templates strip messages
         marked = _apply(tokenizer, candidate, begin, end, options)
@@ -78,18 +79,21 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
         raise invalid("This model's chat template leaves out or repeats message content.")
     cuts = _json_places(turns, templates)
 
-    tokens: list[int] = []
-    ends = [0] * len(_flat(turns))
+    pieces: list[_Piece] = []
     for number, template in enumerate(templates):
         if number:
-            tokens += _tokenize(tokenizer, contents[number - 1], special=False)
-            ends[said[number - 1]] = len(tokens)
+            pieces.append(_Piece(contents[number - 1], said[number - 1]))
         at = 0
         for start, stop, index in cuts[number]:
-            tokens += _tokenize(tokenizer, template[at:start], special=True)
-            tokens += _tokenize(tokenizer, template[start:stop], special=False)
-            ends[index], at = len(tokens), stop
-        tokens += _tokenize(tokenizer, template[at:], special=True)
+            pieces += _Piece(template[at:start]), _Piece(template[start:stop], index)
+            at = stop
+        pieces.append(_Piece(template[at:]))
+    tokens: list[int] = []
+    ends = [0] * len(_flat(turns))
+    for (_, block), ids in zip(pieces, _tokenize(tokenizer, pieces), strict=True):
+        tokens += ids
+        if block is not None:
+            ends[block] = len(tokens)
     # A template may show a block before one that comes earlier in the request, such as the system prompt before the
     # tools. The prefix that ends at a block covers all blocks before it in either order.
     ends = list(itertools.accumulate(ends, max))
@@ -104,11 +108,29 @@ def render_text(tokenizer: Any, text: str) -> Prompt:
     return Prompt(tuple(tokens), (len(tokens),), (None,))
 
 
-def _tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    if not text:
-        return []
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
-    return ids
+class _Piece(NamedTuple):
+    """Text that is tokenized by itself: a content block, or the template's own, where `block` is None."""
+
+    text: str
+    block: int | None = None
+
+
+def _tokenize(tokenizer: Any, pieces: Sequence[_Piece]) -> list[list[int]]:
+    """The token ids of every piece. Two calls for all of them: a call costs more than a short text."""
+    found: list[list[int]] = [[] for _ in pieces]
+    for own in (True, False):
+        places = [at for at, piece in enumerate(pieces) if piece.text and (piece.block is None) == own]
+        if places:
+            batch = tokenizer(
+                [pieces[at].text for at in places],
+                add_special_tokens=False,
+                split_special_tokens=not own,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            for at, ids in zip(places, batch["input_ids"], strict=True):
+                found[at] = ids
+    return found
 
 
 def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, Block]]:
@@ -129,37 +151,43 @@ def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[t
     """Where the template shows tools and calls: for each of its pieces (start, stop, content block).
 
     `templates[i]` stands behind the text of i blocks. Tools stand somewhere before the first message's text, a call
-    behind the text of its message. The first match counts, so a place does not depend on what follows it.
+    behind the text of its message. The first match counts, so a place does not depend on what follows it. The form in
+    which the first tool and the first call are found is tried first for all others, so that a search ends where it
+    finds something and all of them together are linear.
     """
     places: list[list[tuple[int, int, int]]] = [[] for _ in templates]
     texts = index = at = offset = 0
+    usual: dict[bool, Sequence[int]] = {}  # order in which forms are tried, of tools and of calls
     head = sum(not _is_json(turn, block) for turn, block in _flat(turns[: _leading(turns)]))
     for turn in turns:
         texts += sum(not _is_json(turn, block) for block in turn.blocks)
         for block in turn.blocks:
             if _is_json(turn, block):
-                pieces = range(at, head + 1) if turn.role == "tools" else range(texts, texts + 1)
+                is_tool = turn.role == "tools"
+                pieces = range(at, head + 1) if is_tool else range(texts, texts + 1)
+                forms = _forms(turn, block)
+                order = usual.get(is_tool, range(len(forms)))
                 found = (
-                    (piece, start, start + len(form))
+                    (piece, start, start + len(forms[kind]), kind)
                     for piece in pieces
-                    for form in _forms(turn, block)
-                    if (start := templates[piece].find(form, offset if piece == at else 0)) >= 0
+                    for kind in order
+                    if (start := templates[piece].find(forms[kind], offset if piece == at else 0)) >= 0
                 )
                 place = next(found, None)
                 if place is None:
                     raise invalid("This model's chat template does not show tools and their calls as JSON.")
-                at, start, offset = place
+                at, start, offset, kind = place
+                usual[is_tool] = (kind, *(other for other in range(len(forms)) if other != kind))
                 places[at].append((start, offset, index))
             index += 1
     return places
 
 
-def _forms(turn: Turn, block: Block) -> Iterator[str]:
+def _forms(turn: Turn, block: Block) -> list[str]:
     """How templates write a call's arguments, or a tool's definition: whole, or what stands under `function`."""
     value = json.loads(block.text)
-    for part in (value, value["function"]) if turn.role == "tools" else (value,):
-        yield to_json(part)
-        yield to_json(part, indent=4)
+    parts = (value, value["function"]) if turn.role == "tools" else (value,)
+    return [to_json(part, indent) for part in parts for indent in (None, 4)]
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -199,10 +227,13 @@ def _stripped(turn: Turn) -> Turn:
     return Turn(turn.role, tuple(blocks))
 
 
-def _unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:
-    """Two strings that no message contains; of private-use characters, so templates leave them alone."""
-    text = "".join(block.text for _, block in _flat(turns))
-    mark = "\ue000"
-    while mark in text:
-        mark += "\ue000"
-    return f"\ue001{mark}\ue002", f"\ue001{mark}\ue003"
+def unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:
+    """Two strings that no content block contains, in linear time: they carry the digest of all blocks.
+
+    A text that contains its own digest cannot be found. Private-use characters, so that templates leave them alone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for _, block in _flat(turns):
+        digest.update(block.text.encode(errors="surrogatepass"))
+    mark = "".join(chr(0xE100 + byte) for byte in digest.digest())
+    return f"\ue000{mark}\ue002", f"\ue001{mark}\ue002"

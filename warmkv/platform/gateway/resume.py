@@ -16,7 +16,16 @@ from typing import Any
 from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
 from warmkv.policies.breaker import Outcome
-from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, QueueFullError, Started
+from warmkv.replicas.protocol import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    QueueFullError,
+    Started,
+)
 
 
 class ReplicaStalledError(ReplicaFailedError):
@@ -49,7 +58,7 @@ Send = Callable[[Attempt], AsyncGenerator[Event]]
 async def resumed(
     request: GenerateRequest, send: Send, config: GatewayConfig, retried: Callable[[str], None]
 ) -> AsyncGenerator[Event]:
-    """The events of an answer, from as many replicas as it takes: one Started, text, one Finished.
+    """The events of an answer, from as many replicas as it takes: one Admitted, one Started, text, one Finished.
 
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
@@ -57,7 +66,7 @@ async def resumed(
     Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
     QueueFullError of the one that expects to have room first.
     """
-    started, sent = False, 0  # characters
+    admitted, started, sent = False, False, 0  # characters
     drawn: list[int] = []
     attempts: tuple[Attempt, ...] = ()
     failed = 0
@@ -71,7 +80,11 @@ async def resumed(
         try:
             async with aclosing(send(attempt)) as events:
                 while not isinstance(event := await _next(events, config.stall_seconds), Finished):
-                    if isinstance(event, Started):
+                    if isinstance(event, Admitted):
+                        if not admitted:
+                            admitted = True
+                            yield event
+                    elif isinstance(event, Started):
                         attempt.began()
                         if not started:
                             started = True

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig, Prices
+from warmkv.platform.gateway.admission import Admission
 from warmkv.platform.gateway.answer import Answer, Status
-from warmkv.platform.gateway.errors import ApiError, from_exception, invalid
+from warmkv.platform.gateway.errors import ApiError, invalid
 from warmkv.platform.gateway.faults import Faults
-from warmkv.platform.gateway.prompt import Prompt
+from warmkv.platform.gateway.overload import Backlog
 from warmkv.platform.gateway.resume import Send, resumed
 from warmkv.platform.gateway.rights import check_options
-from warmkv.platform.gateway.schema import WarmkvOptions
+from warmkv.platform.gateway.schema import ParsedRequest
 from warmkv.platform.policy_versions import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import pricing
@@ -25,7 +26,7 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
-from warmkv.replicas.protocol import Event, GenerateRequest, SamplingParams, Started, Terms
+from warmkv.replicas.protocol import Event, GenerateRequest, Started, Terms
 from warmkv.request_context import RequestContext
 
 
@@ -83,7 +84,7 @@ class Service:
         self.config, self._send, self._recorder = config, send, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers = Writers()
-        self._waiting = 0
+        self.backlog = Backlog(clock)  # requests without a first token
         self.faults = Faults(recorder, config.gateway, clock)
         self.take(Version())
 
@@ -107,21 +108,9 @@ class Service:
         self.policy = Policy.of(self.config, version)
         self._recorder.set(telemetry.POLICY_VERSION, version.number)
 
-    @contextmanager
-    def arriving(self, context: RequestContext) -> Iterator[Arrival]:
-        """Around the handling of a request, up to the beginning of its answer."""
-        arrival = Arrival(context, self._clock(), self._wall_clock(), self.policy)
-        self._writers.arrived(arrival.id, arrival.begun)
-        self._count_waiting(1)
-        try:
-            yield arrival
-        finally:
-            self._writers.left(arrival.id)
-            self._count_waiting(-1)
-
-    def _count_waiting(self, more: int) -> None:
-        self._waiting += more
-        self._recorder.set(telemetry.GATEWAY_WAITING, self._waiting)
+    def arrive(self, context: RequestContext) -> Arrival:
+        """Note when a request came in; what is in force then holds for it to its end."""
+        return Arrival(context, self._clock(), self._wall_clock(), self.policy)
 
     def check_model(self, name: str) -> None:
         if name != self.config.model.name:
@@ -139,59 +128,56 @@ class Service:
         api: str,
         arrival: Arrival,
         tenant: Tenant,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        options: WarmkvOptions,
+        asked: ParsedRequest,
         *,
         explicit: bool,
-        tool_choice: str = "auto",
-    ) -> Answer:
-        """Send a request and wait for its first token. Raises ApiError while an HTTP status can still be given.
+        begun: Callable[[Answer], None],
+    ) -> Admission:
+        """Send a request and wait until a replica has queued it. Raises ApiError.
 
-        `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read.
+        `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read. `begun` is called
+        with the answer at its first token, if there will be one.
         """
         policy = arrival.policy
-        request = self._request(arrival, tenant, prompt, sampling, options, tool_choice)
-        events = self._limited(resumed(request, self._send, self.config.gateway, self._retried))
-        try:
-            started = await anext(events)
-            if not isinstance(started, Started):
-                raise ApiError("api_error", "The replica sent text before it started.")
-        except asyncio.CancelledError:
-            self._unanswered(api, arrival, request, "cancelled")
-            raise
-        except Exception as error:
-            told = from_exception(error)
-            self._unanswered(api, arrival, request, "error", told.type)
-            raise told from error
-        return Answer(
-            id=request.id,
-            model=self.config.model.name,
-            api=api,
-            tenant=tenant.label,
-            arrival=arrival.time,
-            request=request,
-            started=started,
-            usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
-            price=lambda usage: pricing.price(usage, policy.prices),
-            clock=self._clock,
-            begun=arrival.begun,
-            on_end=self._ended,
-            report=self.faults.report,
-            events=events,
-            first_token=self._clock() - arrival.begun,
-        )
+        request = self._request(arrival, tenant, asked)
+        deadline = arrival.begun + self.config.gateway.request_timeout_seconds
+        events = self._limited(resumed(request, self._send, self.config.gateway, self._retried), deadline)
 
-    def _request(
-        self,
-        arrival: Arrival,
-        tenant: Tenant,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        options: WarmkvOptions,
-        tool_choice: str,
-    ) -> GenerateRequest:
-        config = arrival.policy.config
+        def began(started: Started) -> Answer:
+            self._waits_no_more(served=True)
+            answer = Answer(
+                id=request.id,
+                model=self.config.model.name,
+                api=api,
+                tenant=tenant.label,
+                arrival=arrival.time,
+                request=request,
+                started=started,
+                usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
+                price=lambda usage: pricing.price(usage, policy.prices),
+                clock=self._clock,
+                begun=arrival.begun,
+                on_end=self._ended,
+                events=events,
+                first_token=self._clock() - arrival.begun,
+            )
+            begun(answer)
+            return answer
+
+        def gone(status: Status, error: str) -> None:
+            self._waits_no_more(served=False)
+            self._writers.left(request.id)
+            self._unanswered(api, arrival, request, status, error)
+
+        admission = Admission(request.id, events, began, gone, lambda error: self.faults.report(error, api))
+        self.backlog.joined()
+        self._recorder.set(telemetry.GATEWAY_WAITING, self.backlog.waiting)
+        self._writers.arrived(request.id, self._clock())
+        await admission.queued()
+        return admission
+
+    def _request(self, arrival: Arrival, tenant: Tenant, asked: ParsedRequest) -> GenerateRequest:
+        config, prompt, sampling, options = arrival.policy.config, asked.prompt, asked.sampling, asked.options
         cache = config.prefix_cache
         if sampling.max_tokens > config.gateway.max_output_tokens:
             raise invalid(
@@ -209,7 +195,7 @@ class Service:
             root,
             block_size=size,
             lookback=cache.lookback,
-            other_from=None if tool_choice == "auto" else prompt.head,
+            other_from=None if asked.tool_choice == "auto" else prompt.head,
         )
         return GenerateRequest(
             id=arrival.id,
@@ -225,9 +211,9 @@ class Service:
             context=arrival.context,
         )
 
-    async def _limited(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-        """The events as they come; TimeoutError if the answer takes too long as a whole."""
-        deadline = asyncio.get_running_loop().time() + self.config.gateway.request_timeout_seconds
+    async def _limited(self, events: AsyncGenerator[Event], until: float) -> AsyncGenerator[Event]:
+        """The events as they come; TimeoutError if the answer has not ended `until` a time of the service's clock."""
+        deadline = asyncio.get_running_loop().time() + until - self._clock()
         async with aclosing(events):
             while True:
                 async with asyncio.timeout_at(deadline):
@@ -235,6 +221,10 @@ class Service:
                 if event is None:
                     return
                 yield event
+
+    def _waits_no_more(self, *, served: bool) -> None:
+        self.backlog.left(served=served)
+        self._recorder.set(telemetry.GATEWAY_WAITING, self.backlog.waiting)
 
     def _retried(self, when: str) -> None:
         self._recorder.add(telemetry.RETRIED, 1, when=when)

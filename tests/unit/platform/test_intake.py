@@ -1,0 +1,301 @@
+"""Bodies: every limit by its name, slow and large ones, threads, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from tests.clocks import SkippingLoop, run, skip
+from tests.unit.platform.exchanges import Exchange, Gateway, message, until
+from warmkv.config import GatewayConfig, IntakeConfig, load
+from warmkv.platform.gateway.body_limits import depth, outside_strings
+from warmkv.platform.gateway.errors import ApiError
+from warmkv.platform.gateway.intake import Budget, Lane
+from warmkv.platform.gateway.messages import MessagesRequest
+from warmkv.platform.gateway.openai import ChatRequest
+from warmkv.platform.gateway.schema import parse
+
+SAID = {"role": "user", "content": "x"}
+WHOLE = {"model": "tiny", "max_tokens": 1, "messages": [SAID]}
+TOOL = {"name": "t", "input_schema": {"type": "object"}}
+BLOCK = {"type": "text", "text": "x"}
+
+
+def nested(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def said(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+LIMITS = [
+    ({"max_depth": 10}, {"metadata": {"user_id": nested(8)}}, {"metadata": {"user_id": nested(9)}}),
+    ({"max_values": 40}, {"metadata": {"a": [0] * 20}}, {"metadata": {"a": [0] * 40}}),
+    ({"max_messages": 3}, {"messages": [SAID] * 3}, {"messages": [SAID] * 4}),
+    ({"max_blocks": 3}, {"messages": [said(BLOCK), said(BLOCK, BLOCK)]}, {"messages": [said(BLOCK, BLOCK)] * 2}),
+    ({"max_tools": 1}, {"tools": [TOOL]}, {"tools": [TOOL, {**TOOL, "name": "u"}]}),
+    ({"max_stop_characters": 5}, {"stop_sequences": ["abc", "de"]}, {"stop_sequences": ["abc", "def"]}),
+]
+
+
+@pytest.mark.parametrize(("limit", "inside", "beyond"), LIMITS, ids=[next(iter(case[0])) for case in LIMITS])
+def test_a_limit_is_refused_by_its_name_and_takes_what_it_allows(limit, inside, beyond):
+    intake, (setting,) = IntakeConfig(**limit), limit
+    parse(json.dumps({**WHOLE, **inside}).encode(), MessagesRequest, intake)
+    with pytest.raises(ApiError, match=f"gateway.intake.{setting}") as caught:
+        parse(json.dumps({**WHOLE, **beyond}).encode(), MessagesRequest, intake)
+    assert caught.value.status == 400
+
+
+def test_the_parser_s_own_depth_is_refused_by_the_same_name():
+    parse(json.dumps({**WHOLE, "metadata": nested_object(198)}).encode(), MessagesRequest, IntakeConfig())
+    with pytest.raises(ApiError, match=r"gateway\.intake\.max_depth"):
+        parse(json.dumps({**WHOLE, "metadata": nested_object(199)}).encode(), MessagesRequest, IntakeConfig())
+
+
+def nested_object(levels: int) -> Any:
+    return {"a": nested(levels)}
+
+
+def test_text_is_no_structure():
+    text = '{[,:]}"\\' * 1000
+    said = {**WHOLE, "messages": [{"role": "user", "content": text}]}
+    assert parse(json.dumps(said).encode(), MessagesRequest, IntakeConfig(max_values=40, max_depth=5))
+    assert outside_strings(json.dumps({"a": [text, {}]}).encode()) == b"{: [, {}]}"
+    assert outside_strings(b'[1, "open \\') == b"[1, "
+    assert depth(b"[[]{[}") == 3
+
+
+@pytest.mark.parametrize("model", [MessagesRequest, ChatRequest])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [0] * 50_000},
+        {"messages": [{"role": "user", "content": [0] * 50_000}]},
+        {f"unknown{number}": 0 for number in range(20_000)},
+        {"messages": [{"role": "user", "content": "x", **{f"unknown{number}": 0 for number in range(20_000)}}]},
+        {"logit_bias": {f"{number}": "x" for number in range(20_000)}},
+        {"warmkv": {"policy": {f"knob{number}": 0 for number in range(20_000)}}},
+        {"warmkv": {"policy": "snapkv" * 20_000}},
+        {"model": "x" * 100_000, "tools": [{"name": "a" * 100_000}]},
+    ],
+)
+def test_a_refusal_costs_little_however_many_faults_there_are(model, body):
+    """In memory a small multiple of the body; its message is bounded, too."""
+    data = json.dumps(body).encode()
+    intake = IntakeConfig()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as caught:
+            parse(data, model, intake)
+        assert tracemalloc.get_traced_memory()[1] < 40 * len(data)
+    finally:
+        tracemalloc.stop()
+    assert caught.value.status == 400
+    assert len(caught.value.message) <= 1000
+
+
+def test_the_first_unknown_field_is_the_one_that_is_named():
+    data = json.dumps({"model": "tiny", "messages": [SAID], "max_tokens": 1, "one": None, "two": 2}).encode()
+    with pytest.raises(ApiError, match=r"^one: "):
+        parse(data, MessagesRequest, IntakeConfig())
+    with pytest.raises(ApiError, match=r"^two: "):  # null is the same as leaving a field out there
+        parse(data, ChatRequest, IntakeConfig())
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_header_unread(tmp_path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.max_body_bytes=100")
+        whole = await Exchange(gateway, "/v1/messages", headers={"content-length": "101"}).whole()
+        assert (whole.status, whole.json["error"]["type"]) == (413, "request_too_large")
+        in_pieces = Exchange(gateway, "/v1/messages")
+        for _ in range(11):
+            in_pieces.send(b" " * 10, last=False)
+        assert (await in_pieces.whole()).status == 413
+        assert "gateway.max_body_bytes" in in_pieces.error
+
+    asyncio.run(run())
+
+
+def test_bodies_share_a_budget_and_one_alone_may_exceed_it(tmp_path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.intake.total_bytes=1000")
+        alone = await Exchange(gateway, "/v1/messages", message(gateway, "x " * 1000)).whole()
+        assert alone.status == 200
+        slow = [Exchange(gateway, "/v1/messages") for _ in range(2)]
+        for exchange in slow:
+            exchange.send(b" " * 400, last=False)
+        await asyncio.sleep(0)
+        refused = await Exchange(gateway, "/v1/chat/completions", b" " * 400).whole()
+        assert (refused.status, refused.json["error"]["type"]) == (529, "overloaded_error")
+        assert "gateway.intake.total_bytes" in refused.error
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        for exchange in slow:
+            exchange.leave()
+            await exchange.whole()
+        assert (await Exchange(gateway, "/v1/messages", message(gateway, "x " * 400)).whole()).status == 200
+
+    asyncio.run(run())
+
+
+def test_a_budget_is_given_back():
+    budget = Budget(10)
+    with budget.share() as one, budget.share() as two:
+        assert one.grow(6)
+        assert two.grow(4)
+        assert not two.grow(1)
+        assert budget.used == 10
+    assert budget.used == 0
+
+
+def test_a_slow_body_is_refused_in_time_and_pins_nothing(tmp_path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.intake.read_seconds=0.05")
+        slow = [Exchange(gateway, "/v1/messages") for _ in range(50)]
+        for exchange in slow:
+            exchange.send(b'{"model":', last=False)
+        await asyncio.sleep(0)
+        assert len(gateway.service._writers) == gateway.service.backlog.waiting == 0
+        for exchange in slow:
+            await exchange.whole()
+            assert (exchange.status, exchange.json["error"]["type"]) == (408, "timeout_error")
+            assert "gateway.intake.read_seconds" in exchange.error
+
+    asyncio.run(run())
+
+
+def test_more_open_requests_than_the_gateway_takes_are_refused_as_its_apis_say_it(tmp_path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.max_requests=3")
+        open_ = [Exchange(gateway, "/v1/messages") for _ in range(3)]
+        await asyncio.sleep(0)
+        for path in ("/v1/messages", "/v1/completions"):
+            refused = await Exchange(gateway, path).whole()  # its body is not waited for
+            assert (refused.status, refused.json["error"]["type"]) == (529, "overloaded_error")
+            assert "gateway.max_requests" in refused.error
+            assert refused.headers["request-id"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        open_[0].leave()
+        await open_[0].whole()
+        assert (await Exchange(gateway, "/v1/messages", message(gateway)).whole()).status == 200
+        for exchange in open_[1:]:
+            exchange.leave()
+            await exchange.whole()
+
+    asyncio.run(run())
+
+
+class Tokenizer:
+    """Anything that can be copied."""
+
+
+def lane(threads: int = 1, **limits: Any) -> Lane:
+    return Lane("test", threads, IntakeConfig(**limits), Tokenizer(), lambda: 0.0)
+
+
+def test_every_thread_has_a_tokenizer_of_its_own():
+    meeting = threading.Barrier(3)
+
+    def work(tokenizer: Any) -> Any:
+        meeting.wait(60)
+        return tokenizer
+
+    async def run() -> None:
+        pool = lane(3)
+        found = await asyncio.gather(*(pool.run(work, 60) for _ in range(3)))
+        assert len({id(tokenizer) for tokenizer in found}) == 3
+        pool.close()
+
+    asyncio.run(run())
+
+
+def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload():
+    busy, done, seen = threading.Event(), threading.Event(), []
+
+    async def scenario() -> None:
+        pool = lane(max_waiting=1)
+        try:
+            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(60)), 1000))
+            await asyncio.to_thread(busy.wait, 60)
+            waiting = asyncio.ensure_future(pool.run(seen.append, 1000))
+            await asyncio.sleep(0)
+            with pytest.raises(ApiError, match=r"gateway\.intake\.max_waiting") as refused:
+                await pool.run(seen.append, 1000)
+            skip(1000)
+            with pytest.raises(ApiError, match=r"gateway\.intake\.parse_seconds") as late:
+                await working
+            with pytest.raises(ApiError, match=r"gateway\.intake\.parse_seconds") as overloaded:
+                await waiting
+            assert [error.value.status for error in (refused, late, overloaded)] == [529, 504, 529]
+            assert refused.value.retry_after is not None
+        finally:
+            done.set()
+        assert await pool.run(lambda _: "later", 1000) == "later"
+        assert pool.backlog.waiting == 0
+        pool.close()
+
+    run(scenario(), SkippingLoop)
+    assert seen == []  # dropped
+
+
+def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path):
+    busy, done = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.intake.threads=1")
+        pool = gateway.intake._small
+        try:
+            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(60)), 60))
+            await asyncio.to_thread(busy.wait, 60)
+            exchange = Exchange(gateway, "/v1/messages", message(gateway))
+            await until(lambda: pool.backlog.waiting == 2)
+            exchange.leave()
+            await exchange.whole()
+            assert pool.backlog.waiting == 1
+        finally:
+            done.set()
+        await working
+        await pool.run(lambda _: None, 60)
+        assert gateway.admitted == 0
+
+    asyncio.run(run())
+
+
+def test_small_bodies_do_not_wait_behind_large_ones(tmp_path):
+    busy, done = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.intake.large_bytes=1000")
+        try:
+            working = asyncio.ensure_future(gateway.intake._large.run(lambda _: (busy.set(), done.wait(60)), 60))
+            await asyncio.to_thread(busy.wait, 60)
+            large = Exchange(gateway, "/v1/messages", message(gateway, "x " * 1000))
+            await until(lambda: gateway.intake._large.backlog.waiting == 2)
+            assert (await Exchange(gateway, "/v1/messages", message(gateway)).whole()).status == 200
+            assert not large.task.done()
+        finally:
+            done.set()
+        await working
+        assert (await large.whole()).status == 200
+
+    asyncio.run(run())
+
+
+def test_defaults_take_what_agents_and_documents_send():
+    """80 KB with 21 tools and hundreds of messages; 4 MB of text with more commas than a body may have values."""
+    tools = [{**TOOL, "name": f"tool{number}", "description": "does {this}, [that]: " * 150} for number in range(21)]
+    turns = [{"role": role, "content": [BLOCK] * 3} for _ in range(300) for role in ("user", "assistant")]
+    assert parse(json.dumps({**WHOLE, "tools": tools, "messages": turns}).encode(), MessagesRequest, IntakeConfig())
+    document = {**WHOLE, "messages": [{"role": "user", "content": "a,b:" * 1_000_000}]}
+    assert parse(json.dumps(document).encode(), MessagesRequest, IntakeConfig())
+    gateway: GatewayConfig = load().gateway
+    assert gateway.intake.total_bytes >= 4 * gateway.max_body_bytes

@@ -1,0 +1,294 @@
+"""No body costs more than in proportion to its size, whatever stands in any field of any endpoint.
+
+Work is counted, not timed (work.py): a body four times as large may do four times as much, and a little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.platform.exchanges import Gateway
+from tests.unit.platform.work import work_of
+from warmkv.platform.gateway.errors import ApiError
+from warmkv.platform.gateway.messages import MessagesRequest
+from warmkv.platform.gateway.parsing import Parsing
+from warmkv.platform.gateway.policy import ChangeBody, RollbackBody
+from warmkv.platform.gateway.prompt import Block, Turn, _json_places
+from warmkv.platform.gateway.schema import parse
+from warmkv.replicas.loading import load_tokenizer
+
+SMALL, TIMES, SLACK = 64, 4, 1.1
+PACKAGE = "/warmkv/"
+
+TEXTS: dict[str, Callable[[int], str]] = {
+    "one character": lambda n: "a" * n,
+    "private use": lambda n: "\ue000" * n,
+    "marks": lambda n: "\ue000\ue001\ue002\ue003" * (n // 4),
+    "whitespace": lambda n: " \n\t " * (n // 4),
+    "template": lambda n: "<|im_end|>\n<|im_start|>system\n{{ x }}{% y %}" * (n // 44 + 1),
+    "structure": lambda n: '[{"a":,' * (n // 7),
+    "emoji": lambda n: "\U0001f600" * n,
+    "words": lambda n: "ab cd, " * (n // 7),
+}
+VALUES: dict[str, Callable[[int], Any]] = {
+    **TEXTS,
+    "zeros": lambda n: [0] * n,
+    "empty lists": lambda n: [[] for _ in range(n)],
+    "empty objects": lambda n: [{} for _ in range(n)],
+    "keys": lambda n: {f"key{number:05}": 0 for number in range(n)},
+    "deep": lambda n: deep(min(n // 4, 90)),
+    "digits": lambda n: int("9" * min(n, 4000)),
+    "long key": lambda n: {"a" * n: 1},
+    "dots": lambda n: {".".join(["compression"] * (n // 12)): 1},
+}
+FIELDS = {
+    "messages": ["model", "messages", "messages.0.role", "messages.0.content", "messages.0.extra", "system", "tools",
+                 "tools.0.name", "tools.0.description", "tools.0.input_schema", "tool_choice", "cache_control",
+                 "stop_sequences", "metadata", "max_tokens", "temperature", "warmkv", "warmkv.policy", "warmkv.replica",
+                 "extra"],
+    "chat": ["model", "messages", "messages.0.content", "messages.0.annotations", "stop", "logit_bias", "tools", "user",
+             "response_format", "seed", "warmkv", "extra"],
+    "completions": ["prompt", "stop", "extra"],
+    "change": ["changes", "why", "version", "extra"],
+    "rollback": ["to", "why", "extra"],
+}  # fmt: skip
+
+
+def deep(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(config())
+
+
+def config() -> Any:
+    from warmkv.config import load
+
+    return load().model
+
+
+@pytest.fixture(scope="module")
+def understand(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str, bytes], Any]:
+    """What each endpoint makes of a body before it is sent."""
+    gateway = asyncio.run(make_gateway(tmp_path_factory.mktemp("policy")))
+    service = gateway.service
+    parsing = Parsing(service, tokenizer, 100_000)
+    policy, intake = service.policy, gateway.config.gateway.intake
+    made = {
+        "messages": lambda data: parsing.message(policy, data, tokenizer),
+        "count": lambda data: parsing.count(policy, data, tokenizer),
+        "chat": lambda data: parsing.chat(policy, data, tokenizer),
+        "completions": lambda data: parsing.completion(policy, data, tokenizer),
+        "change": lambda data: parse(data, ChangeBody, intake),
+        "rollback": lambda data: parse(data, RollbackBody, intake),
+    }
+    return lambda api, data: made[api](data)
+
+
+async def make_gateway(folder: Path) -> Gateway:
+    return Gateway(folder)
+
+
+def whole(api: str) -> dict[str, Any]:
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    if api == "messages":
+        tool = {"name": "t", "description": "d", "input_schema": {"type": "object"}}
+        return {**said, "max_tokens": 1, "tools": [tool], "warmkv": {}}
+    if api == "change":
+        return {"changes": {"routing.x": 1}, "why": "x"}
+    return {"chat": {**said, "warmkv": {}}, "completions": {"model": "tiny", "prompt": "x"}, "rollback": {"why": "x"}}[
+        api
+    ]
+
+
+def put(body: Any, place: str, value: Any) -> dict[str, Any]:
+    """The body with a value in a place."""
+    found = json.loads(json.dumps(body))
+    *path, last = place.split(".")
+    inner = found
+    for name in path:
+        inner = inner[int(name)] if name.isdigit() else inner[name]
+    inner[last] = value
+    return found
+
+
+def cost(understand: Callable[[str, bytes], Any], api: str, body: Any) -> int:
+    data = json.dumps(body, ensure_ascii=False).encode()
+
+    return refusing(lambda: understand(api, data))
+
+
+def refusing(call: Callable[[], Any]) -> int:
+    """The work of a call that may refuse what it is given."""
+    refused: list[ApiError] = []
+
+    def caught() -> None:
+        try:
+            call()
+        except ApiError as error:
+            refused.append(error)
+
+    work = work_of(caught, PACKAGE)
+    assert all(error.status < 500 and len(error.message) <= 1000 for error in refused)
+    return work
+
+
+def is_linear(cost_of: Callable[[int], int]) -> None:
+    cost_of(SMALL)  # what is made once is not counted
+    small, large = cost_of(SMALL), cost_of(SMALL * TIMES)
+    assert large <= SLACK * TIMES * small, f"{large / small:.1f} times the work for {TIMES} times the size"
+
+
+@pytest.mark.parametrize(("api", "field"), [(api, field) for api, fields in FIELDS.items() for field in fields])
+def test_whatever_stands_in_a_field(understand, api, field):
+    body = whole(api)
+    for kind, make in VALUES.items():
+        try:
+            is_linear(lambda size: cost(understand, api, put(body, field, make(size))))  # noqa: B023
+        except AssertionError as error:
+            raise AssertionError(f"{api} {field}: {kind}: {error}") from None
+
+
+def said(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(content)}
+
+
+def calls(n: int) -> Iterator[dict[str, Any]]:
+    for number in range(n):
+        yield {"type": "tool_use", "id": f"call{number}", "name": "t", "input": {"n": number}}
+
+
+def results(n: int) -> Iterator[dict[str, Any]]:
+    for number in range(n):
+        yield {"type": "tool_result", "tool_use_id": f"call{number}", "content": "done"}
+
+
+def tool(number: int, text: str = "d") -> dict[str, Any]:
+    return {"name": f"t{number}", "description": text, "input_schema": {"type": "object"}}
+
+
+TEXT = {"type": "text", "text": "x"}
+DOCUMENT = {"type": "document", "source": {"type": "content", "content": [TEXT]}}
+MANY: dict[str, Callable[[int], dict[str, Any]]] = {
+    "messages": lambda n: {"messages": [said(TEXT)] * n},
+    "blocks": lambda n: {"messages": [said(*[TEXT] * n)]},
+    "blocks of which the last is wrong": lambda n: {"messages": [said(*[TEXT] * n, 0)]},
+    "marked blocks": lambda n: {"messages": [said(*[{**TEXT, "cache_control": {"type": "ephemeral"}}] * n)]},
+    "documents": lambda n: {"messages": [said(*[DOCUMENT] * n)]},
+    "system blocks": lambda n: {"system": [TEXT] * n},
+    "tools": lambda n: {"tools": [tool(number) for number in range(n)]},
+    "tools of one name": lambda n: {"tools": [tool(0)] * n},
+    "calls": lambda n: {"messages": [said(TEXT), said(*calls(n), role="assistant"), said(*results(n))]},
+    "calls in the other order": lambda n: {
+        "messages": [said(TEXT), said(*calls(n), role="assistant"), said(*reversed(list(results(n))))]
+    },
+    "calls without results": lambda n: {"messages": [said(*calls(n), role="assistant"), said(*list(results(n))[:-1])]},
+    "results without calls": lambda n: {"messages": [said(TEXT), said(*results(n))]},
+    "results between text": lambda n: {"messages": [said(*(part for one in results(n) for part in (one, TEXT)))]},
+    "thinking": lambda n: {
+        "messages": [said(TEXT), said(*[{"type": "thinking", "thinking": "x", "signature": "y"}] * n, role="assistant")]
+    },
+    "private use in many blocks": lambda n: {"messages": [said(*[{**TEXT, "text": "\ue000" * 9}] * n)]},
+    "stop sequences": lambda n: {"stop_sequences": ["ab"] * n},
+    "turns": lambda n: {"messages": [said(TEXT), said(TEXT, role="assistant")] * n},
+}
+
+
+@pytest.mark.parametrize("many", MANY)
+def test_however_many_there_are(understand, many):
+    body = {**whole("messages"), "tools": []}
+    tools = [{"name": "t", "input_schema": {"type": "object"}}]
+
+    def made(size: int) -> dict[str, Any]:
+        more = MANY[many](size)
+        return {**body, **({"tools": tools} if "call" in many or "result" in many else {}), **more}
+
+    is_linear(lambda size: cost(understand, "messages", made(size)))
+
+
+def test_duplicates_escapes_and_broken_ends_are_linear(understand):
+    pieces: list[Callable[[int], bytes]] = [
+        lambda n: b'{"model":"tiny",' + b'"a":1,' * n + b'"b":2}',
+        lambda n: b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"' + b"\\u00e9" * n + b'"}]}',
+        lambda n: b'{"model":"' + b"\\ud83d\\ude00" * n + b'"}',
+        lambda n: b'{"model":"' + b"\\ud83d" * n + b'"}',
+        lambda n: b'{"model":' + b"9" * n + b"}",
+        lambda n: b"[" * n,
+        lambda n: b'"' + b'\\"' * n,
+        lambda n: b" " * n,
+        lambda n: b"\xff" * n,
+    ]
+
+    for make in pieces:
+        is_linear(lambda size: refusing(lambda: understand("messages", make(size))))  # noqa: B023
+
+
+class Searched(str):
+    """Counts the characters that searches read."""
+
+    read = 0
+
+    def find(self, sub: str, start: int = 0, *_: Any) -> int:  # type: ignore[override]
+        at = super().find(sub, start)
+        Searched.read += (len(self) if at < 0 else at + len(sub)) - start
+        return at
+
+
+@pytest.mark.parametrize("form", ["whole", "function", "indented"])
+def test_tools_are_found_in_one_pass_over_the_prompt(form):
+    """In whichever form a template shows them: the other forms are looked for once, not for every tool."""
+
+    def read(n: int) -> int:
+        functions = [{"name": f"t{number}", "parameters": {"type": "object"}} for number in range(n)]
+        tools = [{"type": "function", "function": function} for function in functions]
+        shown = functions if form == "function" else tools
+        text = "\n".join(json.dumps(one, indent=4 if form == "indented" else None) for one in shown)
+        turns = [Turn("tools", tuple(Block(json.dumps(one)) for one in tools)), Turn("user", (Block("x"),))]
+        Searched.read = 0
+        places = _json_places(turns, [Searched(text), Searched("end")])
+        assert len(places[0]) == n
+        return Searched.read
+
+    is_linear(read)
+
+
+def test_the_counter_sees_what_is_not_linear():
+    """As the search for unused marks and the check of results once were."""
+
+    def runs(text: str) -> None:
+        mark = "\ue000"
+        while mark in text:
+            mark += "\ue000"
+
+    def lists(names: list[int]) -> None:
+        assert [name for name in names if name not in names] == []
+
+    for slow, make in ((runs, lambda n: "\ue000" * n), (lists, lambda n: list(range(n)))):
+        with pytest.raises(AssertionError, match="times the work"):
+            is_linear(lambda size: work_of(lambda: slow(make(size)), __file__))  # noqa: B023
+    is_linear(lambda size: work_of(lambda: sorted(str(number) for number in range(size)), __file__))
+
+
+def test_a_large_body_is_parsed_in_memory_of_its_own_size():
+    import tracemalloc
+
+    data = json.dumps({**whole("messages"), "messages": [said(*[TEXT] * 20_000)]}).encode()
+    from warmkv.config import IntakeConfig
+
+    tracemalloc.start()
+    try:
+        parse(data, MessagesRequest, IntakeConfig())
+        assert tracemalloc.get_traced_memory()[1] < 60 * len(data)
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,194 @@
+"""Streams from the admission of a request on: pings, errors before and after it, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from tests.clocks import SkippingLoop, run, skip
+from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
+from warmkv.platform.gateway.streams import EventStream, pinged
+from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
+
+FAST = "gateway.ping_seconds=0.01"
+
+
+def bodies(gateway: Gateway, **more: Any) -> dict[str, tuple[dict[str, Any], bytes]]:
+    """A streamed request of every API, and the ping that its clients skip."""
+    comment = b": ping\n\n"
+    text = {"model": gateway.config.model.name, "prompt": "hello", **more}
+    return {
+        "/v1/messages": (message(gateway, stream=True, **more), b'event: ping\ndata: {"type": "ping"}\n\n'),
+        "/v1/chat/completions": (chat(gateway, stream=True, **more), comment),
+        "/v1/completions": ({**text, "stream": True}, comment),
+    }
+
+
+APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_stream_opens_at_admission_and_pings_until_the_first_token(tmp_path, path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, FAST)
+        quick = Gateway(tmp_path)
+        body, ping = bodies(gateway)[path]
+        gateway.first_token.clear()
+        exchange = Exchange(gateway, path, body)
+        await exchange.until(lambda: exchange.body.count(ping) >= 2)
+        assert (exchange.status, exchange.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+        assert exchange.body.replace(ping, b"") == b""
+        gateway.first_token.set()
+        await exchange.whole()
+        undisturbed = await Exchange(quick, path, body).whole()
+        assert ping not in undisturbed.body
+        assert kinds(exchange.body.replace(ping, b"")) == kinds(undisturbed.body)
+        assert gateway.statuses() == ["ok"]
+
+    asyncio.run(run())
+
+
+def kinds(body: bytes) -> list[str]:
+    """The kinds of a stream's events, in order."""
+    lines = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: ")]
+    found = [json.loads(line) for line in lines if line != b"[DONE]"]
+    return [event.get("type") or str(sorted(event["choices"][0])) for event in found]
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("fault", "status", "retry_after"),
+    [(QueueFullError("full"), 529, "1"), (UnservableRequestError("too large"), 400, None)],
+)
+def test_what_is_refused_before_admission_has_a_status(tmp_path, path, fault, status, retry_after):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, FAST)
+        gateway.fault = fault
+        exchange = await Exchange(gateway, path, bodies(gateway)[path][0]).whole()
+        assert exchange.status == status
+        assert exchange.headers.get("retry-after") == retry_after
+        assert exchange.json["error"]["message"]
+        assert gateway.statuses() == ["error"]
+        assert gateway.service.backlog.waiting == len(gateway.service._writers) == 0
+
+    asyncio.run(run())
+
+
+def test_a_replica_says_when_its_queue_will_have_room(tmp_path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path)
+        gateway.fault = QueueFullError("full")
+        gateway.fault.retry_after = 6.2
+        exchange = await Exchange(gateway, "/v1/messages", message(gateway)).whole()
+        assert exchange.headers["retry-after"] == "7"
+
+    asyncio.run(run())
+
+
+def test_a_refusal_names_the_time_that_the_queue_needs(tmp_path):
+    """Three wait, and one request was served in ten seconds."""
+
+    async def run() -> None:
+        now = [1000.0]
+        gateway = Gateway(tmp_path, clock=lambda: now[0])
+        gateway.first_token.clear()
+        first = Exchange(gateway, "/v1/messages", message(gateway))
+        await until(lambda: gateway.admitted == 1)
+        now[0] += 10
+        gateway.first_token.set()
+        assert (await first.whole()).status == 200
+        gateway.first_token.clear()
+        waiting = [Exchange(gateway, "/v1/messages", message(gateway)) for _ in range(3)]
+        await until(lambda: gateway.admitted == 4)
+        gateway.fault = QueueFullError("full")
+        refused = await Exchange(gateway, "/v1/messages", message(gateway)).whole()
+        assert refused.headers["retry-after"] == "30"
+        gateway.first_token.set()
+        for exchange in waiting:
+            assert (await exchange.whole()).status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_an_error_after_admission_is_an_event(tmp_path, path):
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path)
+        gateway.first_token.clear()
+        body = bodies(gateway)[path][0]
+        for number, stream in enumerate((True, False), 1):
+            exchange = Exchange(gateway, path, {**body, "stream": stream})
+            await until(lambda number=number: gateway.admitted == number)
+            skip(gateway.config.gateway.request_timeout_seconds)
+            await exchange.whole()
+            assert exchange.status == (200 if stream else 504)
+            error = json.loads(exchange.body.rpartition(b"data: ")[2])
+            assert error["error"]["type"] == "timeout_error"
+        assert gateway.statuses() == ["error", "error"]
+        assert [record.status for record in gateway.records] == ["error", "error"]
+
+    run(scenario(), SkippingLoop)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_client_that_leaves_before_the_first_token_is_counted_once(tmp_path, path):
+    async def run() -> None:
+        gateway = Gateway(tmp_path, FAST)
+        gateway.first_token.clear()
+        body, ping = bodies(gateway)[path]
+        exchange = Exchange(gateway, path, body)
+        await exchange.until(lambda: ping in exchange.body)
+        assert gateway.service.backlog.waiting == 1
+        exchange.leave()
+        await exchange.whole()
+        assert gateway.statuses() == ["cancelled"]
+        assert gateway.service.backlog.waiting == len(gateway.service._writers) == 0
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_nobody_reads_closes_its_source():
+    closed = []
+
+    class Source:
+        async def aclose(self) -> None:
+            closed.append(True)
+
+    async def events() -> Any:
+        yield "never asked for"
+
+    async def gone(_: Any) -> None:
+        raise ConnectionResetError
+
+    async def run() -> None:
+        stream = EventStream(events(), Source(), "", 60)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await stream(scope, asyncio.Queue().get, gone)
+
+    asyncio.run(run())
+    assert closed == [True]
+
+
+def test_pings_fill_silences_and_change_nothing():
+    async def run() -> None:
+        silence = asyncio.Event()
+
+        async def events() -> Any:
+            yield "a"
+            await silence.wait()
+            yield "b"
+
+        seen = []
+        async for chunk in pinged(events(), "ping", 0.001):
+            seen.append(chunk)
+            if seen.count("ping") == 3:
+                silence.set()
+        assert [chunk for chunk in seen if chunk != "ping"] == ["a", "b"]
+        assert seen[:4] == ["a", "ping", "ping", "ping"]
+
+    asyncio.run(run())

@@ -1,0 +1,83 @@
+"""Bodies of every API to tokenized requests. Synchronous, for the threads of the intake; linear in the body's size."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from warmkv.platform.gateway import messages, openai
+from warmkv.platform.gateway.errors import invalid
+from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
+from warmkv.platform.gateway.schema import ParsedRequest, parse
+from warmkv.platform.gateway.service import Policy, Service
+
+
+class Parsing:
+    """Parses, checks and tokenizes. What is longer than `max_context` tokens is refused; all raise ApiError (400, 404).
+
+    Methods take a body and a tokenizer that no other thread uses meanwhile, and the policy that the request came under.
+    """
+
+    def __init__(self, service: Service, tokenizer: Any, max_context: int) -> None:
+        self._service, self._max_context = service, max_context
+        self._gateway = service.config.gateway
+        self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    def message(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+        """Parse a body of /v1/messages."""
+        body = parse(data, messages.MessagesRequest, self._gateway.intake)
+        self._service.check_model(body.model)
+        if body.max_tokens == 0 and body.stream:
+            raise invalid("stream: must be false when max_tokens is 0")
+        sampling = body.sampling(_seed(body.warmkv.seed))
+        choice = body.tool_choice.type if body.tool_choice else "auto"
+        return ParsedRequest(self._prompt(policy, body, tokenizer), sampling, body.warmkv, body.stream, choice)
+
+    def count(self, policy: Policy, data: bytes, tokenizer: Any) -> int:
+        """Parse a body of /v1/messages/count_tokens and count its tokens."""
+        body = parse(data, messages.CountRequest, self._gateway.intake)
+        self._service.check_model(body.model)
+        return len(self._prompt(policy, body, tokenizer).tokens)
+
+    def chat(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+        """Parse a body of /v1/chat/completions."""
+        body = parse(data, openai.ChatRequest, self._gateway.intake)
+        self._service.check_model(body.model)
+        return self._completion(body, self._rendered(tokenizer, openai.turns(body)))
+
+    def completion(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+        """Parse a body of /v1/completions."""
+        body = parse(data, openai.CompletionRequest, self._gateway.intake)
+        self._service.check_model(body.model)
+        self._check_room([body.prompt])
+        return self._completion(body, self._fitting(render_text(tokenizer, body.prompt)))
+
+    def _completion(self, body: openai.CompletionBody, prompt: Prompt) -> ParsedRequest:
+        sampling = body.sampling(_seed(body.warmkv.seed), self._gateway.default_output_tokens)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage)
+
+    def _prompt(self, policy: Policy, body: messages.CountRequest, tokenizer: Any) -> Prompt:
+        cache = policy.config.prefix_cache
+        turns = messages.turns(body, cache.default_ttl)
+        self._service.check_marks([block.ttl for turn in turns for block in turn.blocks], cache)
+        return self._rendered(tokenizer, turns)
+
+    def _rendered(self, tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
+        self._check_room(block.text for turn in turns for block in turn.blocks)
+        return self._fitting(render(tokenizer, turns))
+
+    def _check_room(self, texts: Iterable[str]) -> None:
+        """Refuse texts that cannot fit before they are tokenized."""
+        if sum(map(len, texts)) > self._max_context * self._longest_token:  # a character is a byte at least
+            raise invalid(f"The prompt exceeds the context of {self._max_context} tokens.")
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        if len(prompt.tokens) > self._max_context:
+            raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
+        return prompt
+
+
+def _seed(chosen: int | None) -> int:
+    return secrets.randbits(63) if chosen is None else chosen
