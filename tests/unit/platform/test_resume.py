@@ -20,7 +20,7 @@ from tests.polling import until
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
-from warmkv.platform.gateway.errors import ReplicaFailedError
+from warmkv.platform.gateway.errors import ReplicaFailedError, RequestFailedError, from_exception
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
 from warmkv.replicas.engine import Engine
 from warmkv.replicas.loading import prepare
@@ -186,6 +186,73 @@ def test_for_want_of_room_nothing_is_sent_again(engines, error, raised):
     with pytest.raises(raised):
         answer(make_request(prompt(20)), refuse)
     assert len(sent) == 1
+
+
+def refusing(engines: list[Engine], full: dict[int, float | None], outcomes: list[str]) -> Send:
+    """Attempts go to the replicas in turn; those in `full` have no room, for so many seconds."""
+    sent = itertools.count()
+
+    async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+        number = next(sent)
+        attempt.replica, attempt.others = str(number), REPLICAS - number - 1
+        attempt.ended = outcomes.append
+        if number in full:
+            raise QueueFullError("64 wait", 64, full[number])
+        async for event in stream(engines[number], attempt.request, decode):
+            yield event
+
+    return send
+
+
+@pytest.mark.parametrize("full", [[], [0], [0, 1]])
+def test_a_replica_that_is_full_is_passed_over_and_has_not_failed(engines, full):
+    request, outcomes = make_request(prompt(20)), []
+    whole, _ = answer(request, cluster(engines, [], []))
+    events, retried = answer(request, refusing(engines, dict.fromkeys(full, 1.0), outcomes), retries=0)
+    assert (text(events), events[-1]) == (text(whole), whole[-1])
+    assert retried == ["full"] * len(full)
+    assert outcomes == ["none"] * len(full) + ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [([9.0, 2.5, 4.0], 2.5), ([None, None, 7.0], 7.0), ([None, None, None], None)]
+)
+def test_if_all_are_full_the_client_hears_when_the_first_has_room(engines, seconds, expected):
+    with pytest.raises(QueueFullError) as caught:
+        answer(make_request(prompt(20)), refusing(engines, dict(enumerate(seconds)), []))
+    error = from_exception(caught.value)
+    assert (error.type, error.retry_after) == ("overloaded_error", expected)
+
+
+def told(events: list[Event], outcomes: list[str], sent: list[Attempt]) -> Send:
+    """Every attempt gets the same events."""
+
+    async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+        sent.append(attempt)
+        attempt.replica, attempt.ended = "a", outcomes.append
+        for event in events:
+            yield event
+
+    return send
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_what_crashed_a_step_is_not_sent_again(begun):
+    started = Started("a", 0, 0, 0, 20, 0, 0.0, 0.0)
+    events: list[Event] = [*[started] * begun, Failed("ValueError", "request")]
+    outcomes, sent = [], []
+    with pytest.raises(RequestFailedError, match="ValueError") as caught:
+        answer(make_request(prompt(20)), told(events, outcomes, sent))
+    assert (len(sent), outcomes) == (1, ["none"])
+    error = from_exception(caught.value)
+    assert (error.type, error.final) == ("api_error", True)
+
+
+def test_every_fault_of_a_replica_is_told_to_its_breaker():
+    outcomes: list[str] = []
+    with pytest.raises(ReplicaFailedError):
+        answer(make_request(prompt(20)), told([Failed("OutOfMemoryError")], outcomes, []), retries=2)
+    assert outcomes == ["failed"] * 3
 
 
 def test_what_a_replica_refuses_is_not_offered_to_another(engines):

@@ -189,11 +189,11 @@ def test_what_comes_after_the_end_is_refused(driver):
 
 
 def test_a_slot_that_cannot_be_set_aside_goes_on(models, monkeypatch):
-    driver = Driver(models["llama"], max_slots=1, preempt_seconds=0.0, clock=iter(range(10**6)).__next__)
-    request = make_request(prompt(20), name="greedy", new=30)
-    expected = Driver(models["llama"]).run(request)
-    driver.submit(dataclasses.replace(request, tenant="greedy"))
-    while not driver.engine.scheduler.decoding:
+    driver = Driver(models["llama"], max_slots=2, preempt_seconds=0.0)
+    greedy = [make_request(prompt(20, seed=seed), name=f"greedy{seed}", new=30) for seed in range(2)]
+    expected = Driver(models["llama"]).run(*greedy)
+    driver.submit(*(dataclasses.replace(request, tenant="greedy") for request in greedy))
+    while len(driver.engine.scheduler.decoding) < 2:
         driver.engine.step()
     slab = driver.engine.pool.slabs[0]
 
@@ -203,7 +203,7 @@ def test_a_slot_that_cannot_be_set_aside_goes_on(models, monkeypatch):
     monkeypatch.setattr(type(slab), "take_out", lambda self, rows: full(rows))
     driver.run(dataclasses.replace(make_request(prompt(6), name="modest", new=2), tenant="modest"))
     assert driver.told["modest"][-1] == Failed("MemoryError", "replica")
-    assert driver.tokens("greedy") == expected[0]
+    assert [driver.tokens(request.id) for request in greedy] == expected
 
 
 def test_stats_are_read_without_touching_what_the_engine_changes(driver, monkeypatch):

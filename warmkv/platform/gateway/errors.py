@@ -102,12 +102,8 @@ def from_exception(error: BaseException) -> ApiError:
         return invalid(reason(error))
     if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
         full = "replica_queue" if isinstance(error, QueueFullError) else "serve_queue"
-        return ApiError(
-            "overloaded_error",
-            "Too many requests are waiting. Try again in a moment.",
-            reason=full,
-            retry_after=retry_after(error),
-        )
+        message = "Too many requests are waiting. Try again in a moment."
+        return ApiError("overloaded_error", message, reason=full, retry_after=retry_after(error))
     if isinstance(error, ClientDisconnect):
         return invalid("The client left before its request was read.")
     if isinstance(error, TimeoutError):
