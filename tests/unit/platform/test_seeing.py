@@ -19,7 +19,7 @@ from warmkv.platform.gateway.errors import ApiError
 from warmkv.platform.gateway.faults import APIS, Faults, api_of
 from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.gateway.schema import WarmkvOptions
+from warmkv.platform.gateway.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.tenants import Tenant
 from warmkv.prefixes.record import RequestRecord
@@ -229,14 +229,15 @@ def test_a_client_that_leaves_before_its_answer_begins_has_a_record():
     service = Service(load(), send, seen, write_log=records.append, **clocks)
 
     async def leave() -> None:
-        with service.arriving(RequestContext("req_1")) as arrival:
-            tenant, prompt = Tenant("a", b"salt", frozenset(), LimitsConfig()), Prompt((1, 2, 3), (3,), (None,))
-            start = service.start("chat", arrival, tenant, prompt, SamplingParams(5), WarmkvOptions(), explicit=False)
-            answering = asyncio.create_task(start)
-            await sent.wait()
-            answering.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await answering
+        asked = ParsedRequest(Prompt((1, 2, 3), (3,), (None,)), SamplingParams(5), WarmkvOptions(), stream=False)
+        tenant = Tenant("a", b"salt", frozenset(), LimitsConfig())
+        arrival = service.arrive(RequestContext("req_1"))
+        start = service.start("chat", arrival, tenant, asked, explicit=False, begun=lambda answer: None)
+        answering = asyncio.create_task(start)
+        await sent.wait()
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
 
     asyncio.run(leave())
     (record,) = records
