@@ -185,6 +185,11 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("gateway.stall_seconds=0", r"gateway\.stall_seconds: .*greater than 0"),
         ("gateway.stall_seconds=5", r"gateway\.stall_seconds must be more than engine\.beat_seconds"),
         ("transfer.timeout_seconds=60", r"gateway\.stall_seconds must be more than transfer\.timeout_seconds"),
+        ("cluster.max_ongoing_requests=81", r"more than a replica takes: engine\.max_slots 16 \+ engine\.max_queue 64"),
+        ("cluster.max_ongoing_requests=0", r"max_ongoing_requests: .*greater than or equal to 1"),
+        ("routing.breaker_failures=-1", r"breaker_failures: .*greater than or equal to 0"),
+        ("routing.breaker_seconds=0", r"breaker_seconds: .*greater than 0"),
+        ("routing.breaker_max_seconds=.inf", r"breaker_max_seconds"),
         ("cluster.health_check_seconds=0", r"cluster\.health_check_seconds: .*greater than 0"),
         ("cluster.health_timeout_seconds=0", r"cluster\.health_timeout_seconds: .*greater than 0"),
     ],
@@ -192,6 +197,12 @@ def test_an_unknown_variable_of_ours_is_refused():
 def test_what_cannot_be_used_is_refused(flag, message):
     with pytest.raises(ConfigError, match=message):
         load(flags=[flag], environ={})
+
+
+def test_serve_sends_a_replica_what_it_takes_unless_that_is_set_lower():
+    assert parse({}).ongoing_requests == 16 + 64
+    assert parse({"engine": {"max_slots": 100, "max_queue": 28}}).ongoing_requests == 128
+    assert parse({"cluster": {"max_ongoing_requests": 20}}).ongoing_requests == 20
 
 
 def test_there_are_never_more_replicas_than_autoscaling_allows():
