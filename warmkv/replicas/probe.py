@@ -44,7 +44,8 @@ def probe(
     shape, device = model.kv_shape, model.device
     tokens = min(TOKENS, model.max_context // 2, model.vocabulary)
     keys = torch.zeros(shape.layers, shape.kv_heads, tokens, shape.head_dim, dtype=model.dtype, device=device)
-    prompt = Prompt(keys, torch.zeros_like(keys), q_heads=model.q_heads, inv_freq=model.inv_freq)
+    values = torch.zeros_like(keys)
+    prompt = Prompt(keys, values, q_heads=model.q_heads, inv_freq=model.inv_freq, windows=shape.windows)
     prompt.begin_chunk(tokens)
     positions = torch.arange(tokens, device=device)[None]
     _check(forward(positions, positions, prompt))
