@@ -133,10 +133,10 @@ def start_document(document: dict[str, Any]) -> None:
             raise StartError("\n".join([str(error), *reasons])) from None
 
 
-def memory_plans(config: Config, seconds: float) -> Counter[str]:
-    """The memory plans of the replicas that serve, each with how many have it, as they report them.
+def memory_plans(config: Config, seconds: float) -> list[str]:
+    """Return a line for the memory plan of every replica that serves, as they report them.
 
-    Waits `seconds` for the first report of all of them, then counts those that came. Ray must have been started.
+    Waits `seconds` for the first report of all of them, then takes those that came. Ray must have been started.
     """
     import ray
 
@@ -144,12 +144,12 @@ def memory_plans(config: Config, seconds: float) -> Counter[str]:
 
     until = time.monotonic() + seconds
     while True:
-        plans: Counter[str] = Counter()
+        plans: list[str] = []
         with suppress(ValueError, ray.exceptions.RayError):  # the directory restarts, or is busy
             directory = ray.get_actor(directory_name(config.cluster.application), namespace=NAMESPACE)
             replicas = ray.get(directory.status.remote(), timeout=1)["replicas"].values()
-            plans.update(known["memory"]["summary"] for known in replicas if "memory" in known)
-        if plans.total() >= config.cluster.replicas or time.monotonic() > until:
+            plans = [known["memory"]["summary"] for known in replicas if "memory" in known]
+        if len(plans) >= config.cluster.replicas or time.monotonic() > until:
             return plans
         time.sleep(0.05)
 

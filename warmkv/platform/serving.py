@@ -36,8 +36,8 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         except OSError:  # no home, or one that is read-only
             says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}", highlight=False, markup=False, soft_wrap=True)
-        for plan, count in memory_plans(config, 2 * config.directory.heartbeat_seconds).items():
-            console.print(f"\n{count} x {plan}", highlight=False, markup=False)
+        if plans := memory_plans(config, 2 * config.directory.heartbeat_seconds):
+            console.print(f"\n{len(plans)} x {plans[0]}", highlight=False, markup=False, soft_wrap=True)
         stop.wait()
         console.print("stopping")
 
