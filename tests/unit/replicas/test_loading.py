@@ -22,6 +22,11 @@ from transformers import (
 )
 
 from tests.unit.replicas.conftest import Driver, make_request, random_model
+from tests.unit.replicas.families import CONTEXT, WINDOW, tiny_model
+from warmkv.policies.compression.observe import compute_prompt
+from warmkv.policies.compression.scoring import window_votes
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas import supported
 from warmkv.replicas.loading import prepare, resolve_dtype
 from warmkv.replicas.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import UnservableRequestError
@@ -118,3 +123,38 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed():
     assert not can_pack(torch.device("cuda"), torch.float32)
     assert not can_pack(torch.device("cpu"), torch.bfloat16)
     assert packed_bytes(prepare(random_model("llama"), packed=False).module) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+@pytest.mark.parametrize("policy", ["streaming_llm@10", "expected_attention@10:window=4"])
+def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(family, policy):
+    driver = Driver(prepare(tiny_model(family)))
+    with pytest.raises(UnservableRequestError, match=policy.partition("@")[0]):
+        driver.submit(make_request([1, 2, 3, *range(20)], new=20, policy=policy))
+    driver.run(make_request([1, 2, 3, *range(20)], new=20, policy="snapkv@10:window=4"))
+    driver.finished("request")
+
+
+def test_a_family_that_nobody_compared_is_served_within_its_window(monkeypatch):
+    listed = prepare(tiny_model("cohere2"))
+    assert listed.max_context == CONTEXT
+    monkeypatch.setattr(supported, "SERVED", frozenset())
+    assert prepare(tiny_model("cohere2")).max_context == WINDOW
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_scores_are_shares_of_the_models_own_softmax(family):
+    """Column sums and window votes of a prompt in chunks against the weights of transformers' eager attention."""
+    module, tokens = tiny_model(family), [3 * i % 97 for i in range(40)]
+    module.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = module(input_ids=torch.tensor([tokens]), use_cache=False, output_attentions=True).attentions
+    prompt = compute_prompt(prepare(module), tokens, PolicySpec.model_validate("h2o@20"), chunk=16)
+    votes = compute_prompt(module, tokens, PolicySpec.model_validate("snapkv@20:window=6"), chunk=16)
+    for layer, mine in enumerate(weights):
+        grouped = mine[0].unflatten(0, (2, 2))  # KV heads, and query heads of each
+        assert prompt.column_sums is not None
+        torch.testing.assert_close(prompt.column_sums[layer], grouped.sum(dim=(1, 2)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            window_votes(votes, layer, 6), grouped[:, :, -6:].sum(dim=(1, 2))[:, :-6], rtol=1e-4, atol=1e-5
+        )
