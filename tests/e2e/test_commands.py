@@ -33,7 +33,7 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
         answer = requests.post(f"{found[1]}/v1/messages", json=body, timeout=PATIENCE)
         assert answer.json()["usage"]["output_tokens"] > 0
-        assert requests.get(f"{found[1]}/v1/warmkv/policy", timeout=60).status_code == 403
+        assert requests.get(f"{found[1]}/v1/warmkv/policy", timeout=PATIENCE).status_code == 403
         shown = subprocess.run([WARMKV, "policy", "show", "--url", found[1]], capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr  # it found the operator's key of this run
         process.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+from tests.polling import PATIENCE
 from warmkv.config import Config, load
 from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
@@ -19,7 +20,6 @@ from warmkv.platform.policy_store import FolderStore
 from warmkv.replicas.loading import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, Started
 
-PATIENCE = 60.0  # seconds
 STARTED = Started("only", 0, 0, 0, 4, 100, 0.0, 0.0)
 
 

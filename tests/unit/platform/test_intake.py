@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clocks import SkippingLoop, run, skip
+from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, message, until
 from warmkv.config import GatewayConfig, IntakeConfig, load
 from warmkv.platform.gateway.body_limits import depth, outside_strings
@@ -206,7 +207,7 @@ def test_every_thread_has_a_tokenizer_of_its_own():
     meeting = threading.Barrier(3)
 
     def work(tokenizer: Any) -> Any:
-        meeting.wait(60)
+        meeting.wait(PATIENCE)
         return tokenizer
 
     async def run() -> None:
@@ -224,7 +225,7 @@ def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload()
     async def scenario() -> None:
         pool = lane(max_waiting=1)
         try:
-            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(60)), 1000))
+            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 1000))
             await asyncio.to_thread(busy.wait, 60)
             waiting = asyncio.ensure_future(pool.run(seen.append, 1000))
             await asyncio.sleep(0)
@@ -254,7 +255,7 @@ def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path):
         gateway = Gateway(tmp_path, "gateway.intake.threads=1")
         pool = gateway.intake._small
         try:
-            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(60)), 60))
+            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
             await asyncio.to_thread(busy.wait, 60)
             exchange = Exchange(gateway, "/v1/messages", message(gateway))
             await until(lambda: pool.backlog.waiting == 2)
@@ -276,7 +277,7 @@ def test_small_bodies_do_not_wait_behind_large_ones(tmp_path):
     async def run() -> None:
         gateway = Gateway(tmp_path, "gateway.intake.large_bytes=1000")
         try:
-            working = asyncio.ensure_future(gateway.intake._large.run(lambda _: (busy.set(), done.wait(60)), 60))
+            working = asyncio.ensure_future(gateway.intake._large.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
             await asyncio.to_thread(busy.wait, 60)
             large = Exchange(gateway, "/v1/messages", message(gateway, "x " * 1000))
             await until(lambda: gateway.intake._large.backlog.waiting == 2)

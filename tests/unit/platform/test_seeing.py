@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.polling import PATIENCE
 from tests.unit.platform.conftest import Counted
 from warmkv.config import LimitsConfig, load
 from warmkv.logs import LineLimit, RequestFields, about, forward
@@ -42,7 +43,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 
 
 def post(server: Any, path: str, body: Any, **headers: str) -> requests.Response:
-    return requests.post(f"{server.url}{path}", json=body, headers={"x-api-key": "seen", **headers}, timeout=60)
+    return requests.post(f"{server.url}{path}", json=body, headers={"x-api-key": "seen", **headers}, timeout=PATIENCE)
 
 
 def message(server: Any, **more: Any) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def test_an_error_within_a_stream_is_counted_and_logged_with_its_traceback(serve
 
 def test_a_fault_that_nobody_expected_names_its_request(server, lines, monkeypatch):
     monkeypatch.setattr(server, "dropped", None)  # which a request to forget prefixes appends to
-    answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "seen"}, timeout=60)
+    answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "seen"}, timeout=PATIENCE)
     assert answer.status_code == 500
     assert answer.json()["request_id"] == answer.headers["request-id"]
     assert counted(server, "warmkv_errors")[-1] == {"type": "api_error", "status": "500", "api": "warmkv"}
@@ -260,14 +261,14 @@ def test_the_queue_and_the_gateways_own_wait_are_recorded(server):
 
 
 def test_ready_only_while_a_replica_takes_requests(server):
-    ready = requests.get(f"{server.url}/readyz", timeout=60)
+    ready = requests.get(f"{server.url}/readyz", timeout=PATIENCE)
     assert (ready.status_code, ready.json()) == (200, {"status": "ready", "replicas": 1})
     server.taking = 0
     try:
-        unready = requests.get(f"{server.url}/readyz", timeout=60)
+        unready = requests.get(f"{server.url}/readyz", timeout=PATIENCE)
         assert unready.status_code == 503
         assert unready.json()["reason"] == "no replica takes requests"
-        assert requests.get(f"{server.url}/healthz", timeout=60).status_code == 200
+        assert requests.get(f"{server.url}/healthz", timeout=PATIENCE).status_code == 200
     finally:
         server.taking = 1
 
