@@ -56,7 +56,10 @@ QUEUE = Metric(
     "warmkv_queue_seconds", "histogram", "Time a request waited in its replica", "seconds", ("model",), _SECONDS
 )
 GATEWAY_WAITING = Metric(
-    "warmkv_gateway_waiting_requests", "gauge", "Requests in a gateway whose answer has not begun", "requests"
+    "warmkv_gateway_waiting_requests",
+    "gauge",
+    "Requests that a gateway has sent on and whose answer has not begun",
+    "requests",
 )
 ERRORS = Metric(
     "warmkv_errors",
