@@ -10,13 +10,14 @@ from urllib.parse import urlsplit
 
 from warmkv.config import GatewayConfig, OperatorConfig
 from warmkv.platform.listening import is_loopback
-from warmkv.platform.tenants import hash_key
 
 NAME = "local"  # of the operator, in the history of the policy
 
 
 def with_operator(gateway: GatewayConfig, key: str) -> GatewayConfig:
     """Return the settings with one more operator, known by the key."""
+    from warmkv.platform.tenants import hash_key  # loads numpy, which `warmkv --help` does without
+
     operator = OperatorConfig(name=NAME, key_sha256=hash_key(key))
     return gateway.model_copy(update={"operators": (*gateway.operators, operator)})
 
