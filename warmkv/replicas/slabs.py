@@ -338,8 +338,8 @@ class Slab:
             return attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale, softcap, sinks)
         beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
         if beside and step.angles is not None:
-            sinks = rotate(beside[0][:, : kind.front], step.angles[:, None])
-            beside = torch.cat([sinks, beside[0][:, kind.front :]], dim=1), beside[1]
+            first = rotate(beside[0][:, : kind.front], step.angles[:, None])
+            beside = torch.cat([first, beside[0][:, kind.front :]], dim=1), beside[1]
         scores = None
         if kind.decode == "argmin":
             scores = self._scores[at, :n]
