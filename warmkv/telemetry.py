@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,10 +145,15 @@ DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
 ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY)
 
 
-class Recorder:
-    """Records metrics through Ray Serve, which adds application, deployment and replica labels.
+REFRESH_SECONDS = 1.0
+"""Ray forgets a gauge that was not set for two of its reports, of which there is one a second at most."""
 
-    In another actor than a Serve replica there is nothing to add them from: name the application there.
+
+class Recorder:
+    """Record metrics through Ray Serve, which adds application, deployment and replica labels.
+
+    In another actor than a Serve replica there is nothing to add them from: name the application there. Gauges keep
+    their last value for as long as the process lives.
     """
 
     def __init__(self, *metrics: Metric, application: str | None = None) -> None:
@@ -159,6 +166,7 @@ class Recorder:
         common = {} if application is None else {"application": application}
         self._series: dict[Metric, Any] = {}
         self._totals: dict[tuple[Metric, str], float] = {}
+        self._gauges: dict[tuple[Metric, tuple[str, ...]], tuple[float, dict[str, str]]] = {}
         for metric in metrics:
             extra = {"boundaries": list(metric.buckets)} if metric.kind == "histogram" else {}
             self._series[metric] = kinds[metric.kind](
@@ -166,6 +174,7 @@ class Recorder:
             )
             if common:
                 self._series[metric].set_default_tags(common)
+        threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
     def add(self, counter: Metric, value: float, **labels: str) -> None:
         """Count `value` more; nothing is recorded for 0."""
@@ -179,7 +188,18 @@ class Recorder:
         self.add(counter, total - before, **labels)
 
     def set(self, gauge: Metric, value: float, **labels: str) -> None:
+        self._gauges[gauge, tuple(labels.values())] = value, labels
         self._series[gauge].set(value, tags=labels)
+
+    def refresh(self) -> None:
+        """Set every gauge to its last value again."""
+        for (gauge, _), (value, labels) in list(self._gauges.items()):
+            self._series[gauge].set(value, tags=labels)
+
+    def _keep_gauges(self) -> None:
+        while True:
+            time.sleep(REFRESH_SECONDS)
+            self.refresh()
 
     def observe(self, histogram: Metric, value: float, **labels: str) -> None:
         self._series[histogram].observe(value, tags=labels)

@@ -12,6 +12,7 @@ import torch
 
 from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request, random_model
+from warmkv.replicas.engine import IDLE_SECONDS
 from warmkv.replicas.loading import prepare
 from warmkv.replicas.protocol import Failed
 
@@ -54,7 +55,7 @@ def fill(driver: Driver, start: int = 0) -> None:
 def until_written(driver: Driver) -> None:
     """Wait for the threads, as the engine would meet them later."""
     while driver.engine.store.moving:
-        driver.engine._wait()
+        driver.engine._inbox.wait(IDLE_SECONDS)
         driver.engine.store.settle()
 
 
@@ -309,7 +310,7 @@ def test_forgetting_what_a_request_reads_does_not_harm_it(models):
     driver = Driver(models["llama"])
     expected = driver.run(of("a", make_request(TOKENS, new=8, name="first")))
     driver.submit(of("a", make_request(TOKENS + TOKENS[:20], new=8, name="reads")))
-    driver.engine._drain()
+    driver.engine._inbox.drain()
     driver.engine._look_up(driver.engine.scheduler.admit(0.0))
     assert driver.engine.store.drop("a") > 0
     driver.run()

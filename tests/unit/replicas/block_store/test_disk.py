@@ -223,7 +223,8 @@ def test_a_request_that_leaves_while_its_files_are_read_leaves_nothing_behind(tm
 
 def test_a_tier_that_cannot_be_used_is_told_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    config = PrefixCacheConfig.model_validate({"disk": {"memory_bytes": 1 << 20, "path": tmp_path / "file"}})
+    disk = {"memory_bytes": 1 << 20, "path": tmp_path / "file"}
+    config = PrefixCacheConfig.model_validate({"memory_bytes": 1 << 20, "disk": disk})
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         BlockStore(config, IDENTITY, CPU, lambda: 0.0, lanes=ByHand())
 
