@@ -172,7 +172,8 @@ class Service:
         admission = Admission(request.id, events, began, gone, lambda error: self.faults.report(error, api))
         self.backlog.joined()
         self._recorder.set(telemetry.GATEWAY_WAITING, self.backlog.waiting)
-        self._writers.arrived(request.id, self._clock())
+        if explicit:  # who is billed by breakpoints
+            self._writers.arrived(request.id, self._clock())
         await admission.queued()
         return admission
 
