@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import tracemalloc
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.clocks import SkippingLoop, run, skip
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, message, until
 from warmkv.config import GatewayConfig, IntakeConfig, load
+from warmkv.platform.gateway import body_limits
 from warmkv.platform.gateway.body_limits import depth, outside_strings
 from warmkv.platform.gateway.errors import ApiError
 from warmkv.platform.gateway.intake import Budget, Lane
@@ -71,9 +75,26 @@ def test_text_is_no_structure():
     text = '{[,:]}"\\' * 1000
     said = {**WHOLE, "messages": [{"role": "user", "content": text}]}
     assert parse(json.dumps(said).encode(), MessagesRequest, IntakeConfig(max_values=40, max_depth=5))
-    assert outside_strings(json.dumps({"a": [text, {}]}).encode()) == b"{: [, {}]}"
-    assert outside_strings(b'[1, "open \\') == b"[1, "
+    assert b"".join(outside_strings(json.dumps({"a": [text, {}]}).encode())) == b"{: [, {}]}"
+    assert b"".join(outside_strings(b'[1, "open \\')) == b"[1, "
     assert depth(b"[[]{[}") == 3
+
+
+@given(st.recursive(st.text('a\\"[,:é\n'), lambda more: st.lists(more) | st.dictionaries(st.text('"\\{'), more)))
+def test_escapes_do_not_end_strings(value):
+    data = json.dumps(value).encode()
+    pieces = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", data)
+    assert b"".join(outside_strings(data)) == pieces
+
+
+def test_values_are_counted_as_far_as_the_limit(monkeypatch):
+    """What follows is not read: a body of empty strings alone took seconds."""
+    counted: list[int] = []
+    count = body_limits._separators
+    monkeypatch.setattr(body_limits, "_separators", lambda data: counted.append(len(data)) or count(data))
+    with pytest.raises(ApiError, match=r"gateway\.intake\.max_values"):
+        parse(b"[" + b'"",' * 200_000 + b"0]", MessagesRequest, IntakeConfig(max_values=5000))
+    assert sum(counted[1:]) < 20_000
 
 
 @pytest.mark.parametrize("model", [MessagesRequest, ChatRequest])

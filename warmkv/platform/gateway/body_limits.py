@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from warmkv.config import IntakeConfig
@@ -11,10 +12,10 @@ from warmkv.platform.gateway.errors import ApiError, invalid
 
 PARSER_DEPTH = 200  # nesting at which pydantic_core.from_json gives up
 
-# Possessive, and an open string ends with the data: nothing is read twice, whatever is sent.
-_STRING = rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_PIECE = re.compile(rb"(?:[^\"]++|" + _STRING + rb"){1,4096}+", re.DOTALL)  # a pattern holds the GIL while it matches
+# Possessive, and an open string ends with the data: nothing is read twice, whatever is sent. Escapes are gone before.
+_STRING = rb'"[^"]*+(?:"|\Z)'
+_STRINGS = re.compile(_STRING)
+_PIECE = re.compile(rb'(?:[^"]++|' + _STRING + rb"){1,4096}+")  # a pattern holds the GIL while it matches
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
@@ -22,12 +23,15 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 def check_bytes(data: bytes, intake: IntakeConfig) -> None:
     """Refuse JSON that has too many values or is nested too deep. Raises ApiError (400); what is no JSON passes."""
     check_depth = intake.max_depth < PARSER_DEPTH
-    if _values(data) <= intake.max_values and not check_depth:  # an upper bound: commas in strings count, too
+    if _separators(data) < intake.max_values and not check_depth:  # an upper bound: commas in strings count, too
         return
-    structure = outside_strings(data)
-    if (values := _values(structure)) > intake.max_values:
-        raise too_many("the body", values, "JSON values", intake.max_values, "max_values")
-    if check_depth and depth(structure) > intake.max_depth:
+    values, pieces = 1, []
+    for piece in outside_strings(data):
+        values += _separators(piece)
+        if values > intake.max_values:  # the rest need not be read
+            raise too_many("the body", values, "JSON values", intake.max_values, "max_values")
+        pieces.append(piece)
+    if check_depth and depth(b"".join(pieces)) > intake.max_depth:
         raise too_deep(intake.max_depth)
 
 
@@ -56,13 +60,14 @@ def check_counts(tree: Any, intake: IntakeConfig) -> None:
             raise too_many(name, characters, "characters", intake.max_stop_characters, "max_stop_characters")
 
 
-def outside_strings(data: bytes) -> bytes:
-    """JSON without its strings."""
-    return b"".join(_STRINGS.sub(b"", piece.group()) for piece in _PIECE.finditer(data))
+def outside_strings(data: bytes) -> Iterator[bytes]:
+    """Yield JSON without its strings, in pieces. Behind a backslash outside of strings, where no parser goes on, less."""
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    return (_STRINGS.sub(b"", piece.group()) for piece in _PIECE.finditer(unescaped))
 
 
 def depth(structure: bytes) -> int:
-    """Deepest nesting of JSON without its strings."""
+    """Return the deepest nesting of JSON without its strings."""
     steps = map(_STEPS.__getitem__, structure.translate(None, _NO_BRACKETS))
     return max(itertools.accumulate(steps), default=0)
 
@@ -75,9 +80,9 @@ def too_many(place: str, found: int, unit: str, limit: int, setting: str) -> Api
     return invalid(f"{place}: {found} {unit} are more than {limit} (gateway.intake.{setting})")
 
 
-def _values(data: bytes) -> int:
-    """JSON values and keys, if `data` has no strings with commas, colons or brackets; else more than those."""
-    return 1 + sum(map(data.count, (b",", b":", b"[", b"{")))
+def _separators(data: bytes) -> int:
+    """Count what stands before every JSON value and key but the first, strings of `data` included."""
+    return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def _items(value: Any) -> list[Any]:
