@@ -275,17 +275,18 @@ class Slab:
             beside=beside,
             angles=device.turned.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_pages=int(host.pages.max()) if kind.page else 0,
-            packing=tuple(
-                Packing(
-                    self._upload(each.rows),
-                    self._upload(each.waiting),
-                    None if each.groups is None else self._upload(each.groups),
-                    self._upload(each.packed),
-                    device.oldest[self._upload(each.rows)],
-                    device.ages[self._upload(each.rows)],
-                )
-                for each in due
-            ),
+            packing=tuple(self._packing(each, device) for each in due),
+        )
+
+    def _packing(self, due: Due, numbers: Numbers[Tensor]) -> Packing:
+        rows = self._upload(due.rows)
+        return Packing(
+            rows,
+            self._upload(due.waiting),
+            None if due.groups is None else self._upload(due.groups),
+            self._upload(due.packed),
+            numbers.oldest[rows],
+            numbers.ages[rows],
         )
 
     @contextmanager

@@ -26,8 +26,8 @@ Row = tuple[RowKind, int, int]
 Wanted = tuple[range, RowKind, list[int]]
 """Layers, the kind of row that they need, and for which heads."""
 
-SLAB_SLOTS, MOST_SLAB_SLOTS = 4, 32
-"""Slots of a kind's first slab, and of its largest. Each further one doubles them: a step attends slab by slab."""
+SLAB_SLOTS = 4
+"""Slots of a kind's first slab. Each further one doubles them: a step attends slab by slab."""
 
 
 @dataclass(frozen=True, slots=True)

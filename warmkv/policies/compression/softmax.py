@@ -53,6 +53,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, first: int, start: int, 
     kv_heads, count, head_dim = keys.shape
     grouped = (query.float() * softmax.scale).reshape(kv_heads, -1, query.shape[1], head_dim)
     group, columns, out = grouped.shape[1], keys.float().transpose(1, 2), torch.empty_like(query)
+    values = values.float()
     piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * count))
     sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
     for at in range(0, query.shape[1], piece):
@@ -63,6 +64,6 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, first: int, start: int, 
         weights = weigh(
             logits.masked_fill_(~seen, float("-inf")), None if sinks is None else sinks.expand(-1, -1, size)
         )
-        attended = weights.flatten(1, 2) @ values.float()
+        attended = weights.flatten(1, 2) @ values
         out[:, at : at + piece] = attended.view(kv_heads * group, size, head_dim).to(out.dtype)
     return out
