@@ -104,7 +104,7 @@ def test_right_mixtures_of_experts_pass_where_rounding_chooses_other_experts(dty
 def test_wrong_mixtures_of_experts_are_refused_in_16_bits(tamper, monkeypatch):
     checked = driver("qwen3_moe", torch.bfloat16)
     tamper(checked.engine.model.module, monkeypatch)
-    with pytest.raises(RuntimeError, match="engine.self_check=false"):
+    with pytest.raises(RuntimeError, match=r"engine\.self_check=false"):
         check_engine(checked.engine)
 
 
