@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.clocks import SkippingLoop, run, skip
 from tests.polling import PATIENCE
-from tests.unit.platform.exchanges import Exchange, Gateway, message, until
+from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from warmkv.config import GatewayConfig, IntakeConfig, load
 from warmkv.platform.gateway import body_limits
 from warmkv.platform.gateway.body_limits import depth, outside_strings
@@ -23,7 +23,9 @@ from warmkv.platform.gateway.errors import ApiError
 from warmkv.platform.gateway.intake import Budget, Lane
 from warmkv.platform.gateway.messages import MessagesRequest
 from warmkv.platform.gateway.openai import ChatRequest
+from warmkv.platform.gateway.parsing import SLICE, Parsing, _slices
 from warmkv.platform.gateway.schema import parse
+from warmkv.replicas.loading import load_tokenizer
 
 SAID = {"role": "user", "content": "x"}
 WHOLE = {"model": "tiny", "max_tokens": 1, "messages": [SAID]}
@@ -310,6 +312,61 @@ def test_small_bodies_do_not_wait_behind_large_ones(tmp_path):
         assert (await large.whole()).status == 200
 
     asyncio.run(run())
+
+
+class Counting:
+    """A tokenizer that counts the tokens it has made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.tokens = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        found = self._tokenizer(*arguments, **options)
+        ids = found["input_ids"]
+        self.tokens += sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)
+        return found
+
+
+@pytest.mark.parametrize("text", ["\ue000", "word, ", "\n", "<|im_end|>"])
+def test_what_cannot_fit_is_not_tokenized_to_its_end(tmp_path, text):
+    """Tokens cost hundreds of bytes each: a megabyte of private use took 600."""
+    gateway, context = Gateway(tmp_path), 5000
+    tokenizer = Counting(load_tokenizer(gateway.config.model))
+    parsing = Parsing(gateway.service, tokenizer, context)
+    long = text * (context * parsing._longest_token // len(text))
+    a_slice = len(tokenizer(text * (SLICE // len(text)), split_special_tokens=True)["input_ids"])
+    for take, body in (
+        (parsing.message, message(gateway, [{"type": "text", "text": "hello"}, {"type": "text", "text": long}])),
+        (parsing.chat, chat(gateway, messages=[{"role": "user", "content": part} for part in (long[:9], long[9:])])),
+        (parsing.completion, {"model": gateway.config.model.name, "prompt": long}),
+    ):
+        tokenizer.tokens = 0
+        with pytest.raises(ApiError, match="exceed"):
+            take(gateway.service.policy, json.dumps(body).encode(), tokenizer)
+        assert tokenizer.tokens <= 2 * context + 2 * a_slice
+
+
+def test_slices_are_all_of_the_texts():
+    texts = ["a" * (2 * SLICE + 5), "", "b", "c" * SLICE]
+    groups = list(_slices(texts))
+    assert "".join(map("".join, groups)) == "".join(texts)
+    assert [sum(map(len, group)) for group in groups] == [SLICE, SLICE, SLICE, 6]
+
+
+def test_a_prompt_that_fits_is_taken_whatever_its_bytes(tmp_path):
+    """Also one that is counted first: most bytes of a token are spaces."""
+    gateway = Gateway(tmp_path)
+    tokenizer = load_tokenizer(gateway.config.model)
+    parsing = Parsing(gateway.service, tokenizer, 4096)
+    for text in (" " * 60_000, "word " * 2000, "<|im_end|>" * 4000):
+        body = {"model": gateway.config.model.name, "prompt": text}
+        size = len(tokenizer(text)["input_ids"])
+        assert size <= 4096
+        taken = parsing.completion(gateway.service.policy, json.dumps(body).encode(), tokenizer)
+        assert len(taken.prompt.tokens) == size
 
 
 def test_defaults_take_what_agents_and_documents_send():

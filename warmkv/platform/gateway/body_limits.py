@@ -61,7 +61,7 @@ def check_counts(tree: Any, intake: IntakeConfig) -> None:
 
 
 def outside_strings(data: bytes) -> Iterator[bytes]:
-    """Yield JSON without its strings, in pieces; less behind a backslash outside of strings, where no parser goes on."""
+    """Yield JSON without its strings, in pieces; behind a backslash outside of strings, where parsers end, maybe less."""
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     return (_STRINGS.sub(b"", piece.group()) for piece in _PIECE.finditer(unescaped))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from warmkv.platform.gateway import messages, openai
@@ -11,6 +11,9 @@ from warmkv.platform.gateway.errors import invalid
 from warmkv.platform.gateway.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.schema import ParsedRequest, parse
 from warmkv.platform.gateway.service import Policy, Service
+
+BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
+SLICE = 1 << 16  # characters that are tokenized at a time to count them
 
 
 class Parsing:
@@ -50,7 +53,7 @@ class Parsing:
         """Parse a body of /v1/completions."""
         body = parse(data, openai.CompletionRequest, self._gateway.intake)
         self._service.check_model(body.model)
-        self._check_room([body.prompt])
+        self._check_room([body.prompt], tokenizer, special=True)
         return self._completion(body, self._fitting(render_text(tokenizer, body.prompt)))
 
     def _completion(self, body: openai.CompletionBody, prompt: Prompt) -> ParsedRequest:
@@ -65,18 +68,47 @@ class Parsing:
         return self._rendered(tokenizer, turns)
 
     def _rendered(self, tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
-        self._check_room(block.text for turn in turns for block in turn.blocks)
+        self._check_room([block.text for turn in turns for block in turn.blocks], tokenizer)
         return self._fitting(render(tokenizer, turns))
 
-    def _check_room(self, texts: Iterable[str]) -> None:
-        """Refuse texts that cannot fit before they are tokenized."""
-        if sum(map(len, texts)) > self._max_context * self._longest_token:  # a character is a byte at least
-            raise invalid(f"The prompt exceeds the context of {self._max_context} tokens.")
+    def _check_room(self, texts: Sequence[str], tokenizer: Any, *, special: bool = False) -> None:
+        """Refuse texts that cannot fit before all of them is tokenized: a token takes hundreds of bytes meanwhile.
+
+        Texts of many bytes are counted in slices first. A cut can only add a token or two, so that twice the context
+        is more than enough to refuse. `special` texts may contain special tokens.
+        """
+        characters, most = sum(map(len, texts)), self._max_context
+        too_long = characters > most * self._longest_token  # a character is a byte at least
+        if not too_long and sum(len(text.encode()) for text in texts) > BYTES_PER_TOKEN * most:
+            counted = 0
+            for group in _slices(texts):
+                batch = tokenizer(group, add_special_tokens=False, split_special_tokens=not special)
+                counted += sum(map(len, batch["input_ids"]))
+                if too_long := counted > 2 * most:
+                    break
+        if too_long:
+            raise invalid(f"The prompt exceeds the context of {most} tokens.")
 
     def _fitting(self, prompt: Prompt) -> Prompt:
         if len(prompt.tokens) > self._max_context:
             raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
         return prompt
+
+
+def _slices(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Cut texts, and yield groups of `SLICE` characters."""
+    group: list[str] = []
+    room = SLICE
+    for text in texts:
+        at = 0
+        while at < len(text):
+            group.append(text[at : at + room])
+            at, room = at + len(group[-1]), room - len(group[-1])
+            if not room:
+                yield group
+                group, room = [], SLICE
+    if group:
+        yield group
 
 
 def _seed(chosen: int | None) -> int:
