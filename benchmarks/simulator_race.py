@@ -22,10 +22,10 @@ import numpy as np
 from warmkv.config import Config, load
 from warmkv.policies.costs import StepCost
 from warmkv.simulator import traces
-from warmkv.simulator.replay import run as replay
-from warmkv.simulator.requests import Requests, of_trace
+from warmkv.simulator.studies.replay import run as replay
+from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.traces import Trace
-from warmkv.simulator.variants import Variant
+from warmkv.simulator.workload.requests import Requests, of_trace
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure
@@ -133,7 +133,7 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
     for _ in range(repeats):
         fresh = replace(requests)  # so that each lays out the blocks, which a sweep does once
         begin = time.perf_counter()
-        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, common=fresh.common)
+        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, inputs=fresh.inputs)
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")

@@ -22,9 +22,9 @@ from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 from warmkv.config import Config, load, parse
-from warmkv.simulator.grid import Point, point
-from warmkv.simulator.source import Source, Trace, read
-from warmkv.simulator.sweep import Runner, Task, processes, serial, tasks_of
+from warmkv.simulator.studies.grid import Point, point
+from warmkv.simulator.studies.sweep import Runner, Task, processes, serial, tasks_of
+from warmkv.simulator.workload.source import Source, Trace, read
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure

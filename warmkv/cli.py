@@ -21,15 +21,15 @@ from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
 from warmkv.platform.policy_commands import app as policy_app
 from warmkv.policies import commands as policy_commands
-from warmkv.simulator import commands as simulator_commands
-from warmkv.simulator.cachesim_command import cachesim
-from warmkv.simulator.calibrate_command import calibrate
-from warmkv.simulator.command_line import JsonCommand
-from warmkv.simulator.compare_command import compare
-from warmkv.simulator.sweep_command import sweep
-from warmkv.simulator.tune_command import tune
-from warmkv.simulator.verify_command import verify
-from warmkv.simulator.workload_command import workload
+from warmkv.simulator.commands.cachesim import cachesim
+from warmkv.simulator.commands.calibrate import calibrate
+from warmkv.simulator.commands.compare import compare
+from warmkv.simulator.commands.options import JsonCommand
+from warmkv.simulator.commands.replay import replay
+from warmkv.simulator.commands.sweep import sweep
+from warmkv.simulator.commands.tune import tune
+from warmkv.simulator.commands.verify import verify
+from warmkv.simulator.commands.workload import workload
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
@@ -146,7 +146,7 @@ def demo(
     raise typer.Exit(0 if result.passed else 1)
 
 
-app.command(cls=JsonCommand)(simulator_commands.replay)
+app.command(cls=JsonCommand)(replay)
 app.command()(workload)
 app.command(cls=JsonCommand)(cachesim)
 app.command(cls=JsonCommand)(calibrate)

@@ -20,9 +20,9 @@ from warmkv.platform.local import start_ray, with_port
 from warmkv.platform.operator_key import with_operator
 from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator import access_log
-from warmkv.simulator.replay import run
-from warmkv.simulator.variants import Variant
+from warmkv.simulator.studies.replay import run
+from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.workload import access_log
 
 CONTESTANTS = ("prefix_cost", "power_of_two", "affinity")
 REPLICAS = 4

@@ -22,9 +22,10 @@ from benchmarks.live.traffic import Session, Traffic, plan
 from tests.e2e.conftest import Application, application
 from tests.polling import until
 from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator import access_log, timing
-from warmkv.simulator.replay import recorded_policy
-from warmkv.simulator.verify import verify
+from warmkv.simulator.studies import step_times
+from warmkv.simulator.studies.replay import recorded_policy
+from warmkv.simulator.studies.verify import verify
+from warmkv.simulator.workload import access_log
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -85,7 +86,7 @@ def test_a_replay_gives_what_the_live_run_gave(cluster, tmp_path: Path):
             return (evicted, stored) == (verdict.evictions, verdict.stored_bytes)
 
         until(held, "the replicas have evicted and hold what they do in the replay", seconds=60)
-    times, _ = timing.choose_cost(records, live.config, recorded_policy(), "log")
+    times, _ = step_times.choose_cost(records, live.config, recorded_policy(), "log")
     assert verify(records, live.config, times).times is not None  # judged by the benchmark: tests never assert times
 
 

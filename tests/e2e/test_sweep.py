@@ -8,11 +8,11 @@ import pytest
 
 from warmkv.config import load
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator import grid, sweep
-from warmkv.simulator.requests import Requests
-from warmkv.simulator.source import Source, Trace, read
-from warmkv.simulator.sweep_folder import SweepError
-from warmkv.simulator.sweep_ray import on_ray
+from warmkv.simulator.studies import grid, sweep
+from warmkv.simulator.studies.sweep_folder import SweepError
+from warmkv.simulator.studies.sweep_ray import on_ray
+from warmkv.simulator.workload.requests import Requests
+from warmkv.simulator.workload.source import Source, Trace, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

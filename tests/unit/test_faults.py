@@ -11,9 +11,9 @@ from warmkv import cli
 from warmkv.config import ConfigError
 from warmkv.faults import INTERNAL, UserError
 from warmkv.platform.local import StartError
-from warmkv.simulator import compare, sweep
-from warmkv.simulator.batching import BatchingError
-from warmkv.simulator.log_fit import LogFitError
+from warmkv.simulator.latency.batching import BatchingError
+from warmkv.simulator.studies import compare, sweep
+from warmkv.simulator.studies.log_fit import LogFitError
 
 BRACKETS = "[/usr/lib] no [bold]such[/bold] thing"
 
@@ -52,18 +52,18 @@ def grid(tmp_path):
 def commands(log, grid, folder):
     point = ("--grid", grid, "--out", folder / "out", "--workers", 1)
     return {
-        "replay": ("warmkv.simulator.timing.choose_cost", ["replay", log]),
-        "verify": ("warmkv.simulator.verify.verify", ["verify", log]),
-        "sweep": ("warmkv.simulator.sweep.replay", ["sweep", log, *point]),
+        "replay": ("warmkv.simulator.studies.step_times.choose_cost", ["replay", log]),
+        "verify": ("warmkv.simulator.studies.verify.verify", ["verify", log]),
+        "sweep": ("warmkv.simulator.studies.sweep.replay", ["sweep", log, *point]),
         "tune": (
-            "warmkv.simulator.sweep.replay",
+            "warmkv.simulator.studies.sweep.replay",
             ["tune", log, "--minimize", "ttft_p99", "--subject-to", "ttft_p99<9", *point],
         ),
         "calibrate": (
-            "warmkv.simulator.measured.read",
+            "warmkv.simulator.latency.measured_requests.read",
             ["calibrate", log, "--max-num-seqs", 1, "--max-batched-tokens", 1],
         ),
-        "compare": ("warmkv.simulator.compare.compare", ["compare", folder, folder]),
+        "compare": ("warmkv.simulator.studies.compare.compare", ["compare", folder, folder]),
         "price": ("warmkv.policies.pricing.uncached", ["price", "--tokens", 100]),
     }
 

@@ -13,8 +13,8 @@ from tests.unit.simulator.conversations import record
 from warmkv.config import ConfigError, load
 from warmkv.platform.access_log import BATCH, AccessLog
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator import access_log as reading
-from warmkv.simulator import source
+from warmkv.simulator.workload import access_log as reading
+from warmkv.simulator.workload import source
 
 
 def opened(path: Path, dropped: list[int] | None = None, **settings: Any) -> AccessLog:

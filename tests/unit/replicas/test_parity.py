@@ -17,8 +17,8 @@ from warmkv.policies.tiers import tiers_of
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.loading import prepare
-from warmkv.simulator.cache import Removals, ReplicaCache
-from warmkv.simulator.measures import Level
+from warmkv.simulator.cache.measures import TimeWeightedGauge
+from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 
 MODEL = prepare(random_model("llama"))
 SHAPE = MODEL.kv_shape
@@ -50,7 +50,14 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks, below, order, shar
     live = Driver(MODEL, clock=lambda: now[0], prefix_cache=settings)
     config = PrefixCacheConfig.model_validate(settings)
     cache = ReplicaCache(
-        "a", tiers_of(config, SHAPE), SHAPE.token_bytes, Lifetimes.of(config), PrefixIndex(), Level(), Removals(), share
+        "a",
+        tiers_of(config, SHAPE),
+        SHAPE.token_bytes,
+        Lifetimes.of(config),
+        PrefixIndex(),
+        TimeWeightedGauge(),
+        Removals(),
+        share,
     )
     for tokens, marks, reads, policy, pause in sequence:
         now[0] += pause

@@ -12,12 +12,12 @@ from warmkv.policies.costs import Cost, PhaseCosts, Roofline, StepCost, StepTime
 from warmkv.prefixes.breakpoints import breakpoints, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
-from warmkv.simulator.cluster import Outcome, simulate
-from warmkv.simulator.memory import resolved
-from warmkv.simulator.replay import prepare
-from warmkv.simulator.replica import Job
-from warmkv.simulator.stores import kv_shape
-from warmkv.simulator.variants import Variant
+from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cluster.cluster import Outcome, simulate
+from warmkv.simulator.cluster.memory import resolved
+from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.studies.replay import prepare
+from warmkv.simulator.studies.variants import Variant
 
 ROOT = chain_root(b"test")
 BLOCK = 4

@@ -1,0 +1,287 @@
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
+from warmkv.policies.costs import StepCost
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies.replay import prepare
+from warmkv.simulator.studies.variants import Variant
+
+LIMITS = st.sampled_from(
+    [
+        (),
+        ("engine.max_slots=1",),
+        ("engine.kv_bytes=200B",),
+        ("engine.prefill_chunk=3", "prefix_cache.memory_bytes=60B"),
+        ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "prefix_cache.eviction=cost"),
+        ("cluster.replicas=3", "engine.max_slots=2"),
+        ("cluster.replicas=2", "engine.max_queue=1", "routing.policy=power_of_two"),
+        ("cluster.replicas=3", "engine.max_slots=1", "routing.policy=round_robin"),
+        ("cluster.replicas=2", "routing.policy=least_loaded"),
+        ("cluster.replicas=2", "routing.policy=sticky_session"),
+    ]
+)
+
+
+def times(jobs):
+    return [(job.replica, job.started, job.first, job.finished, job.reused, job.match.hit) for job in jobs]
+
+
+COSTS = st.sampled_from([EXACT, uniform(TWO_ROOFS)])
+
+
+@given(logs(), LIMITS, COSTS)
+def test_fast_forward_equals_stepping(records, flags, cost):
+    fast, fast_outcome = run(records, config(*flags), cost=cost)
+    slow, slow_outcome = run(records, config(*flags), cost=cost, fast_forward=False)
+    assert times(fast) == times(slow)
+    assert (fast_outcome.slots.peak, fast_outcome.stored.peak) == (slow_outcome.slots.peak, slow_outcome.stored.peak)
+    assert fast_outcome.end == slow_outcome.end
+
+
+def test_fast_forward_equals_stepping_up_to_rounding():
+    chance = random.Random(5)
+    records: list[RequestRecord] = []
+    for _ in range(200):
+        arrival = (records[-1].arrival if records else 0.0) + chance.expovariate(3)
+        prompt = [chance.randrange(3)] * chance.randrange(1, 100)
+        policy = chance.choice(["full", "snapkv@0.3", "streaming_llm@16"])
+        records.append(record(arrival, prompt, chance.randrange(60), policy=policy))
+    cost = StepCost(0.0037, 0.00011, 1.3e-7)
+    fast, _ = run(records, config("cluster.replicas=2"), cost=cost)
+    slow, _ = run(records, config("cluster.replicas=2"), cost=cost, fast_forward=False)
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert ours.replica == theirs.replica
+        assert (ours.first, ours.finished) == pytest.approx((theirs.first, theirs.finished), rel=1e-9)
+
+
+def obvious(records, settings, cost):
+    """One replica without a prefix cache, a token at a time; (start, first, end) of every request in order."""
+    engine = settings.engine
+    jobs, _ = prepare(records, settings, Variant())
+    now, waiting, prefill, decoding = 0.0, [], None, []
+    coming, times = list(enumerate(jobs)), {}
+
+    def held():
+        workspace = prefill[1].workspace_bytes + prefill[1].slot_bytes if prefill else 0
+        return workspace + sum(job.slot_bytes for _, job, _, _ in decoding)
+
+    while coming or waiting or prefill or decoding:
+        if not (waiting or prefill or decoding):
+            now = max(now, coming[0][1].arrival)
+        while coming and coming[0][1].arrival <= now:
+            waiting.append(coming.pop(0))
+        if waiting and not prefill and len(decoding) < engine.max_slots:
+            number, job = waiting[0]
+            if held() + job.slot_bytes + job.workspace_bytes <= engine.kv_bytes:
+                prefill = [number, job, 0]
+                times[number] = [now]
+                waiting.pop(0)
+        if prefill:
+            number, job, done = prefill
+            count = min(engine.prefill_chunk, job.record.input_tokens - done)
+            prefill[2] += count
+            now += cost.seconds(count, prefill[2])
+            if prefill[2] == job.record.input_tokens:
+                prefill = None
+                times[number].append(now)
+                if job.record.output_tokens > 1:
+                    decoding.append([number, job, job.kept, job.record.output_tokens - 1])
+                else:
+                    times[number].append(now)
+        if decoding:
+            for member in decoding:
+                member[2] = min(member[2] + 1, member[1].capacity)
+            now += cost.seconds(len(decoding), sum(entries for _, _, entries, _ in decoding))
+            for member in decoding:
+                member[3] -= 1
+                if not member[3]:
+                    times[member[0]].append(now)
+            decoding = [member for member in decoding if member[3]]
+    return [tuple(times[number]) for number in range(len(jobs))]
+
+
+@given(
+    logs(),
+    st.sampled_from([(), ("engine.max_slots=2",), ("engine.kv_bytes=300B",), ("engine.prefill_chunk=3",)]),
+    st.sampled_from([EXACT, TWO_ROOFS]),
+)
+def test_the_replica_equals_an_obvious_one(records, flags, cost):
+    settings = config("prefix_cache.enabled=false", *flags)
+    jobs, _ = run(records, settings, cost=uniform(cost))
+    offset = records[0].arrival
+    records = [replace(record, arrival=record.arrival - offset) for record in records]
+    assert [(job.started, job.first, job.finished) for job in jobs] == obvious(records, settings, cost)
+
+
+@given(logs(), LIMITS)
+def test_every_request_is_served_once_or_refused_and_time_runs_forward(records, flags):
+    jobs, outcome = run(records, config(*flags))
+    assert [job.record for job in jobs] == records
+    for job in jobs:
+        if not job.replica:
+            assert (job.started, job.first, job.finished) == (-1, -1, -1)
+            continue
+        assert job.arrival <= job.started < job.first <= job.finished <= outcome.end
+        assert (job.first == job.finished) == (job.record.output_tokens <= 1)
+        assert 0 <= job.reused <= job.record.input_tokens - job.recomputed
+        assert job.match.blocks <= len(job.record.hashes)
+    if not any(flag.startswith(("engine.kv_bytes", "engine.max_queue")) for flag in flags):
+        assert all(job.replica for job in jobs)
+
+
+@given(logs(), LIMITS)
+def test_bytes_and_slots_stay_within_their_limits(records, flags):
+    settings = config(*flags)
+    jobs, outcome = run(records, settings)
+    assert outcome.slots.value == 0
+    assert outcome.slots.peak <= settings.engine.kv_bytes * settings.cluster.replicas
+    limit = settings.prefix_cache.memory_bytes + settings.prefix_cache.host.memory_bytes
+    assert outcome.stored.peak <= limit * settings.cluster.replicas
+    for name in {job.replica for job in jobs if job.replica}:
+        here = [job for job in jobs if job.replica == name]
+        for moment in [job.started for job in here]:
+            running = [job for job in here if job.started <= moment < job.finished]
+            held = sum(job.slot_bytes + (job.workspace_bytes if moment < job.first else 0) for job in running)
+            assert len(running) <= settings.engine.max_slots
+            assert held <= settings.engine.kv_bytes
+            assert sum(moment < job.first for job in running) <= 1
+
+
+@given(logs())
+def test_requests_of_a_replica_start_in_the_order_of_arrival(records):
+    jobs, _ = run(records, config("cluster.replicas=2"))
+    for name in ("replica-0", "replica-1"):
+        starts = [job.started for job in jobs if job.replica == name]
+        assert starts == sorted(starts)
+
+
+@given(logs(), LIMITS)
+def test_the_same_log_gives_the_same_outcome(records, flags):
+    assert times(run(records, config(*flags))[0]) == times(run(records, config(*flags))[0])
+
+
+@given(logs(), st.integers(0, 20).map(lambda quarter: quarter / 4))
+def test_only_differences_of_arrivals_count(records, offset):
+    moved = [replace(record, arrival=record.arrival + offset) for record in records]
+    assert times(run(records, config())[0]) == times(run(moved, config())[0])
+
+
+def test_one_request_by_hand():
+    """20 prompt tokens in chunks of 8, then 4 decode steps, each over one entry more."""
+    (job,), outcome = run([record(5.0, [1] * 20, output=5)], config())
+    a, b, c = EXACT.a, EXACT.b, EXACT.c
+    prefill = 3 * a + b * 20 + c * (8 + 16 + 20)
+    decode = 4 * (a + b) + c * (21 + 22 + 23 + 24)
+    assert (job.started, job.first, job.finished) == (0.0, prefill, prefill + decode)
+    assert outcome.end == job.finished
+    assert outcome.slots.peak == 32 * 2  # 24 entries, in the size class of 32
+    assert outcome.stored.peak == 20 * 2
+
+
+def test_a_second_request_is_chunked_between_decode_steps_by_hand():
+    first, second = record(0.0, [1] * 8, output=9), record(0.0, [2] * 16, output=1)
+    jobs, _ = run([first, second], config())
+    a, b, c = EXACT.a, EXACT.b, EXACT.c
+    prefill = a + 8 * b + 8 * c
+    decode = [a + b + c * entries for entries in (9, 10)]
+    # The first prompt, a decode step, a chunk of the second, a decode step, its last chunk.
+    expected = prefill + decode[0] + (a + 8 * b + 8 * c) + decode[1] + (a + 8 * b + 16 * c)
+    assert jobs[0].first == prefill
+    assert jobs[1].started == prefill + decode[0]
+    assert jobs[1].first == expected
+
+
+def test_an_arrival_joins_at_the_next_step():
+    jobs, _ = run([record(0.0, [1] * 4, output=1000), record(1.0, [2] * 4, output=1)], config())
+    longest_step = EXACT.seconds(1, 1004)
+    assert 1.0 <= jobs[1].started <= 1.0 + longest_step
+
+
+def test_a_full_ring_grows_no_more():
+    ring, whole = (
+        run([record(0.0, [1] * 64, output=500, policy=policy)], config())[0][0]
+        for policy in ("streaming_llm@8", "full")
+    )
+    assert ring.slot_bytes == 16 * 2 + 4  # the smallest size class, and the keys of 4 sinks
+    assert whole.slot_bytes == 640 * 2  # 563 entries
+    assert ring.finished - ring.first == 499 * EXACT.seconds(1, 8)
+    assert whole.finished - whole.first > ring.finished - ring.first
+
+
+def test_simultaneous_requests_are_all_served():
+    jobs, _ = run([record(3.0, [n] * 9, output=3) for n in range(50)], config("cluster.replicas=2"))
+    assert all(job.replica for job in jobs)
+    assert {job.replica for job in jobs} == {"replica-0", "replica-1"}
+
+
+def test_what_never_fits_or_finds_full_queues_is_refused():
+    big, small = record(0.0, [1] * 100), record(0.0, [2] * 10)
+    jobs, _ = run([big, small], config("engine.kv_bytes=50B"))
+    assert [bool(job.replica) for job in jobs] == [False, True]
+    jobs, _ = run([replace(small, id=str(n)) for n in range(5)], config("engine.max_queue=3", "engine.max_slots=1"))
+    assert [bool(job.replica) for job in jobs] == [True, True, True, True, False]  # one free slot, and three wait
+    jobs, _ = run([record(0.0, [1] * 60, output=5)], config("engine.max_context=64"))
+    assert not jobs[0].replica
+
+
+def test_a_conversation_returns_to_the_warm_replica():
+    records = [record(float(n), [n % 4] * 40, output=2, name=str(n)) for n in range(40)]
+    jobs, _ = run(records, config("cluster.replicas=4"))
+    for topic in range(4):
+        assert len({job.replica for job in jobs[topic::4]}) == 1
+    assert all(job.reused == 39 for job in jobs[4:])
+
+
+@pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])
+def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
+    records = [record(float(n), [n % 7] * 40, output=2, name=str(n)) for n in range(70)]
+
+    def reused(name):
+        jobs, _ = run(records, config("cluster.replicas=4", f"routing.policy={name}"))
+        return sum(job.reused for job in jobs)
+
+    assert reused(policy) == 63 * 39
+    for other in ("power_of_two", "round_robin", "least_loaded"):
+        assert reused(other) < reused(policy)
+
+
+EVERYTHING = (
+    "cluster.gateways=2",
+    "cluster.autoscaling={max_replicas: 3, upscale_delay_seconds: 0, downscale_delay_seconds: 0}",
+    "simulator.index_delay=0.1",
+    "simulator.failures=[{at: 0}, {at: 5, replica: 2}]",
+)
+
+
+@pytest.mark.parametrize("flags", [(), EVERYTHING])
+def test_an_empty_cluster_ends_at_once(flags):
+    jobs, outcome = run([], config(*flags))
+    assert (jobs, outcome.end) == ([], 0.0)
+    assert outcome.alive.mean(outcome.end) == 1
+
+
+def test_one_request_and_everything_else_that_may_happen():
+    (job,), outcome = run([record(7.0, [1] * 20, output=5)], config(*EVERYTHING))
+    assert job.retries == 1
+    assert job.replica == "replica-0.1"
+    assert job.started == 5.0 + 30.0  # the failure is noticed, and another replica has started
+    assert outcome.end == job.finished
+
+
+def test_free_steps_take_no_time_and_end():
+    jobs, _ = run([record(0.0, [1] * 9, output=9), record(1.0, [1] * 9)], config(), cost=StepCost(0, 0, 0))
+    assert [job.finished for job in jobs] == [0.0, 1.0]
+
+
+def test_host_memory_behind_a_small_device_tier_gives_more_hits():
+    records = [record(10.0 * number, [number % 6] * 40, 2, name=str(number)) for number in range(30)]
+    reused = []
+    for room in ("0", "1MB"):
+        jobs, _ = run(records, config("prefix_cache.memory_bytes=200B", f"prefix_cache.host.memory_bytes={room}"))
+        reused.append(sum(job.reused for job in jobs))
+    assert reused == [0, 24 * 39]

@@ -1,0 +1,66 @@
+"""Step times fitted to a log: those of the cluster that wrote it come out again."""
+
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+
+from tests.unit.simulator.conversations import config, record, run, with_timings
+from warmkv.config import load
+from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
+from warmkv.simulator.studies import log_fit
+from warmkv.simulator.studies.replay import recorded_policy, replay
+from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.workload import generator
+from warmkv.simulator.workload.sessions import Workload
+
+PREFILL, DECODE = StepCost(0.005, 1e-4, 5e-7), StepCost(0.003, 4e-4, 1e-6)
+TRUE = UniformCosts(PhaseCosts(PREFILL, DECODE))
+
+
+def busy_log(sessions, settings):
+    shape = Workload(sessions=sessions, hours=1.0, think_scale=0.05, length_scale=2)
+    return generator.generate(shape, np.random.SeedSequence(2), settings)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm@0.3"])
+def test_a_linear_fit_finds_the_step_times_of_a_busy_log(policy):
+    settings = load(flags=[f"compression.policy={policy}", "cluster.replicas=2"], environ={})
+    jobs, _ = run(busy_log(300, settings), settings, cost=TRUE)
+    fitted = log_fit.linear_fit(with_timings(jobs), settings, recorded_policy()).costs
+    for cost, true in ((fitted.prefill, PREFILL), (fitted.decode, DECODE)):
+        for tokens, context in ((1, 500), (4, 8000)) if true is DECODE else ((64, 500), (512, 3000)):
+            assert cost.seconds(tokens, context) == pytest.approx(true.seconds(tokens, context), rel=0.15)
+
+
+def test_a_replay_with_fitted_step_times_has_the_latencies_of_the_log():
+    settings = load(flags=["cluster.replicas=2"], environ={})
+    records = busy_log(100, settings)
+    jobs, _ = run(records, settings, cost=TRUE)
+    log = with_timings(jobs, outside=0.03)
+    fitted = log_fit.fit(log, settings, recorded_policy())
+    assert fitted.overhead == pytest.approx(0.03, rel=0.1)
+    truth, again = (
+        replay(records, settings, [Variant()], cost)[0] for cost in (UniformCosts(TRUE.costs, 0.03), fitted)
+    )
+    for figure in ("ttft", "tpot", "e2e"):
+        assert astuple(getattr(again, figure)) == pytest.approx(astuple(getattr(truth, figure)), rel=0.05)
+
+
+def test_requests_alone_are_fitted_exactly():
+    settings = config()
+    prompts = [record(100.0 * n, [n] * (9 + 7 * n), output=2 + 3 * n) for n in range(12)]
+    jobs, _ = run(prompts, settings, cost=TRUE)
+    fitted = log_fit.linear_fit(with_timings(jobs, 0.0, outside=0.02), settings, recorded_policy())
+    assert astuple(fitted.costs.prefill) == pytest.approx(astuple(PREFILL), rel=1e-6)
+    alone = replace(DECODE, a=DECODE.a + DECODE.b, b=0.0)  # a step and its one sequence cannot be told apart
+    assert astuple(fitted.costs.decode) == pytest.approx(astuple(alone), rel=1e-6)
+    assert fitted.overhead == pytest.approx(0.02)
+    scaled = log_fit.fit(with_timings(jobs, 0.0, outside=0.02), settings, recorded_policy())
+    assert scaled.overhead == pytest.approx(0.02, rel=0.02)
+    assert scaled.costs.decode.a == pytest.approx(alone.a, rel=0.02)
+
+
+def test_a_log_without_timings_is_refused():
+    with pytest.raises(ValueError, match="no record of the log carries timings"):
+        log_fit.fit([record(0.0, [1] * 9)], config(), recorded_policy())

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from tests.unit.simulator.conversations import config, record, run, uniform, with_timings
+from warmkv.config import load
+from warmkv.policies.costs import StepCost
+from warmkv.policies.roofline import roofline
+from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.studies import step_times
+from warmkv.simulator.studies.replay import recorded_policy, replay
+from warmkv.simulator.studies.variants import Variant
+
+TRUE = StepCost(0.005, 1e-4, 5e-7)
+
+
+def test_where_step_times_come_from():
+    settings = config()
+    bare = [record(float(n), [n] * 9, output=5) for n in range(30)]
+    measured = with_timings(run(bare, settings, cost=TRUE)[0])
+    spec_of = recorded_policy()
+    configured = uniform(StepCost(settings.simulator.step_a, settings.simulator.step_b, settings.simulator.step_c))
+
+    assert step_times.choose_cost(bare, settings, spec_of) == (configured, "configuration (simulator.step_*)")
+    assert step_times.choose_cost(measured[:5], settings, spec_of)[0] == configured
+    assert step_times.choose_cost(measured, settings, spec_of, "config")[0] == configured
+    cost, source = step_times.choose_cost(measured, settings, spec_of)
+    assert cost != configured
+    assert source == "fitted to 30 measured requests of the log"
+    with pytest.raises(ValueError, match="no record of the log carries timings"):
+        step_times.choose_cost(bare, settings, spec_of, "log")
+
+
+def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    file = tmp_path / "small" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(shape | {"vocab_size": 100, "dtype": "bfloat16"}))
+    flags = [f"simulator.model={file}", "simulator.gpu=L4", "cluster.gpus_per_replica=0.5"]
+    settings = load(flags=flags, environ={})
+    times, source = step_times.choose_cost([], settings, recorded_policy())
+    assert source == "roofline of small on L4"
+    assert times == roofline(settings.simulator.model, settings.simulator.gpu, settings.simulator.roofline, 0.5)
+    assert json.loads(json.dumps(times.figures()))["gpu"]["name"] == "L4"
+    assert kv_shape(settings).token_bytes == 2 * 2 * 4 * 16 * 2
+
+    crowded = load(flags=[*flags, "engine.kv_bytes=12GB"], environ={})
+    assert step_times.choose_cost([], crowded, recorded_policy())[1].endswith("take 13 GB, and a replica has 12")
+    (result,) = replay([record(0.0, [1] * 20, output=5)], settings, [Variant()], times)
+    assert result.ttft.p50 > settings.simulator.roofline.overhead_seconds
+    assert result.gpu_dollars == pytest.approx(0.5 * result.seconds / 3600 * settings.simulator.gpu.dollars)

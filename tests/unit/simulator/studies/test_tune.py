@@ -1,0 +1,174 @@
+"""Searching: limits as they are written, and what is found against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from warmkv.cli import app
+from warmkv.config import load
+from warmkv.simulator.studies.tune import Constraint, TuneError, best_of, constraints_of, nearest_of, search
+
+KNOWN = ["dollars", "ttft_p99", "quality"]
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_limits_are_read_strictly():
+    found = constraints_of("ttft_p99 < 2, quality>=0.95,dollars<1e3", KNOWN)
+    assert found == [
+        Constraint("ttft_p99", "<", 2.0),
+        Constraint("quality", ">=", 0.95),
+        Constraint("dollars", "<", 1000.0),
+    ]
+    assert constraints_of("", KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ttft_p99", "write FIGURE<NUMBER"),
+        ("ttft_p99<", "write FIGURE<NUMBER"),
+        ("ttft_p99<2s", "write FIGURE<NUMBER"),
+        ("ttft_p99=2", "write FIGURE<NUMBER"),
+        ("1<ttft_p99<2", "write FIGURE<NUMBER"),
+        ("ttft_p99<1.2.3", "write FIGURE<NUMBER"),
+        ("ttft_p9<2", "did you mean 'ttft_p99'?"),
+        ("beauty<2", "there are dollars"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(text, says):
+    with pytest.raises(TuneError) as error:
+        constraints_of(text, KNOWN)
+    assert says in str(error.value)
+
+
+def test_a_limit_is_met_on_its_side_and_never_by_the_unknown():
+    for sign, met in [("<", (True, False, False)), ("<=", (True, True, False)), (">", (False, False, True))]:
+        limit = Constraint("x", sign, 2.0)
+        assert tuple(limit.met({"x": value}) for value in (1.0, 2.0, 3.0)) == met
+        assert not limit.met({"x": None})
+        assert limit.excess({"x": None}) > 1e6
+    assert Constraint("x", ">", 2.0).excess({"x": 1.0}) == 0.5
+    assert Constraint("x", "<", 0.0).excess({"x": 3.0}) == 3.0
+
+
+AXES = {"a": list(range(12)), "b": list(range(12)), "kind": ["slow", "fast", "wrong"]}
+
+
+def bowl(choices):
+    """Least cost at (7, 3, fast), where time is short enough only for larger `a`."""
+    cost = {"slow": 3.0, "fast": 0.0, "wrong": 0.0}
+    return [
+        {
+            "cost": (one["a"] - 7) ** 2 + (one["b"] - 3) ** 2 + cost[one["kind"]],
+            "time": 10.0 - one["a"],
+            "quality": None if one["kind"] == "wrong" else 1.0,
+        }
+        for one in choices
+    ]
+
+
+LIMITS = [Constraint("time", "<", 2.5), Constraint("quality", ">", 0.5)]
+
+
+def test_a_small_space_is_tried_in_full():
+    axes = {"a": [1, 8, 9], "kind": ["slow", "fast"], "b": [3]}
+    found = search(axes, bowl, "cost", LIMITS, trials=6, seed=0)
+    assert [trial.settings for trial in found] == [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+    ]
+    best = best_of(found, "cost")
+    assert best is not None
+    assert best.settings == {"a": 8, "kind": "fast", "b": 3}
+    assert (
+        best_of(search({"a": [1]} | {"kind": ["fast"], "b": [3]}, bowl, "cost", LIMITS, trials=6, seed=0), "cost")
+        is None
+    )
+
+
+def test_what_comes_nearest_is_known_where_nothing_is_within():
+    found = search({"a": [1, 5, 3], "b": [3], "kind": ["slow"]}, bowl, "cost", LIMITS, trials=9, seed=0)
+    assert best_of(found, "cost") is None
+    assert nearest_of(found).settings["a"] == 5
+
+
+def test_a_large_space_is_searched_better_than_by_chance():
+    pytest.importorskip("optuna")
+    calls = []
+
+    def told(choices):
+        calls.append(list(choices))
+        return bowl(choices)
+
+    found = search(AXES, told, "cost", LIMITS, trials=60, seed=1)
+    assert len(found) == 60 == sum(map(len, calls))
+    assert len({json.dumps(trial.settings) for trial in found}) == 60
+    best = best_of(found, "cost")
+    assert best is not None
+    everything = bowl([dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())])
+    allowed = sorted(f["cost"] for f in everything if all(limit.met(f) for limit in LIMITS))
+    assert best.figures["cost"] == allowed[0]
+    assert search(AXES, bowl, "cost", LIMITS, trials=60, seed=1) == found
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    done = call("workload", "--sessions", 8, "--hours", 0.1, "--length-scale", 0.3, "--out", folder / "log.jsonl")
+    assert done.exit_code == 0, done.output
+    (folder / "space.yaml").write_text("{prefix_cache.memory_bytes: [0, 1MiB, 1GiB], engine.max_slots: [1, 16]}")
+    return folder
+
+
+def tune(files, *options):
+    common = ["--grid", files / "space.yaml", "--workers", 1, "--out", files / "run"]
+    return call("tune", files / "log.jsonl", *common, *options)
+
+
+def test_the_configuration_is_printed_and_can_be_applied(files, tmp_path):
+    options = ["--minimize", "resident_bytes_max", "--subject-to", "hit_rate_tokens>0.01"]
+    result = tune(files, *options)
+    assert result.exit_code == 0, result.output
+    assert "tried 6 of 6 choices" in result.stdout
+    text = result.stdout[result.stdout.index("prefix_cache:") : result.stdout.index("To apply it")]
+    (tmp_path / "warmkv.yaml").write_text(text)
+    settings = load(tmp_path / "warmkv.yaml", environ={})
+    assert settings.prefix_cache.memory_bytes == 1 << 20
+    document = json.loads(tune(files, *options, "--json", "-").stdout)
+    within = [trial for trial in document["trials"] if trial["figures"]["hit_rate_tokens"] > 0.01]
+    assert [trial["met"] for trial in document["trials"]].count(True) == len(within) > 0
+    least = min(trial["figures"]["resident_bytes_max"] for trial in within)
+    assert document["best"]["figures"]["resident_bytes_max"] == least
+    assert yaml.safe_load(text)["prefix_cache"]["memory_bytes"] == "1MiB"
+
+
+def test_limits_that_nothing_meets_end_with_1_and_the_nearest(files):
+    result = tune(files, "--minimize", "dollars", "--subject-to", "quality>0.9,ttft_p99<100")
+    assert result.exit_code == 1
+    assert "none is within the limits (quality>0.9, ttft_p99<100)" in result.stdout
+    assert "unknown" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("space", "options", "says"),
+    [
+        ("ttl: [5m]", ["--minimize", "dollars"], "ttl: it is no setting of the service"),
+        ("simulator.step_a: [1]", ["--minimize", "dollars"], "describes the machine"),
+        ("[{}]", ["--minimize", "dollars"], "write a mapping of paths to choices"),
+        ("engine.max_slot: [1]", ["--minimize", "dollars"], "did you mean 'max_slots'?"),
+        ("engine.max_slots: [1]", ["--minimize", "dollar"], "did you mean 'dollars'?"),
+        ("engine.max_slots: [1]", ["--minimize", "dollars", "--subject-to", "ttft"], "write FIGURE<NUMBER"),
+    ],
+)
+def test_what_is_wrong_is_said(files, tmp_path, space, options, says):
+    (tmp_path / "space.yaml").write_text(space)
+    result = call("tune", files / "log.jsonl", "--grid", tmp_path / "space.yaml", "--out", tmp_path / "run", *options)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr.replace("\n", " ")

@@ -1,0 +1,60 @@
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.simulator.conversations import record
+from warmkv.simulator.traces import KEPT_FAULTS, TraceError
+from warmkv.simulator.workload import access_log
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_requests_come_in_the_order_of_arrival(tmp_path):
+    log = write(
+        tmp_path / "log", *(record(at, [1] * 5, name=name).to_json() for at, name in [(3, "c"), (1, "a"), (1, "b")])
+    )
+    assert [request.id for request in access_log.read(log).requests] == ["a", "b", "c"]
+
+
+def test_broken_lines_are_counted_and_named(tmp_path):
+    good = record(0, [1] * 5).to_json()
+    log = write(tmp_path / "log", good, "{", "", good.replace('"ok"', '"error"'), "[]")
+    trace = access_log.read(log)
+    assert (len(trace.requests), trace.broken, trace.skipped) == (1, 2, 1)
+    assert trace.faults[0].startswith(f"{log}:2: not JSON")
+    assert trace.faults[1].startswith(f"{log}:5: not an access-log record")
+
+
+def test_many_faults_are_counted_but_not_all_kept(tmp_path):
+    trace = access_log.read(write(tmp_path / "log", *["x"] * 1000))
+    assert trace.broken == 1000
+    assert len(trace.faults) == KEPT_FAULTS
+
+
+def test_strict_stops_at_the_first_broken_line(tmp_path):
+    log = write(tmp_path / "log", record(0, [1]).to_json(), "nonsense")
+    with pytest.raises(TraceError, match=r"log:2: not JSON"):
+        access_log.read(log, strict=True)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(TraceError, match="cannot read"):
+            access_log.read(path)
+
+
+def test_an_empty_file_is_an_empty_trace(tmp_path):
+    assert access_log.read(write(tmp_path / "log")).requests == ()
+
+
+@given(st.binary(max_size=200))
+def test_no_content_breaks_the_reader(tmp_path_factory, content):
+    log = tmp_path_factory.mktemp("log") / "log"
+    log.write_bytes(content)
+    with suppress(TraceError):  # what begins as gzip and is none
+        assert access_log.read(log).requests == ()

@@ -1,0 +1,1 @@
+"""The prefix blocks of simulated replicas, and the measures taken of them."""

@@ -1,0 +1,12 @@
+"""Size of the KV cache of the model that a simulation stands for."""
+
+from __future__ import annotations
+
+from warmkv.config import Config
+from warmkv.policies.slot_sizes import KVShape
+
+
+def kv_shape(config: Config) -> KVShape:
+    """Return the configured size of the model's KV cache."""
+    simulator = config.simulator
+    return KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)

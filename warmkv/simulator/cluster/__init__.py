@@ -1,0 +1,1 @@
+"""Gateways and replicas in virtual time, driven by SimPy."""

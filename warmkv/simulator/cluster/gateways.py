@@ -1,0 +1,62 @@
+"""Gateways of a simulated cluster. Each books what it sends itself, and hears late of what replicas hold and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from warmkv.config import Config
+from warmkv.policies.dispatcher import Dispatcher
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.transfer import Fetch
+from warmkv.prefixes.index import Depths
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.writers import Writers
+from warmkv.simulator.cluster.replica import Job
+
+TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
+
+Warm = Callable[[RequestRecord], Mapping[str, Depths]]
+
+
+class Gateway:
+    """One gateway's router and its accounts. `warm` is its index, `alone` whether there is no other gateway.
+
+    Simulated replicas die, but never keep failing: the router's breaker stays closed.
+    """
+
+    def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
+        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock=lambda: 0.0)
+        self.bookings = self._dispatcher.bookings
+        self._warm, self._alone = warm, alone
+        self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
+        self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
+        self.writers = Writers()
+
+    def choose(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
+        """Replicas, of which there is one, from best to worst for a job, and from where others may fetch blocks."""
+        if len(replicas) == 1:
+            return replicas, None
+        record, leaves = job.record, 0
+        if self._lifetimes is not None:
+            leaves = self._lifetimes.stored_blocks(job.marks, len(record.hashes), record.block_size)
+        queues = None if self._alone else self._queues(now)
+        choice = self._dispatcher.choose(
+            job.number, record.hashes, replicas, queues=queues, warm=self._warm(record), leaves=leaves
+        )
+        return choice.order, choice.fetch
+
+    def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
+        """A replica took a job, and told how many requests it has, whoever sent them."""
+        self.bookings.book(job.number, replica)
+        if not self._alone:
+            self._told[replica] = (now, in_flight)
+
+    def drop(self, replica: str) -> None:
+        """Forget a replica that is gone."""
+        self.bookings.drop(replica)
+        self._told.pop(replica, None)
+
+    def _queues(self, now: float) -> Mapping[str, int]:
+        """Requests in flight as the replicas last told, those of other gateways among them."""
+        return {name: in_flight for name, (at, in_flight) in self._told.items() if now - at <= TOLD_SECONDS}

@@ -1,0 +1,22 @@
+"""Disable cyclic garbage collection during a replay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable cyclic GC inside, and set it back after: a replay makes many objects that stay, and hardly a cycle.
+
+    Each collection would visit all of them. Reference counting goes on as ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

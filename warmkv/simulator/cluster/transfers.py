@@ -1,0 +1,233 @@
+"""Blocks on their way between simulated replicas: decided, fetched and handed over as the live replicas do it.
+
+A fetch takes `transfer.start_seconds` and `transfer.byte_seconds` for each byte, whatever else is on the way. What
+arrives lives its TTL from then on, for the request that it was fetched for is about to read it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from warmkv.config import TransferConfig
+from warmkv.policies.retention import Entry
+from warmkv.policies.transfer import Fetch, TransferTimes, heir
+from warmkv.prefixes.index import PrefixIndex
+from warmkv.simulator.cache.replica_cache import ReplicaCache
+from warmkv.simulator.cluster.replica import Job, Replica
+
+REMEMBERED = 256  # prefills; older ones count for nothing beside them
+Process = Generator[simpy.Event, Any, Any]
+
+
+@dataclass(slots=True)
+class Moved:
+    """What moved between all replicas so far."""
+
+    fetches: int = 0  # that brought something
+    declined: int = 0  # not made, since to compute was faster
+    fetched_bytes: int = 0
+    handed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A fetch on its way. Its value is whether it brought anything."""
+
+    job: Job  # for which it was made
+    process: simpy.Process
+
+
+class Transfers:
+    """What one replica fetches from others. `donors` finds a replica by its name, if it is there."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        replica: Replica,
+        config: TransferConfig,
+        block_bytes: int,
+        donors: Callable[[str], Replica | None],
+        moved: Moved,
+    ) -> None:
+        self._env, self._replica, self._config = env, replica, config
+        self._block_bytes, self._donors, self._moved = block_bytes, donors, moved
+        self._flights: dict[bytes, Flight] = {}  # by the blocks that they are to bring
+        self._room = simpy.Resource(env, config.concurrent)
+        self._times = TransferTimes.of(config)
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds, not yet in `_times`
+        self._open = True
+        self.preparing: dict[Job, None] = {}  # requests that wait for blocks
+
+    def computed(self, job: Job) -> None:
+        """Learn from a prompt how long prefill takes here."""
+        if tokens := job.record.input_tokens - job.reused:
+            self._prefills.append((tokens, self._env.now - job.started))
+
+    def take(self, job: Job, plan: Fetch | None) -> None:
+        """Hand a job to the replica, and before that fetch what it lacks, if its router knows where that is."""
+        flight = None if plan is None or plan.donor == self._replica.name else self._flight(job, plan)
+        if plan is None or flight is None:
+            self._replica.submit(job)
+            return
+        self._replica.expect()
+        self.preparing[job] = None
+        self._env.process(self._prepare(job, plan, flight))
+
+    def close(self) -> list[Job]:
+        """The replica is gone; the requests that were waiting for blocks."""
+        self._open = False
+        return list(self.preparing)
+
+    def _prepare(self, job: Job, plan: Fetch, flight: Flight | None) -> Process:
+        """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""
+        deadline = self._env.now + self._config.timeout_seconds
+        while flight is not None and self._env.now < deadline:
+            yield flight.process | self._env.timeout(deadline - self._env.now)
+            if not self._open:
+                return
+            if flight.job is job or not flight.process.triggered or not flight.process.value:
+                break
+            flight = self._flight(job, plan)
+        del self.preparing[job]
+        self._replica.submit(job, expected=True)
+
+    def _flight(self, job: Job, plan: Fetch) -> Flight | None:
+        """A fetch to wait for: that of another job for the same, or a new one if it is faster than to compute."""
+        _, memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
+        if held == plan.blocks:
+            return None
+        keys = job.record.hashes[memory : plan.blocks]
+        flight = self._flights.get(keys[0])
+        if flight is None:
+            if self._gain(job, plan.blocks - held, len(keys)) <= 0:
+                self._times = self._times.declined()
+                self._moved.declined += 1
+                return None
+            flight = Flight(job, self._env.process(self._fly(job, plan)))
+            self._flights |= dict.fromkeys(keys, flight)
+        return flight
+
+    def _gain(self, job: Job, computed: int, fetched: int) -> float:
+        """Seconds that fetching these blocks saves."""
+        while self._prefills:
+            self._times = self._times.computed(*self._prefills.popleft())
+        return self._times.gain(computed * job.record.block_size, fetched * self._block_bytes)
+
+    def _fly(self, job: Job, plan: Fetch) -> Process:
+        """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
+        env, config, cache = self._env, self._config, self._replica.cache
+        deadline, total = env.now + config.timeout_seconds, 0
+        with self._room.request() as room:
+            yield room | env.timeout(config.timeout_seconds)
+            began, wait, more = env.now, config.start_seconds, room.triggered
+            while more and self._open:
+                cache.expire(env.now)
+                _, first, _ = cache.leading(job.record, plan.blocks, env.now)
+                donor = self._donors(plan.donor)
+                if first == plan.blocks or donor is None:
+                    break
+                donor.cache.expire(env.now)
+                most, sums = int(config.piece_bytes), bool(job.sum_bytes)
+                parcel = donor.cache.lend(job.record, first, plan.blocks, most, sums, env.now)
+                seconds, wait = wait + parcel.nbytes * config.byte_seconds, 0.0
+                late = env.now + seconds >= deadline
+                yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
+                if late or not self._open or not parcel.nbytes or self._donors(plan.donor) is not donor:
+                    break
+                cache.expire(env.now)
+                cache.adopt(job.record, parcel, env.now)
+                total += parcel.nbytes
+                more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[2] == parcel.blocks
+        self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
+        if self._open and room.triggered:
+            self._times = self._times.fetched(total, env.now - began)
+            self._moved.fetches += total > 0
+            self._moved.fetched_bytes += total
+        return total > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries of a chain, from number `first` on and before `last`."""
+
+    chain: Sequence[Entry]
+    first: int
+    last: int
+
+
+def pieces_of(parts: Sequence[Part], most: int) -> list[list[Part]]:
+    """These entries in order, in pieces of at most so many bytes, but at least an entry."""
+    pieces: list[list[Part]] = []
+    left = 0
+    for part in parts:
+        for at in range(part.first, part.last):
+            size = part.chain[at].size
+            if not pieces or size > left:
+                pieces.append([])
+                left = most
+            left -= size
+            if pieces[-1] and pieces[-1][-1].chain is part.chain:
+                pieces[-1][-1] = Part(part.chain, pieces[-1][-1].first, at + 1)
+            else:
+                pieces[-1].append(Part(part.chain, at, at + 1))
+    return pieces
+
+
+def hand_over(
+    env: simpy.Environment,
+    cache: ReplicaCache,
+    names: Sequence[str],
+    peer: Callable[[str], ReplicaCache | None],
+    index: PrefixIndex,
+    config: TransferConfig,
+    moved: Moved,
+    there: Callable[[], bool],
+) -> Process:
+    """Give the hottest chains of a replica that is stopped to others, within the limits, while it is `there`.
+
+    `names` are those that take requests, `peer` finds the cache of one that still does, and `index` tells what they
+    hold. What one fails to take goes to the others.
+    """
+    deadline = env.now + config.handover_seconds
+    cache.expire(env.now)
+    chains: Sequence[Sequence[Entry]] = cache.hottest(int(config.handover_bytes), env.now)
+    holders = {entry.key: index.holders(entry.key) for chain in chains for entry in chain}
+
+    def give(name: str, pieces: Sequence[Sequence[Part]]) -> Process:
+        """Offer piece after piece; the number of those that were taken."""
+        for number, piece in enumerate(pieces):
+            nbytes = sum(entry.size for part in piece for entry in part.chain[part.first : part.last])
+            seconds = config.start_seconds + nbytes * config.byte_seconds
+            yield env.timeout(min(seconds, config.timeout_seconds))
+            if not there() or env.now > deadline:
+                return len(pieces)
+            heir_cache = peer(name)
+            if seconds > config.timeout_seconds or heir_cache is None:
+                return number
+            heir_cache.expire(env.now)
+            for part in piece:
+                if heir_cache.holds(part.chain[: part.first], env.now):
+                    heir_cache.take_over([part.chain[: part.last]], env.now)
+            moved.handed_bytes += nbytes
+        return len(pieces)
+
+    while chains and names and there() and env.now < deadline:
+        shares: dict[str, list[Part]] = {name: [] for name in names}
+        for chain in chains:
+            keys = [entry.key for entry in chain]
+            name, known = heir(keys, names, holders)
+            shares[name].append(Part(chain, known, len(chain)))
+            for key in keys[known:]:
+                holders[key] = [*holders[key], name]
+        pieces = {name: pieces_of(share, int(config.piece_bytes)) for name, share in shares.items()}
+        given = {name: env.process(give(name, share)) for name, share in pieces.items()}
+        yield env.all_of(given.values()) | env.timeout(deadline - env.now)
+        taken = {name: process.value if process.triggered else len(pieces[name]) for name, process in given.items()}
+        names = [name for name in names if taken[name] == len(pieces[name])]
+        rests = [part.chain for name, count in taken.items() for piece in pieces[name][count:] for part in piece]
+        chains = list({chain[-1].key: chain for chain in rests}.values())

@@ -1,0 +1,299 @@
+"""`warmkv cachesim`: hit rates of prefix caches of many sizes and lifetimes. Imports when it runs, for instant help."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+
+from warmkv.config import Eviction
+from warmkv.faults import UserError
+from warmkv.simulator.commands.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    StrictOption,
+    bar,
+    fail,
+    read_config,
+    read_trace,
+    write,
+)
+
+if TYPE_CHECKING:
+    from warmkv.simulator.studies.cachesim import Hits, LruCurve
+    from warmkv.simulator.studies.quantities import Capacity, Unit
+    from warmkv.simulator.traces import Trace
+
+CURVE_POINTS = 200  # of a plotted line
+EVICTIONS = get_args(Eviction)
+
+
+class ScopeName(StrEnum):
+    GLOBAL = "global"
+    SESSION = "session"
+    TENANT = "tenant"
+
+
+class EvictFirst(StrEnum):
+    HEAD = "head"
+    TAIL = "tail"
+
+
+def cachesim(
+    trace: Annotated[Path, typer.Argument(help="A trace of any format, also as .gz.", show_default=False)],
+    capacity: Annotated[
+        list[str],
+        typer.Option(
+            help="Size: `10k`, `1M tokens`, `5000 blocks`, `2GiB`, `unlimited`. May be repeated, or a list with "
+            "commas; round sizes if left out.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006 (Typer copies it)
+    ttl: Annotated[
+        list[str],
+        typer.Option(
+            help="Lifetime after each use: `300`, `5m`, `1h`, `unlimited`. May be repeated, or a list.",
+            show_default="unlimited",
+        ),
+    ] = [],  # noqa: B006
+    eviction: Annotated[
+        str, typer.Option(help=f"Orders of eviction, a list with commas: {', '.join(EVICTIONS)}.")
+    ] = "lru",
+    scope: Annotated[
+        ScopeName, typer.Option(help="One cache for all, or one of that size for each session or tenant.")
+    ] = ScopeName.GLOBAL,
+    evict_first: Annotated[
+        EvictFirst,
+        typer.Option(
+            help="Of a prompt's blocks under lru: its head, as in the published figures, or its tail, as in warmkv's "
+            "stores and under all other orders."
+        ),
+    ] = EvictFirst.HEAD,
+    partial_hit_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens found beyond the last block of a hit that ends within the prompt.")
+    ] = 0,
+    min_hit_tokens: Annotated[int, typer.Option(min=0, help="Tokens that any hit counts at least.")] = 0,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model, or its config.json, for sizes in bytes.")
+    ] = None,
+    token_bytes: Annotated[int | None, typer.Option(min=1, help="KV bytes of a token, for sizes in bytes.")] = None,
+    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")
+    ] = None,
+    characters_per_token: Annotated[
+        float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the curve to this file (.svg, .png); needs the extra `eval`.")
+    ] = None,
+    json_file: JsonOption = None,
+    strict: StrictOption = False,
+    config: ConfigOption = None,
+    set_: SetOption = [],  # noqa: B006
+) -> None:
+    """Hit rates of prefix caches for a trace, at many capacities and lifetimes, without simulating time.
+
+    Examples: `warmkv cachesim trace.jsonl --capacity 100k,1M,10M`,
+    `warmkv cachesim trace.jsonl --capacity 16GiB --token-bytes 131072 --ttl 5m,1h --json -`,
+    `warmkv cachesim sessions.jsonl.gz --scope session --ttl 60,300,3600 --plot curve.svg`
+    """
+    from warmkv.policies.eviction import PrefillCost, order
+    from warmkv.simulator.studies import cachesim as sim
+    from warmkv.simulator.studies import quantities
+
+    settings = read_config(config, set_)
+    evictions = _split([eviction]) or ["lru"]
+    if unknown := [name for name in evictions if name not in EVICTIONS]:
+        fail("cachesim", f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
+    if model is not None and token_bytes is not None:
+        fail("cachesim", "--model and --token-bytes exclude each other")
+    try:
+        if model is not None:
+            token_bytes = quantities.model_token_bytes(model)
+        capacities = [quantities.capacity(text, token_bytes) for text in _split(capacity)]
+        ttls = [quantities.seconds(text) for text in _split(ttl)] or [math.inf]
+    except quantities.QuantityError as error:
+        fail("cachesim", str(error))
+    if plot is not None:
+        _need_matplotlib()
+
+    requests = read_trace(
+        "cachesim",
+        trace,
+        format,
+        strict=strict,
+        block_size=block_size,
+        characters_per_token=characters_per_token,
+    )
+    correction = sim.Correction(partial_hit_tokens, min_hit_tokens)
+    units: list[Unit] = sorted({one.unit for one in capacities}) or ["tokens"]
+    curves: dict[Unit, LruCurve] = {}
+    try:
+        with bar("looking up", len(units)) as progress:
+            for number, unit in enumerate(units):
+                progress(number)
+                curves[unit] = sim.lru(
+                    requests,
+                    unit=unit,
+                    scope=scope.value,
+                    correction=correction,
+                    tail_first=evict_first is EvictFirst.TAIL,
+                )
+    except sim.CacheSimError as error:
+        fail("cachesim", str(error))
+    if not capacities:
+        sizes = [*sim.round_capacities(curves["tokens"].enough), math.inf] if not ttl else [math.inf]
+        capacities = [quantities.Capacity(size, "tokens", _short(size)) for size in sizes]
+
+    points = [("lru", size, life, curves[size.unit].hits(size.amount, life)) for size in capacities for life in ttls]
+    points = points if "lru" in evictions else []
+    cost = PrefillCost(settings.prefix_cache.attention_tokens)
+    others = [name for name in EVICTIONS if name in evictions and name != "lru"]
+    walks = [(name, size, life) for name in others for size in capacities for life in ttls]
+    try:
+        with bar("walking", len(walks) * len(requests)) as progress:
+            for number, (name, size, life) in enumerate(walks):
+                hits = sim.by_order(
+                    requests,
+                    order(name, cost),
+                    size.amount,
+                    life,
+                    unit=size.unit,
+                    scope=scope.value,
+                    correction=correction,
+                    progress=lambda done, number=number: progress(number * len(requests) + done),  # type: ignore[misc]
+                )
+                points.append((name, size, life, hits))
+    except sim.CacheSimError as error:
+        fail("cachesim", str(error))
+    ideal = curves[units[0]].hits(math.inf)
+    if plot is not None:
+        _plot(curves[units[0]], capacities, ttls, ideal, units[0], plot)
+    document = json.dumps(
+        {
+            "trace": _summary(requests),
+            "rules": {
+                "scope": scope.value,
+                "evict_first": evict_first.value,
+                "partial_hit_tokens": partial_hit_tokens,
+                "min_hit_tokens": min_hit_tokens,
+                "token_bytes": token_bytes,
+            },
+            "ideal": _figures(ideal),
+            "points": [_point(*point) for point in points],
+        },
+        indent=2,
+    )
+    if json_file == "-":
+        print(document)
+        return
+    _show(requests, points, ideal)
+    if json_file is not None:
+        write(document, json_file, "cachesim")
+
+
+def _split(values: list[str]) -> list[str]:
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def _summary(trace: Trace) -> dict[str, Any]:
+    import numpy as np
+
+    return {
+        "format": trace.format,
+        "requests": len(trace),
+        "seconds": float(trace.arrival[-1] - trace.arrival[0]),
+        "input_tokens": int(trace.input_tokens.sum(dtype=np.int64)),
+        "output_tokens": int(trace.output_tokens.sum(dtype=np.int64)),
+        "block_size": trace.block_size,
+        "blocks": len(trace.blocks),
+        "distinct_blocks": len(np.unique(trace.blocks)),
+        "broken": trace.broken,
+        "skipped": trace.skipped,
+    }
+
+
+def _point(name: str, size: Capacity, life: float, hits: Hits) -> dict[str, Any]:
+    """JSON has no infinity: null stands for unlimited."""
+    return {
+        "eviction": name,
+        "capacity": size.text,
+        "amount": None if math.isinf(size.amount) else size.amount,
+        "unit": size.unit,
+        "ttl": None if math.isinf(life) else life,
+        **_figures(hits),
+    }
+
+
+def _figures(hits: Hits) -> dict[str, Any]:
+    return {
+        "token_hit_rate": hits.token_rate,
+        "block_hit_rate": hits.block_rate,
+        "hit_tokens": hits.tokens,
+        "hit_blocks": hits.blocks,
+    }
+
+
+def _show(trace: Trace, points: list[tuple[str, Capacity, float, Hits]], ideal: Hits) -> None:
+    from rich.table import Table
+
+    summary = _summary(trace)
+    print(
+        f"{trace.format}: {summary['requests']:,} requests over {summary['seconds']:,.0f} s, "
+        f"{summary['input_tokens']:,} prompt tokens,\n{summary['blocks']:,} blocks of {trace.block_size} tokens, "
+        f"{summary['distinct_blocks']:,} of them distinct; "
+        f"an unlimited cache finds {ideal.token_rate:.2%} of the tokens\n"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("eviction", "capacity", "TTL s", "hit tokens", "hit blocks"):
+        table.add_column(column, justify="left" if column == "eviction" else "right", no_wrap=True)
+    for name, size, life, hits in points:
+        lasting = "unlimited" if math.isinf(life) else f"{life:g}"
+        table.add_row(name, size.text, lasting, f"{hits.token_rate:.4f}", f"{hits.block_rate:.4f}")
+    Console().print(table)
+
+
+def _short(amount: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= amount < math.inf:
+            return f"{amount / size:g}{letter}"
+    return "unlimited" if math.isinf(amount) else f"{amount:g}"
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401 (is missing now rather than after the work)
+    except ImportError:
+        fail("cachesim", "--plot needs matplotlib: pip install 'warmkv[eval]'")
+
+
+def _plot(curve: LruCurve, capacities: list[Capacity], ttls: list[float], ideal: Hits, unit: Unit, file: Path) -> None:
+    """Hit rate against capacity, a line for each TTL; against the TTL where the only capacity is unlimited."""
+    import numpy as np
+
+    from warmkv.simulator.reports import hit_rate_chart
+
+    sizes = sorted(one.amount for one in capacities if one.unit == unit and not math.isinf(one.amount))
+    if sizes or all(math.isinf(life) for life in ttls):
+        most = max([curve.enough, *sizes, 2.0])
+        grid = np.geomspace(min([*sizes, max(1.0, most / 1e4)]), most, CURVE_POINTS).tolist()
+        names = {life: "no TTL" if math.isinf(life) else f"TTL {life:g} s" for life in ttls}
+        lines = {names[life]: [(at, curve.hits(at, life).token_rate) for at in grid] for life in ttls}
+        marks = {names[life]: [(at, curve.hits(at, life).token_rate) for at in sizes] for life in ttls}
+        axis = f"capacity, {unit}"
+    else:
+        lives = sorted(life for life in ttls if 0 < life < math.inf)
+        asked = [(life, curve.hits(math.inf, life).token_rate) for life in lives]
+        lines = marks = {"unlimited capacity": asked or [(1.0, ideal.token_rate)]}
+        axis = "TTL, seconds"
+    try:
+        hit_rate_chart.save(lines, marks, ideal.token_rate, axis, file)
+    except (OSError, UserError) as error:
+        fail("cachesim", f"cannot write {file}: {getattr(error, 'strerror', None) or error}")

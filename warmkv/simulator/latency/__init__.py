@@ -1,0 +1,1 @@
+"""Step times of a continuously batching server, fitted to measured request times."""

@@ -1,0 +1,1 @@
+"""What people and programs see of a result: tables, pages, charts and folders."""

@@ -1,0 +1,130 @@
+"""A run as a folder: what was replayed, what became of every request, how the cluster filled, what it adds up to.
+
+`meta.json` (trace, settings, step times), `requests.parquet`, `timeseries.parquet`, `summary.json` (flat, see
+`summary.py`) and `report.html`. The same replay writes the same files. Needs pyarrow and matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from warmkv.config import Prices
+from warmkv.faults import UserError
+from warmkv.policies.pricing import price
+from warmkv.simulator.reports import run_page
+from warmkv.simulator.studies.replay import Run
+from warmkv.simulator.studies.summary import figures
+
+POINTS = 500  # of the time series, evenly over the run
+
+REQUESTS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("tenant", pa.string()),
+        ("replica", pa.string()),  # null if it was refused, like all that follows from being served
+        ("arrival", pa.float64()),  # seconds from the first arrival, like all times
+        ("started", pa.float64()),
+        ("first_token", pa.float64()),
+        ("finished", pa.float64()),
+        ("input_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("reused_tokens", pa.int64()),  # prompt tokens that were not computed
+        ("blocks", pa.int64()),  # full blocks of the prompt
+        ("blocks_found", pa.int64()),
+        ("slot_bytes", pa.int64()),
+        ("retries", pa.int64()),  # how often its replica failed before its first token
+        ("resumptions", pa.int64()),  # and after it
+        ("dollars", pa.float64()),  # billed
+    ]
+)
+"""One row for every request, in the order of the trace."""
+
+
+class FolderError(UserError):
+    """A folder that a run cannot be written to; the message says why."""
+
+
+def check(folder: Path) -> None:
+    """Raises FolderError if there is something in the folder already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FolderError(f"{folder} is there and not empty; choose another --out")
+
+
+def write(folder: Path, run: Run, meta: Mapping[str, Any], prices: Prices) -> None:
+    """Write a run, into a new folder or an empty one. Raises FolderError, and OSError as the disk does."""
+    check(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    series = timeseries(run)
+    pq.write_table(_requests(run, prices), folder / "requests.parquet")
+    pq.write_table(pa.table(series), folder / "timeseries.parquet")
+    for name, document in (("meta.json", meta), ("summary.json", figures(run.result))):
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(run_page.render(run, series, meta), encoding="utf-8")
+
+
+def timeseries(run: Run) -> dict[str, Any]:
+    """Columns over time. Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0."""
+    served = [job for job in run.jobs if job.replica]
+    times = np.linspace(0.0, run.result.seconds, POINTS + 1)
+
+    def until(moments: list[float], amounts: list[int] | None = None) -> Any:
+        """How many of the moments have come at each time, or what their amounts add up to."""
+        order = np.argsort(np.array(moments), kind="stable")
+        total = np.arange(len(moments) + 1)
+        if amounts is not None:
+            total = np.concatenate([[0], np.cumsum(np.array(amounts, dtype=np.int64)[order])])
+        return total[np.searchsorted(np.array(moments)[order], times, side="right")]
+
+    arrived, started = until([job.arrival for job in served]), until([job.started for job in served])
+    finished, firsts = until([job.finished for job in served]), [job.first for job in served]
+    return {
+        "seconds": times,
+        "arrived": until([job.arrival for job in run.jobs]),
+        "served": finished,
+        "waiting": arrived - started,
+        "running": started - finished,
+        "prompt_tokens": until(firsts, [job.record.input_tokens for job in served]),
+        "reused_tokens": until(firsts, [job.reused for job in served]),
+        "replicas": run.outcome.alive.at(times),
+        "slot_bytes": run.outcome.slots.at(times),
+        **{f"{tier}_bytes": level.at(times) for tier, level in run.outcome.tiers.items()},
+    }
+
+
+def _requests(run: Run, prices: Prices) -> Any:
+    usages = iter(run.usages)
+    rows = [
+        {
+            "id": job.record.id,
+            "tenant": job.record.tenant,
+            "arrival": job.arrival,
+            "input_tokens": job.record.input_tokens,
+            "output_tokens": job.record.output_tokens,
+            "blocks": len(job.record.hashes),
+        }
+        | (
+            {
+                "replica": job.replica,
+                "started": job.started,
+                "first_token": job.first,
+                "finished": job.finished,
+                "reused_tokens": job.reused,
+                "blocks_found": job.match.blocks,
+                "slot_bytes": job.slot_bytes,
+                "retries": job.retries,
+                "resumptions": job.resumptions,
+                "dollars": price(next(usages), prices).total,
+            }
+            if job.replica
+            else {}
+        )
+        for job in run.jobs
+    ]
+    return pa.Table.from_pylist(rows, schema=REQUESTS)

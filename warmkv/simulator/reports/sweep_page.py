@@ -1,0 +1,159 @@
+"""What a sweep shows: a table in the terminal, `results.parquet`, and `report.html`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich import box
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.table import Table
+
+from warmkv.report_page import page
+from warmkv.simulator.reports import sweep_charts as charts
+from warmkv.simulator.studies.grid import short_names, shown
+from warmkv.simulator.studies.sweep import Row, names_of
+
+MOST_LINES = 40  # of the table in the terminal; with more points it shows those on the front
+COLUMNS = (
+    *("hit_rate_tokens", "dollars", "saving", "ttft_p50", "ttft_p99", "e2e_p50"),
+    *("resident_bytes_max", "slot_bytes_max", "quality"),
+)
+HEADS = {
+    "hit_rate_tokens": "hit", "saving": "saved", "ttft_p50": "TTFT p50", "ttft_p99": "TTFT p99", "e2e_p50": "E2E p50",
+    "resident_bytes_max": "stored", "slot_bytes_max": "slots",
+}  # fmt: skip
+UNKNOWN = "unknown"
+
+
+def paths_of(rows: Sequence[Row]) -> list[str]:
+    """Every path that a point sets, in the order of the grid."""
+    return list(dict.fromkeys(path for row in rows for path in row.settings))
+
+
+def varied(rows: Sequence[Row]) -> list[str]:
+    """Those that have more than one value."""
+    return [path for path in paths_of(rows) if len({row.values.get(path) for row in rows}) > 1]
+
+
+def show(rows: Sequence[Row], front: Sequence[str], idle: Sequence[str], console: Console) -> None:
+    """Print the table in the order of the grid; of many points only those on the front."""
+    listed = rows if len(rows) <= MOST_LINES else [row for row in rows if row.front]
+    paths = paths_of(rows)
+    names = short_names(paths)
+    lines = [["#", *names.values(), *(HEADS.get(name, name) for name in COLUMNS)]]
+    for row in listed:
+        settings = [shown(row.settings[path]) if path in row.settings else "" for path in paths]
+        lines.append([f"{row.number}{'*' * row.front}", *settings, *(text(row, name) for name in COLUMNS)])
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
+    table.caption = f"*: on the Pareto front of {', '.join(front)}; stored, slots: largest bytes over all replicas"
+    for at, head in enumerate(lines[0]):
+        table.add_column(plain(head), justify="left" if 0 < at <= len(paths) else "right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*map(plain, line))
+    width = sum(max(map(len, column)) + 2 for column in zip(*lines, strict=True))
+    console.width = max(console.width, width)  # lines of a narrower terminal wrap rather than lose figures
+    console.print(table)
+    if len(listed) < len(rows):
+        console.print(f"{len(rows) - len(listed):,} points that are not on the front: see results.parquet")
+    for path in idle:
+        console.print(f"made no difference: {path}", highlight=False, markup=False)
+
+
+def text(row: Row, name: str) -> str:
+    """A figure for people."""
+    value = row.figures.get(name)
+    if value is None:
+        return UNKNOWN
+    if name.startswith(("hit_rate", "saving", "quality")):
+        return f"{value:.1%}"
+    if name.startswith("dollars"):
+        return f"${value:,.2f}" if value >= 1 else f"${value:.4f}"
+    if "_bytes_" in name:
+        return f"{value / 2**20:,.1f} MiB"
+    if name.startswith(("ttft", "tpot", "e2e")):
+        return f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
+    return f"{value:,.0f}" if value >= 1e4 or value == int(value) else f"{value:.4g}"
+
+
+def write_parquet(rows: Sequence[Row], file: Path) -> None:
+    """A row for every point; a setting is a column named by its path, a number where all points have numbers there."""
+    columns: dict[str, Any] = {
+        "number": pa.array([row.number for row in rows], pa.int32()),
+        "key": [row.key for row in rows],
+        "policy": [row.policy for row in rows],
+        "front": [row.front for row in rows],
+    }
+    for path in paths_of(rows):
+        values = [row.values.get(path) for row in rows]
+        numbers = all(value is None or isinstance(value, float) for value in values)
+        texts = [None if value is None else str(value) for value in values]
+        columns[path] = pa.array(values, pa.float64()) if numbers else pa.array(texts, pa.string())
+    for name in names_of(rows):
+        columns[name] = pa.array([row.figures.get(name) for row in rows], pa.float64())
+    scratch = file.with_name(f".{file.name}.new")
+    pq.write_table(pa.table(columns), scratch)
+    os.replace(scratch, file)
+
+
+def render(meta: dict[str, Any], rows: Sequence[Row], front: Sequence[str], idle: Sequence[str]) -> str:
+    """The page: the front, cost against quality, every varied setting, all points."""
+    trace = meta["trace"]
+    parts = [
+        f"<h1>Sweep of {escape(trace['file'])}</h1>",
+        f'<p class="soft">{len(rows):,} points, {trace["requests"]:,} requests.</p>',
+        "<h2>Pareto front</h2>",
+        f"<p>Filled, with its number in the table below: no other point is at least as good in all of "
+        f"{escape(', '.join(front))} and better in one.</p>",
+        f"<figure>{charts.pareto_front(rows, front)}</figure>",
+        "<h2>Cost against quality</h2>",
+        *_quality(rows, front[0]),
+    ]
+    for number, path in enumerate(varied(rows)):
+        parts += [f"<h2>Against {escape(path)}</h2>", "<p>A line for every choice of the other settings.</p>"]
+        if path in idle:
+            parts += ["<p>It made no difference.</p>"]
+        parts += [f"<figure>{charts.against(rows, path, f'against-{number}')}</figure>"]
+    parts += ["<h2>All points</h2>", _table(rows), "<h2>Run</h2>", _facts(meta)]
+    return page(f"warmkv sweep: {trace['file']}", parts)
+
+
+def _quality(rows: Sequence[Row], cost: str) -> list[str]:
+    unknown = sum(row.figures["quality"] is None for row in rows)
+    if unknown == len(rows):
+        return ["<p>Unknown: no measured results of these policies at these budgets were given (--quality).</p>"]
+    left = f" The quality of {unknown:,} points is unknown; they are left out." if unknown else ""
+    names = list(dict.fromkeys((cost, "slot_bytes_max")))
+    return [
+        "<p>Quality is the share of the full cache's score that the policy keeps at its budget, measured by "
+        f"<code>warmkv eval</code>.{left}</p>",
+        f"<figure>{charts.against_quality(rows, names)}</figure>",
+    ]
+
+
+def _table(rows: Sequence[Row]) -> str:
+    paths = paths_of(rows)
+    names = names_of(rows)
+    head = "".join(f"<th>{escape(name)}</th>" for name in ["#", *paths, *names])
+    lines = []
+    for row in rows:
+        cells = [f"<td>{row.number}{'*' * row.front}</td>"]
+        cells += [f'<td class="name">{escape(shown(row.settings.get(path, "")))}</td>' for path in paths]
+        cells += [f"<td{_class(row.figures.get(name))}>{text(row, name)}</td>" for name in names]
+        lines.append(('<tr class="front">' if row.front else "<tr>") + "".join(cells) + "</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _class(value: float | None) -> str:
+    return ' class="none"' if value is None else ""
+
+
+def _facts(meta: dict[str, Any]) -> str:
+    facts = {"trace": meta["trace"]["sha256"], "step times": meta["step_times"]["source"], "warmkv": meta["warmkv"]}
+    return f"<dl>{''.join(f'<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"

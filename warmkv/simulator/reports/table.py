@@ -1,0 +1,136 @@
+"""Results for people, side by side in the terminal, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from warmkv.policies.costs import StepTimes
+from warmkv.simulator.cache.measures import Percentiles
+from warmkv.simulator.studies.replay import Amount, Result
+from warmkv.simulator.studies.summary import figures
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    """Print three tables with a row per variant: cache and bills, memory and latency, what the service is worth."""
+    for table in (_money(results), _latency(results), _service(results)):
+        console.print(table)
+
+
+def to_json(results: Sequence[Result], times: StepTimes, source: str) -> str:
+    """All figures of all variants, and the step times they were computed with."""
+    document = {
+        "step_times": {"source": source, **times.figures()},
+        "variants": [{**asdict(result), "figures": figures(result)} for result in results],
+    }
+    return json.dumps(document, indent=2)
+
+
+def _money(results: Sequence[Result]) -> Table:
+    table = _table("Cache and cost")
+    table.caption = (
+        "hit: share of prompt tokens not computed, of full blocks found; read, written, input: tokens billed;\n"
+        "saved: against the same requests at the plain input price; gone: blocks and tails evicted, expired"
+    )
+    _columns(table, "hit tokens", "hit blocks", "read", "written", "input", "bill", "saved", "gone")
+    for r in results:
+        usage = r.usage
+        table.add_row(
+            *_name(r),
+            f"{r.token_hit_rate:.1%}",
+            f"{r.block_hit_rate:.1%}",
+            *(_count(tokens) for tokens in (usage.read, usage.total_written, usage.input)),
+            f"${r.dollars:,.2f}",
+            f"{r.saving:.1%}",
+            f"{_count(r.evictions)}, {_count(r.expirations)}",
+        )
+    return table
+
+
+def _latency(results: Sequence[Result]) -> Table:
+    table = _table("Memory and latency")
+    table.caption = (
+        "slots, stored: MiB or GiB of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
+        "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full"
+    )
+    _columns(table, "slots", "stored", "TTFT ms", "TPOT ms", "E2E s", "refused")
+    for r in results:
+        table.add_row(
+            *_name(r),
+            _level(r.slots),
+            _level(r.stored),
+            _triple(r.ttft, 1000),
+            _triple(r.tpot, 1000),
+            _triple(r.e2e, 1),
+            _count(r.refused),
+        )
+    return table
+
+
+def _service(results: Sequence[Result]) -> Table:
+    table = _table("Service and money")
+    table.caption = (
+        "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many/s;\n"
+        "GPU cost: of all replicas at the price of simulator.gpu, and by prompt and output tokens together"
+    )
+    _columns(table, "TTFT p95 ms", "E2E p95 s", "in SLO", "goodput /s", "GPU hours", "GPU cost", "$ / M tokens")
+    for r in results:
+        table.add_row(
+            *_name(r),
+            _short(r.ttft.p95 * 1000),
+            _short(r.e2e.p95),
+            f"{r.in_slo / r.requests if r.requests else 0:.1%}",
+            _short(r.goodput),
+            _short(r.gpu_hours),
+            f"${r.gpu_dollars:,.2f}",
+            f"${r.gpu_dollars_per_million_tokens:,.3f}",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _columns(table: Table, *names: str) -> None:
+    table.add_column("policy", no_wrap=True)
+    table.add_column("TTL s", no_wrap=True, justify="right")
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="right")
+
+
+def _name(result: Result) -> tuple[str, str]:
+    return result.policy, "as marked" if result.ttl is None else f"{result.ttl:g}"
+
+
+def _count(number: int) -> str:
+    if number < 10_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
+
+
+def _level(level: Amount) -> str:
+    """Mean and peak in MiB, or in GiB where there are many."""
+    size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
+    return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"
+
+
+def _triple(values: Percentiles, factor: float) -> str:
+    return " ".join(_short(value * factor) for value in (values.p50, values.p90, values.p99))
+
+
+def _short(number: float) -> str:
+    """Three figures, in at most five characters below 100,000."""
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"

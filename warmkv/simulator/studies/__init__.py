@@ -1,0 +1,1 @@
+"""Questions asked of a trace: replay it, sweep, tune, compare, verify, or measure hit rates alone."""

@@ -1,0 +1,199 @@
+"""What prefix caches of many sizes and lifetimes would have found in a trace. There is no time but the arrivals'.
+
+Requests come in order and take no time. Each looks up its blocks from the first on until one is missing, and then uses
+all of them. The rates are shares of all prompt tokens and of all blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warmkv.faults import UserError
+from warmkv.policies.eviction import Order
+from warmkv.policies.retention import BlockLedger
+from warmkv.simulator.cache.stack_distance import needs
+from warmkv.simulator.studies.quantities import Unit
+from warmkv.simulator.traces import Trace
+from warmkv.simulator.traces.columns import UNKNOWN
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Scope = Literal["global", "session", "tenant"]
+
+GRACE = 1e-6  # seconds: a ledger drops a block at the end of its TTL, here it is found to the second
+PROGRESS_EVERY = 100  # requests
+
+
+class CacheSimError(UserError):
+    """A question that a trace cannot answer; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """For traces whose blocks are coarser than those of the cache that is modelled.
+
+    `partial`: tokens that are found beyond the last block when a hit ends within the prompt; half a block on average.
+    `least`: tokens that a hit counts at least, as where all requests share a system prompt longer than a block.
+    """
+
+    partial: int = 0
+    least: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What a cache found of a trace. Rates are 0 where there is nothing to find."""
+
+    tokens: int
+    blocks: int
+    token_rate: float
+    block_rate: float
+
+
+class LruCurve:
+    """Hits of LRU caches at any capacity, computed once for a trace, a scope and a unit of capacity."""
+
+    def __init__(self, worth: Ints, capacity: Floats, lifetime: Floats, input_tokens: int) -> None:
+        self._worth, self._capacity, self._lifetime = worth, capacity, lifetime
+        self._input_tokens = input_tokens
+        self._sorted: dict[float, tuple[Floats, Ints]] = {}  # by TTL: needs in order, and what they add up to
+
+    def hits(self, capacity: float, ttl: float = math.inf) -> Hits:
+        """At a capacity in the curve's unit. A block used `ttl` seconds ago, to the second, is still found."""
+        needed, total = self._by_capacity(ttl)
+        blocks = int(np.searchsorted(needed, capacity, side="right")) if not math.isinf(capacity) else len(needed)
+        tokens, count = int(total[blocks]), len(self._worth)
+        return Hits(
+            tokens,
+            blocks,
+            tokens / self._input_tokens if self._input_tokens else 0.0,
+            blocks / count if count else 0.0,
+        )
+
+    @property
+    def enough(self) -> float:
+        """The least capacity that finds all that can be found; 0 if nothing can."""
+        needed, _ = self._by_capacity(math.inf)
+        return float(needed[-1]) if len(needed) else 0.0
+
+    def _by_capacity(self, ttl: float) -> tuple[Floats, Ints]:
+        if ttl not in self._sorted:
+            alive = np.isfinite(self._capacity) & (self._lifetime <= ttl)
+            needed = self._capacity[alive]
+            order = np.argsort(needed, kind="stable")
+            self._sorted[ttl] = needed[order], np.concatenate([[0], np.cumsum(self._worth[alive][order])])
+        return self._sorted[ttl]
+
+
+def lru(
+    trace: Trace,
+    *,
+    unit: Unit = "tokens",
+    scope: Scope = "global",
+    correction: Correction = Correction(),
+    tail_first: bool = False,
+) -> LruCurve:
+    """One pass over a trace. With a scope, every session or tenant has a cache of that capacity to itself.
+
+    `tail_first`: the ends of prompts are evicted first, as in warmkv's own stores; else their heads, as in the
+    published figures. Raises CacheSimError if the trace has no blocks, or does not tell the scope.
+    """
+    _need_blocks(trace)
+    grouped = _grouped(trace, scope)
+    sizes = grouped.block_tokens()
+    weights = sizes if unit == "tokens" else np.ones_like(sizes)
+    found = needs(grouped.blocks, grouped.offsets, weights, grouped.arrival, tail_first=tail_first)
+    worth = _worth(grouped, sizes, correction)
+    return LruCurve(worth, found.capacity, found.lifetime, int(trace.input_tokens.sum(dtype=np.int64)))
+
+
+def by_order(
+    trace: Trace,
+    order: Order,
+    capacity: float,
+    ttl: float = math.inf,
+    *,
+    unit: Unit = "tokens",
+    scope: Scope = "global",
+    correction: Correction = Correction(),
+    progress: Callable[[int], None] = lambda requests: None,
+) -> Hits:
+    """One cache, walked through block by block with the ledger of the live stores. Raises CacheSimError as `lru` does.
+
+    Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
+    """
+    _need_blocks(trace)
+    trace = _grouped(trace, scope)
+    owners = np.zeros_like(trace.session) if scope == "global" else getattr(trace, scope)
+    sizes = trace.block_tokens()
+    worth = np.concatenate([[0], np.cumsum(_worth(trace, sizes, correction))])
+    keys, lengths, bounds = trace.blocks.view("S8").tolist(), sizes.tolist(), trace.offsets.tolist()
+    room = int(min(capacity, sizes.sum()))  # a ledger counts in whole numbers
+    tokens = blocks = 0
+    owner, ledger = None, BlockLedger(room, order)
+    for i, (now, mine) in enumerate(zip(trace.arrival.tolist(), owners.tolist(), strict=True)):
+        if mine != owner:
+            owner, ledger = mine, BlockLedger(room, order)
+        start, end = bounds[i], bounds[i + 1]
+        chain, held = keys[start:end], lengths[start:end]
+        if len(set(chain)) < len(chain):  # no chain of hashes, and a ledger holds nothing else
+            raise CacheSimError("a prompt has the same block twice; only --eviction lru can count that")
+        hit = ledger.match(chain, now)
+        ledger.touch(chain[:hit], now)
+        ledger.store(chain, held if unit == "tokens" else [1] * len(chain), ttl + GRACE, now, tokens=held)
+        tokens += int(worth[start + hit] - worth[start])
+        blocks += hit
+        if i % PROGRESS_EVERY == 0:
+            progress(i)
+    prompts, count = int(trace.input_tokens.sum(dtype=np.int64)), len(trace.blocks)
+    return Hits(tokens, blocks, tokens / prompts if prompts else 0.0, blocks / count if count else 0.0)
+
+
+def _need_blocks(trace: Trace) -> None:
+    if not trace.block_size and len(trace):
+        raise CacheSimError(f"a trace of the format {trace.format} has no block hashes, so nothing can be found in it")
+
+
+def _grouped(trace: Trace, scope: Scope) -> Trace:
+    """The requests of each cache one after the other, with blocks that are its own.
+
+    Between two uses of a block there are then only requests of its cache, so one pass serves all of them.
+    """
+    if scope == "global":
+        return trace
+    owner = trace.session if scope == "session" else trace.tenant
+    if (owner == UNKNOWN).any():
+        raise CacheSimError(f"the trace does not tell the {scope} of every request")
+    order = np.argsort(owner, kind="stable")
+    grouped = trace.take(order)
+    distinct, blocks = np.unique(grouped.blocks, return_inverse=True)
+    blocks += np.repeat(owner[order].astype(np.int64), np.diff(grouped.offsets)) * len(distinct)
+    return replace(grouped, blocks=blocks)
+
+
+def _worth(trace: Trace, sizes: Ints, correction: Correction) -> Ints:
+    """[m] prompt tokens that finding each block adds to what the blocks before it give."""
+    counts = np.diff(trace.offsets)
+    request = np.repeat(np.arange(len(trace)), counts)
+    first = trace.offsets[:-1][request]
+    total = np.cumsum(sizes)
+    found = total - (total[first] - sizes[first])  # tokens up to the end of each block
+    prompt = trace.input_tokens[request].astype(np.int64)
+    found = np.where(found < prompt, found + correction.partial, found)
+    found = np.minimum(np.maximum(found, correction.least), prompt)
+    before = np.concatenate([[0], found[:-1]]) if len(found) else found
+    before[trace.offsets[:-1][counts > 0]] = 0
+    worth: Ints = found - before
+    return worth
+
+
+def round_capacities(most: float) -> list[float]:
+    """10k, 20k, 50k, 100k, ... up to the first that is enough."""
+    steps = [digit * 10.0**power for power in range(4, 16) for digit in (1, 2, 5)]
+    return [step for step in steps if step < most] + [next((step for step in steps if step >= most), steps[-1])]

@@ -1,0 +1,159 @@
+"""Step times from an access log: what its own requests took, in prefill, while decoding, and outside their replica.
+
+1. Every measured span is a sum over engine steps: a request's own steps, and the tokens and contexts of whatever else
+   its replica computed meanwhile, spread evenly over the time that the others took. That gives a linear fit.
+2. The log is simulated, each request on the replica that it was on, and prefill, decoding and the time outside are
+   scaled as long as the simulated times come closer to the measured ones: a span has more of some steps and less of
+   others than an even spread tells, and the fit follows usual requests where latencies also have a tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warmkv.config import Config
+from warmkv.faults import UserError
+from warmkv.policies import budgets
+from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
+from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.latency.calibration import Times, distance, times_of
+from warmkv.simulator.latency.spread_evenly import during
+from warmkv.simulator.latency.step_fit import least_squares
+from warmkv.simulator.studies.replay import run
+from warmkv.simulator.studies.variants import Variant
+
+Floats = NDArray[np.float64]
+SpecOf = Callable[[RequestRecord], PolicySpec]
+MOST_SIMULATED = 500  # requests, the first ones, that the scales are fitted to
+STEPS = (0.2, 0.01)  # of a scale, relative: the first and the last by which it is moved
+MOST_MOVES = 80
+
+
+class LogFitError(UserError):
+    """A log that tells nothing of step times."""
+
+
+def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """The records that carry timings."""
+    return [record for record in records if record.e2e >= record.ttft > record.queue >= 0]
+
+
+def measured_times(records: Sequence[RequestRecord]) -> Times:
+    """How long clients waited, by the log."""
+    return _times((0.0, record.ttft, record.e2e, record.output_tokens) for record in records)
+
+
+def simulated_times(jobs: Sequence[Job]) -> Times:
+    """How long they waited in a simulation; all were served."""
+    return _times((job.arrival, job.first, job.finished, job.record.output_tokens) for job in jobs)
+
+
+def _times(rows: Iterable[tuple[float, float, float, int]]) -> Times:
+    arrival, first, last, output = (np.array(column) for column in zip(*rows, strict=True))
+    return times_of(arrival, first, last, output)
+
+
+def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
+    """Step times with which a replay takes as long as the log says. Raises LogFitError if no record carries timings."""
+    timed = measured(records)
+    if not timed:
+        raise LogFitError("no record of the log carries timings to fit step times to")
+    return _scaled(timed[:MOST_SIMULATED], config, linear_fit(timed, config, spec_of))
+
+
+def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
+    """Step 1; all records carry timings."""
+    by_replica: dict[str, list[RequestRecord]] = defaultdict(list)
+    for record in records:
+        by_replica[record.replica].append(record)
+    parts = [_rows(group, config.engine.prefill_chunk, spec_of) for group in by_replica.values()]
+    work, seconds = (np.concatenate(each) for each in zip(*parts, strict=True))
+    found = [float(value) for value in least_squares(work, seconds, work[:, 0] + work[:, 3])]
+    return UniformCosts(
+        PhaseCosts(StepCost(*found[:3]), StepCost(*found[3:])), float(np.median([_outside(r) for r in records]))
+    )
+
+
+def _outside(record: RequestRecord) -> float:
+    """Seconds up to the first token that a request did not spend in its replica; 0 in logs that do not tell."""
+    return max(0.0, record.ttft - record.queue - record.prefill) if record.prefill else 0.0
+
+
+def _rows(records: Sequence[RequestRecord], chunk: int, spec_of: SpecOf) -> tuple[Floats, Floats]:
+    """Work [2 * requests, 6] and seconds of the spans of one replica.
+
+    Work is of prefill, then of decoding: steps, tokens computed, context read.
+    """
+    arrival = np.array([record.arrival for record in records])
+    arrival -= arrival.min()  # Unix times would cost the sums below their precision
+    queue, ttft, e2e = (np.array([getattr(r, name) for r in records]) for name in ("queue", "ttft", "e2e"))
+    outside = np.array([_outside(record) for record in records])
+    prompt = np.array([record.input_tokens for record in records], dtype=float)
+    new = np.array([record.input_tokens - record.cached_tokens for record in records], dtype=float)
+    kept = np.array([budgets.kept_tokens(spec_of(record), record.input_tokens) for record in records])
+    full = np.array([_capacity(spec_of(record), record) for record in records])
+    decodes = np.array([max(0, record.output_tokens - 1) for record in records], dtype=float)
+
+    start, first, end = arrival + outside + queue, arrival + ttft, arrival + e2e
+    chunks = np.array([max(1, math.ceil(count / chunk)) for count in new], dtype=float)
+    prefill_read = (chunks - 1) * (prompt - new) + chunk * chunks * (chunks - 1) / 2 + prompt
+    grown = np.minimum(full - kept, decodes)  # entries added; a full ring only overwrites
+    read = decodes * full - grown * (grown - 1) / 2  # entries read in all decode steps
+
+    # A prompt's chunks and, between two of them, a decode step of whoever decodes at that time.
+    batch = during(start, first, first, end, end - first) / (first - start)
+    entries = during(start, first, first, end, (end - first) * read / np.maximum(decodes, 1)) / (first - start)
+    between = np.where(batch > 0.5, chunks - 1, 0.0)
+    prefills = np.column_stack([chunks, new, prefill_read, between, between * batch, between * entries])
+
+    # A request's decode steps with the other sequences in them, and the chunks of prompts that came between. Decoding
+    # all but stands still during a prompt, so it is spread over the time left by prompts.
+    began, ended = (times - during(np.zeros_like(times), times, start, first, first - start) for times in (first, end))
+    chunked = [during(first, end, start, first, amount) for amount in (chunks, new, prefill_read)]
+    stepped = [during(began, ended, began, ended, amount) for amount in (decodes, read)]
+    decoded = np.column_stack([*chunked, decodes, *stepped])
+    work, seconds = np.concatenate([prefills, decoded]), np.concatenate([first - start, end - first])
+    some = (seconds > 0) & (work[:, 0] + work[:, 3] > 0)
+    return work[some], seconds[some]
+
+
+def _capacity(spec: PolicySpec, record: RequestRecord) -> int:
+    return budgets.slot_capacity(spec, record.input_tokens, record.output_tokens)
+
+
+def _scaled(records: Sequence[RequestRecord], config: Config, costs: UniformCosts) -> UniformCosts:
+    """Step 2: a compass search over the logarithms of three scales."""
+    goal, logs = measured_times(records), np.zeros(3)
+
+    def loss(costs: UniformCosts) -> float:
+        jobs = run(records, config, Variant(), costs, as_placed=True).jobs
+        return distance(goal, simulated_times(jobs)) if all(job.replica for job in jobs) else math.inf
+
+    best, size, moves = loss(costs), STEPS[0], 0
+    while size > STEPS[1] and moves < MOST_MOVES:
+        for move in (*np.eye(3), *-np.eye(3)):
+            there, moves = logs + size * move, moves + 1
+            if (reached := loss(_scaled_by(costs, *np.exp(there)))) < best:
+                best, logs = reached, there
+                break
+        else:
+            size /= 2
+    return _scaled_by(costs, *np.exp(logs))
+
+
+def _scaled_by(costs: UniformCosts, prefill: float, decode: float, outside: float) -> UniformCosts:
+    of = costs.costs
+    assert isinstance(of.prefill, StepCost)
+    assert isinstance(of.decode, StepCost)
+    return UniformCosts(
+        replace(of, prefill=of.prefill.times(float(prefill)), decode=of.decode.times(float(decode))),
+        costs.overhead * float(outside),
+    )

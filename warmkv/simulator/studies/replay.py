@@ -1,0 +1,320 @@
+"""Replaying a log under one or many what-ifs: hit rates, bytes, money and latency, side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+from pydantic import ValidationError
+
+from warmkv.config import Config, describe
+from warmkv.policies.costs import StepTimes
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.pricing import price
+from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes import breakpoints
+from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.prefixes.usage import Usage
+from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, percentiles
+from warmkv.simulator.cluster.cluster import Outcome, simulate
+from warmkv.simulator.cluster.gc_pause import gc_paused
+from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.studies.variants import Variant, VariantError, price_tier
+from warmkv.simulator.workload.replay_inputs import ReplayInputs
+from warmkv.simulator.workload.requests import Turn
+
+Progress = Callable[[int, int], None]  # told the variant's number and how many of its requests have arrived
+NO_TURNS: Mapping[int, Turn] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A level over time."""
+
+    peak: int
+    mean: float
+
+    @classmethod
+    def of(cls, level: TimeWeightedGauge, end: float) -> Amount:
+        return cls(level.peak, level.mean(end))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one variant did. Rates are shares, times seconds, percentiles over the requests that were served."""
+
+    policy: str
+    ttl: float | None  # seconds; None as recorded
+    requests: int
+    refused: int  # too large for any replica, or every queue was full
+    failed: int  # with their replica, more often than they are sent again
+    retries: int  # of requests whose replica failed before their first token
+    resumptions: int  # and after it
+    fetches: int  # of blocks from other replicas that brought any
+    fetches_declined: int  # that the router had planned, and that would have taken longer than to compute
+    fetched_bytes: int
+    handed_bytes: int  # that replicas left to others when they were stopped
+    seconds: float  # virtual time from the first arrival to the last end
+    prompt_tokens: int  # of the served requests
+    reused_tokens: int  # prompt tokens whose KV was reused, whatever was billed
+    token_hit_rate: float  # reused_tokens / prompt_tokens
+    block_hit_rate: float  # leading full blocks found / full blocks looked up
+    usage: Usage  # as billed, all requests together
+    dollars: float  # that the tenants are billed
+    dollars_uncached: float  # the same requests at the plain input price
+    bills: Mapping[str, float]  # dollars by tenant
+    slots: Amount
+    stored: Amount  # in all tiers
+    tiers: Mapping[str, Amount]  # device, host, disk
+    evictions: int  # blocks and tails
+    expirations: int
+    ttft: Percentiles
+    tpot: Percentiles  # of requests with at least two tokens
+    e2e: Percentiles
+    in_slo: int  # served within simulator.slo
+    replicas: Amount  # that are alive, starting or not
+    gpu_hours: float  # of all replicas that are alive, from the first arrival to the last end
+    gpu_dollars: float
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that were served within the SLO."""
+        return self.in_slo / self.seconds if self.seconds else 0.0
+
+    @property
+    def gpu_dollars_per_million_tokens(self) -> float:
+        """Of prompts and answers together."""
+        tokens = self.prompt_tokens + self.usage.output
+        return self.gpu_dollars / tokens * 1e6 if tokens else 0.0
+
+    @property
+    def saving(self) -> float:
+        """Share of the tenants' bills that caching took off."""
+        return 1 - self.dollars / self.dollars_uncached if self.dollars_uncached else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished simulation of a variant: what became of the requests, and what it adds up to."""
+
+    jobs: Sequence[Job]  # all, in the order of the records
+    lifetimes: Lifetimes
+    outcome: Outcome
+    result: Result
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Of those that were served, in that order."""
+        return [billed(job, self.lifetimes) for job in self.jobs if job.replica]
+
+
+def replay(
+    records: Sequence[RequestRecord],
+    config: Config,
+    variants: Sequence[Variant],
+    times: StepTimes,
+    *,
+    turns: Mapping[int, Turn] = NO_TURNS,
+    inputs: ReplayInputs | None = None,
+    progress: Progress = lambda variant, arrived: None,
+) -> list[Result]:
+    """Replay records, ordered by arrival, once per variant. The same arguments give the same results.
+
+    Records in `turns`, by number, arrive when the turn before them is over, whatever arrival they were recorded with.
+
+    `times` are the step times, as `step_times.choose_cost` finds them; `inputs` is
+    `Requests.inputs`, where records are replayed more than once. Raises VariantError if the log names a TTL or a policy
+    that the configuration does not know.
+    """
+    inputs = inputs or ReplayInputs(records)
+    with gc_paused():  # until the jobs of each run are gone, too
+        return [
+            run(records, config, variant, times, turns=turns, inputs=inputs, progress=partial(progress, number)).result
+            for number, variant in enumerate(variants)
+        ]
+
+
+def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
+    """The policy a record names; each label is read once."""
+    specs: dict[str, PolicySpec] = {}
+
+    def spec_of(record: RequestRecord) -> PolicySpec:
+        spec = specs.get(record.policy)
+        if spec is None:
+            try:
+                spec = specs[record.policy] = PolicySpec.model_validate(record.policy)
+            except ValidationError as error:
+                reasons = "; ".join(describe(error, PolicySpec))
+                raise VariantError(f"request {record.id}: policy {record.policy!r}: {reasons}") from None
+        return spec
+
+    return spec_of
+
+
+def prepare(
+    records: Sequence[RequestRecord],
+    config: Config,
+    variant: Variant,
+    turns: Mapping[int, Turn] = NO_TURNS,
+    inputs: ReplayInputs | None = None,
+) -> tuple[list[Job], Lifetimes]:
+    """The jobs of a variant, arrivals counted from the first, and how long their prefixes live. Raises VariantError."""
+    cache = config.prefix_cache
+    tier = ""
+    lifetimes = Lifetimes.of(cache)
+    if variant.ttl is not None:
+        tier = price_tier(variant.ttl, cache.ttls)
+        lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
+
+    recorded = recorded_policy()
+    specs = [variant.policy] * len(records) if variant.policy else [recorded(record) for record in records]
+    marks = [()] * len(records) if not cache.enabled else [_marks(record, tier, lifetimes) for record in records]
+    start = records[0].arrival if records else 0.0
+    inputs = inputs or ReplayInputs(records)
+    sizes = inputs.sizes(variant.policy, specs, marks, kv_shape(config), config.engine.max_context or 0)
+    jobs = [
+        Job(number, record, record.arrival - start, own, *size)
+        for number, (record, own, size) in enumerate(zip(records, marks, sizes, strict=True))
+    ]
+    for job in jobs:
+        if job.marks or job.record.reads:
+            job.shares = job.record.api == "messages"
+    for number, turn in turns.items():
+        jobs[turn.previous].following = jobs[number]
+        jobs[number].waits, jobs[number].think = True, turn.think
+    return jobs, lifetimes
+
+
+def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark, ...]:
+    """The marks of a record, all sold as `tier` if that is given. Raises VariantError."""
+    if not record.marks:
+        return ()
+    marks = tuple(Mark(mark.position, tier, mark.key) for mark in record.marks) if tier else record.marks
+    for mark in marks:
+        if mark.ttl not in lifetimes.ttls:
+            known = ", ".join(lifetimes.ttls)
+            raise VariantError(
+                f"request {record.id}: TTL {mark.ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
+            )
+    return marks
+
+
+def billed(job: Job, lifetimes: Lifetimes) -> Usage:
+    """The usage of a served job: by breakpoints, or in the OpenAI APIs by what was reused."""
+    if job.record.api != "messages":
+        return _billed_as_reused([job])
+    record, found = job.record, job.match.hit
+    usage = breakpoints.billed(record.input_tokens, job.marks, found, job.written, job.read, lifetimes.ttls)
+    return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
+
+
+def run(
+    records: Sequence[RequestRecord],
+    config: Config,
+    variant: Variant,
+    times: StepTimes,
+    *,
+    turns: Mapping[int, Turn] = NO_TURNS,
+    as_placed: bool = False,
+    inputs: ReplayInputs | None = None,
+    progress: Callable[[int], None] = lambda arrived: None,
+) -> Run:
+    """Replay records once, as `replay` does, and keep what became of every request.
+
+    `as_placed` sends each to the replica that its record names.
+    """
+    token_bytes = kv_shape(config).token_bytes
+    inputs = inputs or ReplayInputs(records)
+    with gc_paused():
+        jobs, lifetimes = prepare(records, config, variant, turns, inputs)
+        outcome = simulate(
+            jobs,
+            config,
+            lifetimes,
+            token_bytes,
+            times,
+            as_placed=as_placed,
+            lay_out=lambda: inputs.layout,
+            progress=progress,
+        )
+        return summarise(jobs, outcome, config, lifetimes, variant)
+
+
+def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
+    """Totals and percentiles of a finished simulation."""
+    served = [job for job in jobs if job.replica]
+    by_tenant: dict[str, list[Job]] = defaultdict(list)
+    for job in served:
+        by_tenant[job.record.tenant].append(job)
+    bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
+    usage = _total(bills.values(), lifetimes)
+    prompt, reused = usage.prompt, sum([job.reused for job in served])
+    blocks = sum([len(job.record.hashes) for job in served])
+    arrival = np.array([job.arrival for job in served])
+    first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
+    steps = np.array([job.decode_steps for job in served])
+    ttft, decoded = first - arrival, steps > 0
+    tpot = np.divide(end - first, steps, out=np.zeros(len(served)), where=decoded)
+    slo = config.simulator.slo
+    alive = Amount.of(outcome.alive, outcome.end)
+    gpu_hours = gpus_per_replica(config) * alive.mean * outcome.end / 3600
+    result = Result(
+        policy=variant.label,
+        ttl=variant.ttl,
+        requests=len(jobs),
+        refused=len(jobs) - len(served) - sum(job.failed for job in jobs),
+        failed=sum(job.failed for job in jobs),
+        retries=sum(job.retries for job in jobs),
+        resumptions=sum(job.resumptions for job in jobs),
+        fetches=outcome.moved.fetches,
+        fetches_declined=outcome.moved.declined,
+        fetched_bytes=outcome.moved.fetched_bytes,
+        handed_bytes=outcome.moved.handed_bytes,
+        seconds=outcome.end,
+        prompt_tokens=prompt,
+        reused_tokens=reused,
+        token_hit_rate=reused / prompt if prompt else 0.0,
+        block_hit_rate=sum([job.match.blocks for job in served]) / blocks if blocks else 0.0,
+        usage=usage,
+        dollars=price(usage, config.prices).total,
+        dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
+        bills={tenant: price(own, config.prices).total for tenant, own in bills.items()},
+        slots=Amount.of(outcome.slots, outcome.end),
+        stored=Amount.of(outcome.stored, outcome.end),
+        tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
+        evictions=outcome.removals.evicted,
+        expirations=outcome.removals.expired,
+        ttft=percentiles(ttft),
+        tpot=percentiles(tpot[decoded]),
+        e2e=percentiles(end - arrival),
+        in_slo=int(np.count_nonzero((ttft <= slo.ttft) & (tpot <= slo.tpot))),
+        replicas=alive,
+        gpu_hours=gpu_hours,
+        gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
+    )
+    return Run(jobs, lifetimes, outcome, result)
+
+
+def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
+    """What served jobs are billed together."""
+    marked = [billed(job, lifetimes) for job in jobs if job.record.api == "messages"]
+    return _total([*marked, _billed_as_reused([job for job in jobs if job.record.api != "messages"])], lifetimes)
+
+
+def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
+    """The usage of jobs of the OpenAI APIs, all together: nobody marks what is written, and what is reused is read."""
+    prompt, reused = sum([job.record.input_tokens for job in jobs]), sum([job.reused for job in jobs])
+    return Usage(prompt - reused, reused, {}, sum([job.record.output_tokens for job in jobs]))
+
+
+def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
+    """All of some usages together."""
+    usages = list(usages)
+    written = {ttl: sum(usage.written.get(ttl, 0) for usage in usages) for ttl in lifetimes.ttls}
+    return Usage(sum(u.input for u in usages), sum(u.read for u in usages), written, sum(u.output for u in usages))

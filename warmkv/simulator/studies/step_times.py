@@ -1,0 +1,77 @@
+"""Where a replay takes its step times from: a measured profile, a roofline, the log's own timings, or the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from warmkv.config import Config
+from warmkv.model_shape import ModelShape
+from warmkv.policies import roofline, step_profile
+from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, StepTimes, UniformCosts
+from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
+from warmkv.simulator.studies import log_fit
+
+ENOUGH = 20  # measured requests below which a fit says little
+
+
+def choose_cost(
+    records: Sequence[RequestRecord],
+    config: Config,
+    spec_of: Callable[[RequestRecord], PolicySpec],
+    source: Literal["auto", "config", "log"] = "auto",
+) -> tuple[StepTimes, str]:
+    """The step times to replay with, and where they come from in words.
+
+    `auto` takes those of the profile that the settings name, else of the roofline of simulator.model, else the log's
+    where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises LogFitError
+    if `log` is asked for and has none, and ProfileError if the profile cannot be read.
+    """
+    simulator = config.simulator
+    file = simulator.profile
+    if file is not None and source != "log":
+        return _of_profile(file, config)
+    if simulator.model is not None and source != "log":
+        return _of_roofline(simulator.model, config)
+    count = len(log_fit.measured(records))
+    if source == "log" or (source == "auto" and count >= ENOUGH):
+        return log_fit.fit(records, config, spec_of), f"fitted to {count} measured requests of the log"
+    cost = StepCost(simulator.step_a, simulator.step_b, simulator.step_c)
+    return UniformCosts(PhaseCosts(cost, cost), simulator.overhead_seconds), "configuration (simulator.step_*)"
+
+
+def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
+    profile = step_profile.read(file)
+    source = f"measured, {file} ({profile.summary})"
+    if not profile.model.matches(kv_shape(config)):
+        source += "; its model's KV shape is not that of simulator.layers, kv_heads, head_dim and dtype_bytes"
+    return replace(profile.costs(), overhead=config.simulator.overhead_seconds), source
+
+
+def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
+    gpu, share = config.simulator.gpu, gpus_per_replica(config)
+    times = roofline.roofline(model, gpu, config.simulator.roofline, share)
+    name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
+    source = f"roofline of {name or 'the model'} on {gpu.name}"
+    held = model.dtype_bytes * (model.layer_weights + model.head_weights)
+    sized = resolved(config)
+    held += sized.engine.kv_limit + sized.prefix_cache.memory_limit * config.prefix_cache.enabled
+    if held > gpu.memory * share:
+        source += (
+            f"; weights, engine.kv_bytes and prefix_cache.memory_bytes take {held / 1e9:.0f} GB, "
+            f"and a replica has {gpu.memory * share / 1e9:.0f}"
+        )
+    return replace(times, overhead=config.simulator.overhead_seconds), source
+
+
+def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:
+    """Policies that a profile does not have, each with the one whose step times it gets instead."""
+    if not isinstance(times, MeasuredCosts):
+        return []
+    kinds = dict.fromkeys(StepKind.of(spec) for spec in policies)
+    return [f"{kind.label} gets the times of {near.label}" for kind in kinds if (near := times.nearest(kind)) != kind]

@@ -1,0 +1,277 @@
+"""Replaying a trace at every point of a grid: in this process, in one per core, or on Ray. The results are the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal
+
+from warmkv import __version__
+from warmkv.config import Config, parse
+from warmkv.faults import UserError
+from warmkv.policies.costs import StepCost, StepTimes
+from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.studies import step_times, sweep_quality
+from warmkv.simulator.studies.figures import Figures, sense
+from warmkv.simulator.studies.grid import Point, digest
+from warmkv.simulator.studies.pareto import front
+from warmkv.simulator.studies.replay import recorded_policy, replay
+from warmkv.simulator.studies.summary import figures
+from warmkv.simulator.studies.sweep_folder import SweepError, SweepFolder
+from warmkv.simulator.studies.sweep_quality import Quality
+from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.workload.requests import Requests
+from warmkv.simulator.workload.source import Source, Trace, file_digest, read
+
+Times = Literal["auto", "config", "log"]
+STEP_SETTINGS = ("profile", "model", "step_a", "step_b", "step_c")
+ROOFLINE_SETTINGS = ("gpu", "roofline")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A point as a worker gets it: no files are needed beside the trace."""
+
+    key: str
+    label: str
+    config: Config
+    variant: Variant
+    times: StepTimes
+
+
+Runner = Callable[[Sequence[Task]], Iterator[tuple[Task, Figures]]]
+"""Does tasks and yields each with its figures, in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A point and what came of it."""
+
+    number: int  # from 1, in the order of the grid
+    key: str
+    settings: dict[str, Any]  # as written
+    values: dict[str, float | str]  # what they mean: bytes, seconds, labels
+    policy: str
+    figures: dict[str, float | None]  # None: unknown
+    front: bool = False  # nothing else is better on every axis
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON has no infinity: null stands for unlimited."""
+        finite = {path: None if value == math.inf else value for path, value in self.values.items()}
+        return {**asdict(self), "values": finite}
+
+
+# --- what is to be done -----------------------------------------------------------------------------------------
+
+
+def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dict[str, Any]:
+    """What must be the same for points to belong together."""
+    profile = base.simulator.profile
+    return {
+        "trace": {"file": trace.source.path.name, "sha256": trace.sha256, "requests": len(trace.requests.records)},
+        "reading": trace.source.to_json(),
+        "config": base.model_dump(mode="json"),
+        "step_times": {"source": source, "profile": file_digest(profile) if profile else None},
+        "as_recorded": as_recorded,
+        "warmkv": __version__,
+    }
+
+
+def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times, as_recorded: bool) -> list[Task]:
+    """A task for every point; its policy is that of the point's configuration, unless `as_recorded`.
+
+    Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
+    in them, each has its own. Raises UserError as `step_times.choose_cost` does, SweepError if both are asked for.
+    """
+    own = any(_step_settings(point.config) != _step_settings(base) for point in points)
+    if own and source == "log":
+        raise SweepError("the grid varies step times, and --step-times log takes them from the log")
+    known: dict[tuple[Any, ...], StepTimes] = {}
+    tasks = []
+    for point in points:
+        config = point.config if own else base
+        chosen = _step_settings(config)
+        if chosen not in known:
+            where: Times = "config" if own else source
+            known[chosen], _ = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
+        key = digest(point.settings, *([_own_times(point.config)] if own else []))
+        variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
+        tasks.append(Task(key, point.label, point.config, variant, known[chosen]))
+    return tasks
+
+
+def _own_times(config: Config) -> str:
+    """What tells a point apart whose step times are its own: what the files hold that it names."""
+    profile, model = config.simulator.profile, config.simulator.model
+    return file_digest(profile) if profile else model.model_dump_json() if model else "settings"
+
+
+def _step_settings(config: Config) -> tuple[Any, ...]:
+    simulator = config.simulator
+    found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
+    if simulator.model is not None:
+        found += (*(getattr(simulator, name) for name in ROOFLINE_SETTINGS), gpus_per_replica(config))
+    return found
+
+
+# --- doing it ---------------------------------------------------------------------------------------------------
+
+
+def run_task(requests: Requests, task: Task) -> Figures:
+    """Raises SweepError with the point that cannot be replayed."""
+    try:
+        (result,) = replay(
+            requests.records, task.config, [task.variant], task.times, turns=requests.turns, inputs=requests.inputs
+        )
+    except UserError as error:
+        raise SweepError(f"{task.label}: {error}") from None
+    return figures(result)
+
+
+def serial(requests: Requests) -> Runner:
+    """In this process, one after the other."""
+    return lambda tasks: ((task, run_task(requests, task)) for task in tasks)
+
+
+@contextmanager
+def processes(trace: Trace, base: Config, workers: int) -> Iterator[Runner]:
+    """In `workers` processes of this machine. Each reads the trace once."""
+    # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
+    context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
+    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, base.model_dump_json())
+
+    def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, Figures]]:
+        try:
+            running = {pool.submit(_run_in_worker, *source, task): task for task in tasks}
+            for done in as_completed(running):
+                yield running[done], done.result()
+        except BrokenProcessPool:
+            raise SweepError("a worker was killed, perhaps for want of memory; try fewer --workers") from None
+
+    try:
+        yield run
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_in_worker(source: Source, sha256: str, base: str, task: Task) -> Figures:
+    return run_task(_requests(source, sha256, base), task)
+
+
+@lru_cache(maxsize=1)
+def _requests(source: Source, sha256: str, base: str) -> Requests:
+    """The trace of a worker process, read for its first point."""
+    trace = read(source, parse(json.loads(base)))
+    if trace.sha256 != sha256:
+        raise SweepError(f"{source.path} has changed since the sweep began")
+    return trace.requests
+
+
+def sweep(
+    points: Sequence[Point],
+    tasks: Sequence[Task],
+    folder: SweepFolder,
+    runner: Runner,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Figures]:
+    """The figures of every point, in order. What the folder has is not done again; what is done is kept at once.
+
+    Raises SweepError.
+    """
+    done: dict[str, Figures] = {}
+    for task in tasks:
+        if (found := folder.load(task.key)) is not None:
+            done[task.key] = found["figures"]
+    progress(len(done))
+    settings = {task.key: point.settings for task, point in zip(tasks, points, strict=True)}
+    for task, result in runner([task for task in tasks if task.key not in done]):
+        config = task.config.model_dump(mode="json")
+        document = {"settings": settings[task.key], "figures": result, "config": config}
+        folder.store(task.key, document)
+        done[task.key] = result
+        progress(len(done))
+    return [done[task.key] for task in tasks]
+
+
+# --- what came of it --------------------------------------------------------------------------------------------
+
+
+def prompt_lengths(requests: Requests) -> Counter[int]:
+    """How many prompts there are of each length in tokens."""
+    return Counter(request.input_tokens for request in requests.records)
+
+
+def rows_of(
+    points: Sequence[Point],
+    tasks: Sequence[Task],
+    results: Sequence[Figures],
+    quality: Quality,
+    prompts: Mapping[int, int],
+) -> list[Row]:
+    """The table of a sweep, with the quality of each point's policy; None where it was not measured."""
+    rows = []
+    for number, (point, task, result) in enumerate(zip(points, tasks, results, strict=True), start=1):
+        policy = task.variant.policy
+        kept = None if policy is None else sweep_quality.retention(quality, policy, prompts)
+        values = {path: point.value(path) for path in point.settings}
+        found: dict[str, float | None] = {**result, "quality": kept}
+        rows.append(Row(number, task.key, point.settings, values, task.variant.label, found))
+    return rows
+
+
+def known_figures(configs: Iterable[Config]) -> list[str]:
+    """The names of all figures under any of the configurations: those of a replay of no requests, and quality."""
+    nothing = (replay([], config, [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
+    return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
+
+
+def names_of(rows: Iterable[Row]) -> list[str]:
+    """The names of the figures that any row has."""
+    return list(dict.fromkeys(name for row in rows for name in row.figures))
+
+
+def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises SweepError for what cannot be an axis of a Pareto front."""
+    if len(set(names)) < 2:
+        raise SweepError("--front: name at least two figures, with a comma between them")
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise SweepError(f"--front {name}: unknown figure; {hint}")
+        if not sense(name):
+            raise SweepError(f"--front {name}: neither more nor less of it is better")
+
+
+def with_front(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The rows, each told whether it is on the Pareto front of these figures."""
+    on = front([[row.figures.get(name) for name in names] for row in rows], [sense(name) for name in names])
+    return [replace(row, front=one) for row, one in zip(rows, on, strict=True)]
+
+
+def without_effect(rows: Sequence[Row]) -> list[str]:
+    """Paths that vary between points which are otherwise alike, and never change a figure by that."""
+    paths = dict.fromkeys(path for row in rows for path in row.settings)
+    idle = []
+    for path in paths:
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            if path not in row.settings:
+                continue
+            rest = digest({other: value for other, value in row.settings.items() if other != path})
+            groups.setdefault(rest, []).append(row)
+        compared = [group for group in groups.values() if len(group) > 1]
+        if compared and all(row.figures == group[0].figures for group in compared for row in group):
+            idle.append(path)
+    return idle

@@ -1,0 +1,84 @@
+"""A trace as replays, and every worker of a sweep, read it: any format, by the same rules."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from warmkv.config import Config
+from warmkv.simulator import traces
+from warmkv.simulator.traces import TraceError
+from warmkv.simulator.traces.reader import files_of
+from warmkv.simulator.workload import access_log
+from warmkv.simulator.workload.requests import Requests, of_trace
+
+OWN_FORMAT = "warmkv"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, or a folder of files, and how it is read; the options are those of `warmkv replay`."""
+
+    path: Path
+    format: str | None = None
+    block_size: int | None = None
+    characters_per_token: float | None = None
+    scope: str = "global"
+    open_loop: bool = False
+    strict: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides how the file is understood."""
+        return {key: value for key, value in asdict(self).items() if key != "path"}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of a file, and an account of what was left out."""
+
+    source: Source
+    format: str
+    sha256: str
+    requests: Requests
+    broken: int = 0
+    skipped: int = 0
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> Trace:
+    """Requests that name no policy or model are those of the base configuration. Raises TraceError."""
+    if _format(source) == OWN_FORMAT:
+        log = access_log.read(source.path, strict=source.strict)
+        digest = file_digest(source.path)
+        return Trace(source, OWN_FORMAT, digest, Requests(log.requests), log.broken, log.skipped, log.faults)
+    characters = () if source.characters_per_token is None else (source.characters_per_token,)
+    reading = traces.Reading(source.block_size, *characters)
+    trace = traces.read(source.path, source.format, reading=reading, strict=source.strict, progress=progress)
+    requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
+    notes = trace.notes if trace.block_size else (*trace.notes, "the trace has no blocks, so no prefix will be found")
+    digest = file_digest(source.path)
+    return Trace(source, trace.format, digest, requests, trace.broken, trace.skipped, trace.faults, notes)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a folder one behind the other."""
+    digest = hashlib.sha256()
+    for part in files_of(path):
+        with part.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _format(source: Source) -> str:
+    """The format that was named, or that the content tells; an access log if neither does: its reader says why not."""
+    if source.format is not None:
+        return source.format
+    try:
+        return next(traces.stream(source.path, size=1)).format
+    except TraceError:
+        return OWN_FORMAT
