@@ -61,7 +61,7 @@ def check_counts(tree: Any, intake: IntakeConfig) -> None:
 
 
 def outside_strings(data: bytes) -> Iterator[bytes]:
-    """Yield JSON without its strings, in pieces; behind a backslash outside of strings, where parsers end, maybe less."""
+    """Yield JSON without its strings, in pieces; maybe less behind a backslash outside of them, where parsers end."""
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     return (_STRINGS.sub(b"", piece.group()) for piece in _PIECE.finditer(unescaped))
 
