@@ -107,7 +107,7 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
 def layer_row_kind(
     spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int
 ) -> tuple[RowKind, int]:
-    """The kind of row for a KV head that kept `kept` tokens in a layer with a window (0: none), and its limit."""
+    """Return kind and limit of the row for a KV head that kept `kept` tokens in a layer with a window (0: none)."""
     limit = sliding.row_limit(spec, kept, prompt_tokens, new_tokens, window)
     kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, limit)
     if not sliding.slides(window, prompt_tokens, new_tokens):
@@ -184,7 +184,7 @@ def slot_bytes(
 
 
 def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
-    """`slot_bytes` of a model with sliding windows that leave tokens behind."""
+    """Return `slot_bytes` for a model with sliding windows that leave tokens behind."""
     spec = budgets.concrete(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
         layers = zip(budgets.layer_budgets(spec, prompt_tokens, shape.layers), shape.windows, strict=True)

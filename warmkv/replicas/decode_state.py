@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from warmkv.replicas.rows import Bools, advance, take_due
-from warmkv.replicas.slabs import Numbers, Slab, Step
+from warmkv.replicas.slab_step import Numbers, Step
+from warmkv.replicas.slabs import Slab
 from warmkv.replicas.slots import Slot, SlotPool
 
 
@@ -33,7 +34,7 @@ class _Part:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """`Slab.attend`, which leaves the other rows as they were."""
+        """Attend by `Slab.attend`, leaving the other rows as they were."""
         if self.others is None:
             return self.slab.attend(layer, self.step, query, key, value, scale, softcap, sinks)
         with self.slab.unchanged(layer, self.others):
@@ -44,7 +45,7 @@ class DecodeState:
     """One decode step over `slots`, in their order in the batch.
 
     If planning it raises, nothing has changed. If the model does, `part` goes on with the same step for some of its
-    slots: rows have advanced once, and no layer does again what it has done (`slabs.Progress`).
+    slots: rows have advanced once, and no layer does again what it has done (`slab_step.Progress`).
     """
 
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
@@ -66,7 +67,7 @@ class DecodeState:
             slot.tokens += 1
 
     def part(self, slots: Sequence[Slot]) -> DecodeState:
-        """The same step for some of its slots, after it failed. What it does not end can be gone on with likewise."""
+        """Return the same step for some of its slots, after it failed; if this fails, too, it has parts likewise."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
@@ -74,14 +75,14 @@ class DecodeState:
         return rest
 
     def _in_batch(self, slots: Sequence[Slot]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Bools]:
-        """The place in the batch of every row's slot, -1 if it is not there; and whether it is."""
+        """Return the place in the batch of every row's slot, -1 if it is not there; and whether it is."""
         batch = np.full(max(self._pool.slots, default=0) + 2, -1, dtype=np.int64)  # by slot id; FREE: none
         batch[[slot.id for slot in slots]] = np.arange(len(slots))
         at = batch[self._pool.rows.owner]
         return at, at >= 0
 
     def _spans(self) -> list[tuple[Slab, slice]]:
-        """All slabs and their rows among those of the pool."""
+        """Return all slabs and their rows among those of the pool."""
         slabs = self._pool.slabs
         ends = np.cumsum([slab.rows for slab in slabs]).tolist()
         return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]

@@ -80,11 +80,11 @@ class RowState:
         return len(self.owner)
 
     def advanced(self) -> list[Ints]:
-        """Copies of what a step changes, for `restore`."""
+        """Copy the columns that a step changes, for `restore`."""
         return [getattr(self, name).copy() for name in ADVANCED]
 
     def restore(self, before: Sequence[Ints]) -> None:
-        """Take back what a step changed since `before` was copied."""
+        """Restore the columns that `advanced` copied."""
         for name, column in zip(ADVANCED, before, strict=True):
             getattr(self, name)[:] = column
 
@@ -165,7 +165,7 @@ class Due:
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
 
     def of(self, active: Bools) -> Due:
-        """Those of active rows."""
+        """Return the same for active rows only."""
         kept = active[self.rows]
         groups = None if self.groups is None else self.groups[kept]
         return Due(self.rows[kept], self.waiting[kept], groups, self.packed[kept])

@@ -54,7 +54,7 @@ def check_engine(engine: Engine, say: Callable[[str], None] = lambda what: None)
 
 
 def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
-    """Token ids that were computed, how many are the prompt, and the logits float32 [draws, vocabulary].
+    """Return the token ids computed, how many are the prompt, and the logits float32 [draws, vocabulary].
 
     The prompt is longer than the model's sliding window if that is affordable, and shorter where memory is.
     """
@@ -90,7 +90,7 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
 
 @torch.inference_mode()
 def plain_logits(module: Any, ids: list[int], last: int) -> Tensor:
-    """Logits float32 [last, vocabulary] of the last positions, by the model's own forward and eager attention."""
+    """Return the logits float32 [last, vocabulary] of the model's own forward, by eager attention."""
     module.set_attn_implementation("eager")
     try:
         tokens = torch.tensor([ids], device=module.device)
@@ -101,7 +101,7 @@ def plain_logits(module: Any, ids: list[int], last: int) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype, layers: int) -> float:
-    """Relative error of logits that rounding explains.
+    """Return the relative error of logits that rounding explains.
 
     Every layer adds to the residual twice, with random errors, to which the head and the logits themselves add a few.
     """

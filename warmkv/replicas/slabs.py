@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,73 +22,10 @@ from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.replicas import kernels
 from warmkv.replicas.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.rows import FREE, Bools, Due, Ints, RowState, seen_beside
+from warmkv.replicas.slab_step import Numbers, Packing, Progress, Step
 
 RECENT = 1e30
 """Added to the score of recent entries, so that argmin takes them last."""
-
-T = TypeVar("T", Ints, Tensor)
-
-
-class Numbers(NamedTuple, Generic[T]):
-    """What rows need to know in a step, each int64 [n]: on the host, or on the device."""
-
-    entries: T  # where each row's new token goes (of front and tail, where there are any)
-    lengths: T  # entries in use, the new token included
-    before: T  # entries in use before it
-    packed: T  # packed entries in use, from the first on; of rows without a tail all are
-    ages: T  # position of the new token in its sequence
-    oldest: T  # age above which entries are recent
-    turned: T  # positions by which sinks are rotated on
-    pages: T  # pages that may be read
-    source: T  # (sequence, KV head) of the row, counted through; 0 if idle
-    target: T  # the same, with idle rows sent to a place of their own
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Rows of which a group of waiting entries is packed before the step."""
-
-    rows: Tensor  # [m]
-    waiting: Tensor  # [m, KIVI_GROUP] their places in the tail
-    groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
-    in_use: Tensor  # [m] packed entries in use
-    oldest: Tensor  # [m] age above which entries are recent
-    newest: Tensor  # [m] age of the new token
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
-
-    packed: bool = False  # the groups that leave their tails
-    entries: Tensor | None = None  # [n] where the new tokens go
-    attended: bool = False  # bounds of pages and scores have the new tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a slab does in a decode step, made once for all its layers, n rows."""
-
-    numbers: Numbers[Tensor]
-    rows: Tensor  # [n] 0..n-1
-    full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
-    reach: int  # packed entries up to the last that any row uses
-    bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
-    beside: Tensor | None  # bool [n, front + tail] what is seen of them
-    angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
-    most_pages: int
-    packing: tuple[Packing, ...]
-    progress: dict[int, Progress] = field(default_factory=dict)  # by layer
-
-    @property
-    def used(self) -> int:
-        return len(self.rows)
-
-    def take(self, failed: Step) -> None:
-        """Go on where a step failed that had at least these rows."""
-        for layer, done in failed.progress.items():
-            entries = None if done.entries is None else done.entries[: self.used]
-            self.progress[layer] = Progress(done.packed, entries, done.attended)
 
 
 class Slab:
@@ -413,7 +349,7 @@ class Slab:
         return out
 
     def _in_window(self, at: int, step: Step) -> Tensor:
-        """The bias of a step [n, reach + front + tail] without entries that have left the window."""
+        """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
         ages = self._ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
         left = ages <= step.numbers.ages[:, None] - self.kind.window
@@ -421,7 +357,7 @@ class Slab:
         return bias.masked_fill(left, float("-inf"))
 
     def _places(self, at: int, step: Step) -> Tensor:
-        """Where the new token of every row goes [n]: of rows that are full by argmin, over the lowest score."""
+        """Return the entry for the new token of every row [n]: in rows full by argmin, that of the lowest score."""
         if step.full is None:
             return step.numbers.entries
         numbers = step.numbers

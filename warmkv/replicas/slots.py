@@ -364,7 +364,7 @@ class SlotPool:
 
 
 def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
-    """The rows that each layer's heads ask for; neighbouring layers of which all heads ask alike share a slab."""
+    """Return the rows that each layer's heads ask for; neighbouring layers whose heads all ask alike share a slab."""
     wanted: list[Wanted] = []
     first = 0
     for layer, asked in enumerate(rows):

@@ -35,7 +35,7 @@ class EngineStats:
 def snapshot(
     scheduler: Scheduler, pool: SlotPool, store: BlockStore, failures: Mapping[FailureKind, int], weight_bytes: int
 ) -> EngineStats:
-    """Take the numbers; for the thread that changes what they are taken from."""
+    """Collect the numbers. For the engine's thread, which changes their sources."""
     prefilling = scheduler.prefilling
     return EngineStats(
         waiting=len(scheduler.waiting),

@@ -17,6 +17,7 @@ from tests.unit.replicas.conftest import _SHAPE, VOCABULARY, Driver, make_reques
 from tests.unit.replicas.reference import GROUP, Reference
 from tests.unit.replicas.slow_methods import LayerView, SlowCache
 from tests.unit.replicas.test_matrix import driven
+from tests.unit.replicas.test_preemption import busy, crowd, of
 from warmkv.policies import budgets
 from warmkv.policies.sliding import in_layer, row_limit
 from warmkv.policies.slot_sizes import size_class, slot_bytes
@@ -211,16 +212,44 @@ def model() -> LoadedModel:
     return prepare(sliding_model(WINDOW))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_and_logits_equal_the_slow_reference(model, policy, monkeypatch):
-    monkeypatch.setattr(slow_methods, "attention_row", windowed_row)
-    spec, tokens = PolicySpec.model_validate(policy), random.Random(3).sample(range(VOCABULARY), LENGTH)
+def equals_slow_reference(model: LoadedModel, policy: str, length: int, new: int) -> None:
+    spec, tokens = PolicySpec.model_validate(policy), random.Random(3).sample(range(VOCABULARY), length)
     reference = SlidingReference(sliding_model(WINDOW))
-    expected, expected_logits = reference.generate(tokens, NEW, budgets.in_force(spec, LENGTH, NEW))
-    got, logits = driven(Driver(model), make_request(tokens, new=NEW, policy=spec))
+    expected, expected_logits = reference.generate(tokens, new, budgets.in_force(spec, length, new))
+    got, logits = driven(Driver(model), make_request(tokens, new=new, policy=spec))
     slack = 2e-4 if spec.storage == "model" else 0.05
     torch.testing.assert_close(logits, torch.stack(expected_logits), rtol=slack, atol=slack)
     assert got == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_logits_equal_the_slow_reference(model, policy, monkeypatch):
+    monkeypatch.setattr(slow_methods, "attention_row", windowed_row)
+    equals_slow_reference(model, policy, LENGTH, NEW)
+
+
+@pytest.mark.parametrize("policy", ["full", "window@8", "h2o@8", "snapkv@8:window=3", "tova@8+append"])
+@pytest.mark.parametrize(
+    ("length", "new"),
+    [(WINDOW - 1, 2), (WINDOW - 1, 3), (WINDOW, 2), (WINDOW + 1, 2), (WINDOW - 1, 14), (WINDOW, 14), (WINDOW + 1, 14)],
+)
+def test_prompts_about_as_long_as_the_window(model, policy, length, new, monkeypatch):
+    """The first answer leaves nothing behind, the others cross the window when they begin or on their way."""
+    monkeypatch.setattr(slow_methods, "attention_row", windowed_row)
+    equals_slow_reference(model, policy, length, new)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o@8", "tova@8", "full+kivi4:residual=32"])
+def test_slots_with_a_window_are_set_aside_and_resume(policy):
+    sliding = prepare(sliding_model(40))
+    greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]
+    modest = of("modest", 9, policy=policy, new=6)
+    alone = [Driver(sliding).run(request)[0] for request in (*greedy, modest)]
+    together = busy(sliding)
+    crowd(together, greedy)
+    assert together.run(modest) == alone[5:]
+    assert [together.tokens(request.id) for request in greedy] == alone[:5]
+    assert together.engine.stats().preempted > 0
 
 
 @pytest.mark.parametrize("policy", ["full+kivi4:residual=32", "full+kivi2:residual=32"])

@@ -72,7 +72,7 @@ class Policy:
         ]
 
     def _select_in(self, prompt: Prompt, layer: int, budget: int, compressed: bool) -> Selection:
-        """What a layer keeps of the tokens that its window shows."""
+        """Select among the tokens that a layer's window shows."""
         if compressed:
             positions = self.select_layer(prompt, layer, min(budget, prompt.tokens))
         else:

@@ -67,12 +67,12 @@ class Prompt:
         self._masks: dict[int, Tensor | None] = {}
 
     def softmax(self, layer: int) -> Softmax:
-        """How a layer weighs what its queries see."""
+        """Return the softmax of a layer."""
         window = self._windows[layer] if self._windows else 0
         return Softmax(self.scale, self.softcap, self._sinks.get(layer), window)
 
     def in_window(self, layer: int) -> Prompt:
-        """The prompt as a layer's last query sees it: itself, or a view of the newest tokens that a window shows."""
+        """Return a view of the newest tokens that a layer's window shows to the last query, or the prompt itself."""
         window = self.softmax(layer).window
         if not 0 < window < self.tokens:
             return self
@@ -85,7 +85,7 @@ class Prompt:
         return view
 
     def window_attention(self, layer: int, count: int) -> Iterator[Tensor]:
-        """Attention of the last `count` queries on the tokens here: pieces [kv_heads, group, some queries, tokens]."""
+        """Yield attention of the last `count` queries on the tokens here: [kv_heads, group, some queries, tokens]."""
         softmax, first = self.softmax(layer), self.first
         if softmax.window:  # what the earliest of these queries sees before the view has a share of its weights
             first = max(0, first - count + 1)

@@ -26,7 +26,7 @@ class Softmax:
 
 
 def causal(first: int, queries: int, keys: range, window: int, device: torch.device) -> Tensor:
-    """Which keys at positions `keys` the queries at `first`, first + 1, ... see: bool [queries, len(keys)]."""
+    """Return which keys at positions `keys` the queries at `first`, first + 1, ... see: bool [queries, len(keys)]."""
     at = torch.arange(keys.start, keys.stop, device=device)
     reach = torch.arange(first, first + queries, device=device)[:, None]
     seen = at <= reach
@@ -39,7 +39,7 @@ def cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def weigh(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of masked logits [..., n] beside `sinks` [...], whose own share is left out: [..., n]."""
+    """Return the softmax of masked logits [..., n] beside `sinks` [...], whose own share is left out: [..., n]."""
     if sinks is None:
         return logits.softmax(dim=-1)
     return torch.cat([logits, sinks[..., None].to(logits.dtype)], dim=-1).softmax(dim=-1)[..., :-1]
