@@ -25,6 +25,7 @@ from warmkv.platform.gateway.messages import MessagesRequest
 from warmkv.platform.gateway.openai import ChatRequest
 from warmkv.platform.gateway.parsing import SLICE, Parsing, _slices
 from warmkv.platform.gateway.schema import parse
+from warmkv.platform.tenants import hash_key
 from warmkv.replicas.loading import load_tokenizer
 
 SAID = {"role": "user", "content": "x"}
@@ -214,6 +215,31 @@ def test_more_open_requests_than_the_gateway_takes_are_refused_as_its_apis_say_i
         for exchange in open_[1:]:
             exchange.leave()
             await exchange.whole()
+
+    asyncio.run(run())
+
+
+def test_operators_change_the_policy_while_tenants_fill_the_gateway(tmp_path):
+    """All requests that it takes are open, its budget of bytes is spent, and its threads are busy."""
+    busy, done = threading.Event(), threading.Event()
+    operator = f'gateway.operators=[{{"name": "ann", "key_sha256": "{hash_key("ann")}"}}]'
+    flags = ("gateway.max_requests=1", "gateway.intake.total_bytes=10", "gateway.intake.threads=1", operator)
+
+    async def run() -> None:
+        gateway = Gateway(tmp_path, *flags)
+        filling = Exchange(gateway, "/v1/messages")
+        filling.send(b" " * 20, last=False)
+        try:
+            working = asyncio.ensure_future(gateway.intake._small.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
+            await asyncio.to_thread(busy.wait, 60)
+            assert (await Exchange(gateway, "/v1/messages").whole()).status == 529
+            rollback = Exchange(gateway, "/v1/warmkv/policy/rollback", {"to": 0, "why": "calm"}, {"x-api-key": "ann"})
+            assert (await rollback.whole()).status == 200, rollback.body
+        finally:
+            done.set()
+        await working
+        filling.leave()
+        await filling.whole()
 
     asyncio.run(run())
 

@@ -72,10 +72,12 @@ def create_app(
         for task in tasks:
             task.cancel()
         intake.close()
+        operators.close()
 
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
 
     intake = app.state.intake = Intake(config.gateway, tokenizer, service.clock)
+    operators = Intake(config.gateway, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context)
 
     def admitted(request: Request) -> Lease:
@@ -195,7 +197,7 @@ def create_app(
             return JSONResponse({"status": "ready", "replicas": found})
         return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
 
-    add_policy_endpoints(app, service, intake, control, operator_of)
+    add_policy_endpoints(app, service, operators, control, operator_of)
     return app
 
 

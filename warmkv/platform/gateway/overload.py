@@ -64,7 +64,10 @@ def most_open(config: Config) -> int:
 
 
 class OpenRequests:
-    """ASGI middleware: while `most` requests with a body are open, from header to end of answer, others are refused."""
+    """ASGI middleware: while `most` requests with a body are open, from header to end of answer, others are refused.
+
+    Operators' requests are neither counted nor refused: an overload is when the policy may have to change.
+    """
 
     def __init__(
         self, app: ASGIApp, most: int, backlog: Backlog, refuse: Callable[[Request, ApiError], Response]
@@ -73,7 +76,7 @@ class OpenRequests:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT") or "/v1/warmkv/" in scope["path"]:
             await self._app(scope, receive, send)
         elif self._open >= self._most:
             error = ApiError(
