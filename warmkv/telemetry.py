@@ -92,6 +92,13 @@ KV_BYTES = Metric("warmkv_kv_bytes", "gauge", "KV memory by use: slots, workspac
 WEIGHT_BYTES = Metric("warmkv_weight_bytes", "gauge", "Bytes of the model's weights on the replica's device", "bytes")
 STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails resident", "blocks")
 PREEMPTED = Metric("warmkv_preempted", "counter", "Requests set aside for others", "requests", ("reason",))
+FAILED = Metric(
+    "warmkv_failed",
+    "counter",
+    "Requests that failed in a replica, by whose fault it was: request, memory, device",
+    "requests",
+    ("fault",),
+)
 EVICTED_BLOCKS = Metric(
     "warmkv_evicted_blocks",
     "counter",
@@ -138,7 +145,7 @@ DIRECTORY_LEFT_OUT = Metric(
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, POLICY_VERSION, TENANTS_READ)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
-REPLICA = (DECODING, WAITING, PREEMPTED, WEIGHT_BYTES, KV_BYTES, *STORE)
+REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, *STORE)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)

@@ -214,7 +214,13 @@ def test_metrics_are_exported_for_prometheus(cluster):
     ask(cluster, marked(TEXT + "measured", "?"), "measured", max_tokens=4)
     recorded = set(telemetry.ALL) - set(telemetry.TRANSFER)  # of these test_transfer has some to count
     recorded -= {telemetry.RETRIED, telemetry.REJECTED, telemetry.DROPPED_LINES}  # nothing fails or is full here
-    recorded -= {telemetry.PREEMPTED, telemetry.EVICTED_BLOCKS, telemetry.EXPIRED_BLOCKS, telemetry.TENANTS_READ}
+    recorded -= {
+        telemetry.PREEMPTED,
+        telemetry.FAILED,
+        telemetry.EVICTED_BLOCKS,
+        telemetry.EXPIRED_BLOCKS,
+        telemetry.TENANTS_READ,
+    }
     assert requests.get(f"{cluster.url}/nothing", timeout=PATIENCE).status_code == 404  # an error to count
     until(lambda: all(metric.exported in metrics() for metric in recorded), "every metric is exported")
 

@@ -155,6 +155,13 @@ def build() -> Any:
             stacked=True,
         ),
         graph(
+            "Failures in replicas",
+            "Requests per second that failed in a replica: by their own fault, for want of memory, or by the device's.",
+            "reqps",
+            [(rate(t.FAILED, ("fault",)), "{{fault}}")],
+            stacked=True,
+        ),
+        graph(
             "Lines left out of logs",
             "Lines per second that the access log lost, to a full queue or a failing disk, and lines about errors that "
             "were too many.",

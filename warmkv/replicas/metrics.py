@@ -29,6 +29,8 @@ def record(recorder: Recorder, stats: EngineStats, store: BlockStore) -> None:
     for tier, held in stats.store_tiers.items():
         gauge(telemetry.PREFIX_BYTES, held, tier=tier)
     counter(telemetry.PREEMPTED, stats.preempted, reason="fairness")
+    for fault, failed in stats.failures.items():
+        counter(telemetry.FAILED, failed, fault=fault)
     for tier in store.evictions:
         counter(telemetry.EVICTED_BLOCKS, store.evictions[tier], tier=tier)
         counter(telemetry.EXPIRED_BLOCKS, store.expiries[tier], tier=tier)

@@ -30,7 +30,7 @@ class Recorded(telemetry.Recorder):
 
 def stats(**more: Any) -> EngineStats:
     zeros: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    return EngineStats(**{**zeros, "store_tiers": {"device": 5}, **more})
+    return EngineStats(**{**zeros, "store_tiers": {"device": 5}, "failures": {}, **more})
 
 
 def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
@@ -43,13 +43,17 @@ def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
     assert harness.store.evictions == {"device": 6, "host": 0}
     harness.wait(1000)
     for _ in range(2):
-        metrics.record(recorder, stats(preempted=3, waiting=2), harness.store)
+        metrics.record(
+            recorder, stats(preempted=3, waiting=2, failures={"request": 1, "memory": 2, "device": 0}), harness.store
+        )
     assert harness.store.expiries == {"device": 6, "host": 8}
     assert {key: value for key, value in recorder.counted.items() if value} == {
         ("warmkv_evicted_blocks", "device"): 6,
         ("warmkv_expired_blocks", "device"): 6,
         ("warmkv_expired_blocks", "host"): 8,
         ("warmkv_preempted", "fairness"): 3,
+        ("warmkv_failed", "request"): 1,
+        ("warmkv_failed", "memory"): 2,
     }
     assert recorder.levels["warmkv_waiting_requests"] == 2
     assert (harness.store.evicted, harness.store.expired) == (6, 14)
