@@ -10,11 +10,13 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from warmkv import __version__
 from warmkv.config import Config, ConfigError, load
 from warmkv.dashboards.commands import app as dashboards_app
 from warmkv.evaluation import commands as evaluation_commands
+from warmkv.extras import advice
 from warmkv.faults import INTERNAL, UserError, tell_internal
 from warmkv.measuring import commands as measuring_commands
 from warmkv.platform.manifest import app as manifest_app
@@ -31,7 +33,11 @@ from warmkv.simulator.commands.tune import tune
 from warmkv.simulator.commands.verify import verify
 from warmkv.simulator.commands.workload import workload
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Serve language models, replay their traffic, and tune both.",
+    rich_markup_mode="markdown",
+)
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration in force, or its schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(dashboards_app, name="dashboards")
@@ -46,6 +52,21 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML 
 SetOption = Annotated[
     list[str], typer.Option("--set", help="A setting, as in `--set engine.max_slots=8`. May be repeated.")
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"warmkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve language models with compressed KV caches, replay their traffic, and tune both."""
 
 
 def read_config(path: Path | None, flags: list[str]) -> Config:
@@ -110,16 +131,67 @@ def hash_key(
 
 
 @app.command()
-def serve(config: ConfigOption = None, set_: SetOption = []) -> None:  # noqa: B006
-    """Serve the model on a local Ray, in the foreground, until Ctrl-C.
+def serve(
+    model: Annotated[str | None, typer.Argument(help="Folder or hub name.", show_default="model.path")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="gateway.host")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one.", show_default="gateway.port")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model.", show_default="cluster.replicas")] = None,
+    policy: Annotated[str | None, typer.Option(help="As in `snapkv@0.2`.", show_default="compression.policy")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with an API key: nobody without it is answered.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = [],  # noqa: B006
+) -> None:
+    """Serve the model on a local Ray, in the foreground, until Ctrl-C. Options win over `--set`.
 
-    Examples: `warmkv serve`, `warmkv serve --set cluster.replicas=2 --set compression.policy=snapkv@0.2`
+    Examples: `warmkv serve`, `warmkv serve Qwen/Qwen3-0.6B --port 8000 --policy snapkv@0.2`,
+    `warmkv serve --set cluster.replicas=2 --set engine.max_slots=8`
     """
-    from warmkv.platform.serving import serve_until_stopped
+    import json
 
-    settings = read_config(config, set_)
+    from warmkv.platform.serving import serve_until_stopped, tenant_with_key
+
+    named = {
+        "model.path": model,
+        "gateway.host": host,
+        "gateway.port": port,
+        "cluster.replicas": replicas,
+        "compression.policy": policy,
+    }
     with failures_end_the_program("cannot serve"):
-        serve_until_stopped(settings, console)
+        tenants = [] if api_key_file is None else [tenant_with_key(api_key_file)]
+        flags = [*set_, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *tenants]
+        serve_until_stopped(read_config(config, flags), console)
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    set_: SetOption = [],  # noqa: B006
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what is installed, which device there is, how memory is planned, and check the model against itself.
+
+    Exits 1 if something that `warmkv serve` needs is missing or fails. Example: `warmkv doctor --set model.path=FOLDER`
+    """
+    import json
+    from dataclasses import asdict
+
+    from warmkv.doctor import Finding, examine
+
+    marks = {"ok": "[green]ok[/green]", "missing": "[yellow]missing[/yellow]", "failed": "[red]failed[/red]"}
+    settings, found = read_config(config, set_), list[Finding]()
+    with errors.status("looking") as shown:
+        for finding in examine(settings, lambda what: shown.update(Text(what))):
+            found.append(finding)
+            if not json_:
+                console.print(f"{marks[finding.state]} [bold]{finding.what}[/bold] ", end="")
+                console.print(finding.detail, highlight=False, markup=False, soft_wrap=True)
+    if json_:
+        print(json.dumps([asdict(finding) for finding in found], indent=2))
+    needed = [finding for finding in found if finding.state == "failed" or finding.what == "extra serve"]
+    raise typer.Exit(int(any(finding.state != "ok" for finding in needed)))
 
 
 @app.command()
@@ -168,5 +240,8 @@ def main() -> None:
         print(f"warmkv: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (said := advice(error.name)) is not None:
+            print(f"warmkv: {said}", file=sys.stderr)
+            sys.exit(2)
         tell_internal(error, __version__)
         sys.exit(INTERNAL)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from warmkv import __version__
 from warmkv.cli import app
 from warmkv.config import Config
+from warmkv.extras import EXTRAS, advice
 from warmkv.platform.tenants import hash_key
 
 
@@ -24,7 +27,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
     "command",
     [
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
-        *(["sweep"], ["compare"], ["tune"]),
+        *(["sweep"], ["compare"], ["tune"], ["doctor"]),
         *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
         *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"]),
     ],
@@ -81,3 +84,75 @@ def test_the_command_starts_without_torch_ray_or_servers():
     code = "import sys, warmkv.cli; print(sorted({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_version_and_the_module_say_the_same():
+    ran = subprocess.run([sys.executable, "-m", "warmkv", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == run("--version").output == f"warmkv {__version__}\n"
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra():
+    without_ray = "import sys; sys.modules['ray'] = None; sys.argv = ['warmkv', 'serve', '--port', '0']; "
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{without_ray}from warmkv.cli import main; main()"], capture_output=True, text=True
+    )
+    assert ran.returncode == 2
+    assert ran.stderr == "warmkv: ray is not installed; this needs: pip install 'warmkv[serve]'\n"
+    assert advice("numpy") is None
+
+
+def test_every_extra_is_one_of_the_packages():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert EXTRAS.keys() == project["project"]["optional-dependencies"].keys() - {"dev"}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Configurations that `warmkv serve` was to start with."""
+    configs: list[Config] = []
+    monkeypatch.setattr("warmkv.platform.serving.serve_until_stopped", lambda config, console: configs.append(config))
+    return configs
+
+
+def test_options_of_serve_are_settings_and_win_over_set(served, tmp_path: Path):
+    (tmp_path / "key").write_text("secret key\n")
+    flags = ["--host", "::1", "--port", "0", "--replicas", "3", "--policy", "snapkv@0.2", "--set", "gateway.port=9"]
+    result = run("serve", "some/model", *flags, "--api-key-file", str(tmp_path / "key"))
+    assert result.exit_code == 0, result.output
+    (config,) = served
+    gateway = config.gateway
+    assert (config.model.path, gateway.host, gateway.port, config.cluster.replicas) == ("some/model", "::1", 0, 3)
+    assert config.compression.policy.label == "snapkv@0.2"
+    assert [tenant.key_sha256 for tenant in gateway.tenants] == [hash_key("secret key")]
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "No such file"), ("\n", "is empty")])
+def test_a_key_file_without_a_key_is_refused(served, tmp_path: Path, content, says):
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    result = run("serve", "--api-key-file", str(tmp_path / "key"))
+    assert result.exit_code == 2
+    assert says in result.output
+    assert not served
+
+
+def test_doctor_checks_the_model_and_plans_its_memory():
+    found = json.loads(run("doctor", "--json").stdout)
+    assert {finding["state"] for finding in found} == {"ok"}
+    named = [finding["what"] for finding in found]
+    assert named[-4:] == ["device", "model", "memory plan", "self-check"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "what", "says"),
+    [
+        ("model.path=/nowhere", "model", "/nowhere"),
+        ("engine.kv_bytes=1PiB", "memory plan", "needed 1,125,899"),
+    ],
+)
+def test_doctor_says_what_fails_and_ends_with_1(flag, what, says):
+    result = run("doctor", "--json", "--set", flag)
+    assert result.exit_code == 1
+    last = json.loads(result.stdout)[-1]
+    assert (last["what"], last["state"]) == (what, "failed")
+    assert says in last["detail"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from warmkv.config import Config
+from warmkv.config import Config, ConfigError
 from warmkv.platform.local import memory_plans, running
 from warmkv.platform.operator_key import kept
 
@@ -40,6 +41,23 @@ def serve_until_stopped(config: Config, console: Console) -> None:
             console.print(f"\n{len(plans)} x {plans[0]}", highlight=False, markup=False, soft_wrap=True)
         stop.wait()
         console.print("stopping")
+
+
+def tenant_with_key(file: Path) -> str:
+    """Return the setting that makes whoever has the key in a file the only tenant.
+
+    Raises ConfigError where the file cannot be read or is empty.
+    """
+    from warmkv.platform.tenants import hash_key
+
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from None
+    if not key:
+        raise ConfigError(f"--api-key-file {file} is empty: it must hold an API key")
+    rights = "[policy, replica, ignore_eos]"
+    return f"gateway.tenants=[{{name: key-file, key_sha256: '{hash_key(key)}', rights: {rights}}}]"
 
 
 def _explain(url: str, config: Config, console: Console) -> None:

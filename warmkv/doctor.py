@@ -1,0 +1,91 @@
+"""`warmkv doctor`: look at the installation, the device, the memory plan and the model's self-check."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Literal
+
+from warmkv.config import Config
+from warmkv.extras import EXTRAS
+from warmkv.faults import UserError
+
+State = Literal["ok", "missing", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    state: State
+    detail: str
+
+
+def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
+    """Look at the installation, the device and the configured model, in this process and without Ray.
+
+    What cannot be looked at because something before it is missing or failed is left out. `say` is told what is done
+    next.
+    """
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for extra, modules in EXTRAS.items():
+        lacking = [module for module in modules if find_spec(module) is None]
+        said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
+        yield Finding(f"extra {extra}", "missing" if lacking else "ok", said)
+        if extra == "serve" and lacking:
+            return
+    yield from _examine_model(config, say)
+
+
+def _versions(modules: tuple[str, ...]) -> str:
+    found = []
+    for module in modules:
+        try:
+            found.append(f"{module} {version(module)}")
+        except PackageNotFoundError:  # a module of another name than its package
+            found.append(module)
+    return ", ".join(found)
+
+
+def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Finding]:
+    import torch
+
+    from warmkv.replicas import device_memory
+    from warmkv.replicas.engine import Engine
+    from warmkv.replicas.loading import load_model, resolve_device
+    from warmkv.replicas.self_check import check_engine
+
+    device = resolve_device(config.model.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    yield Finding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
+    try:
+        say(f"loading {config.model.name}")
+        share = device_memory.share_of(config.cluster, device)
+        device_memory.check_before_loading(config, share)
+        model = load_model(config.model, packed=config.engine.compile != "on")
+    except (OSError, ValueError) as error:
+        yield Finding("model", "failed", str(error))
+        return
+    shape = model.kv_shape
+    yield Finding("model", "ok", f"{config.model.path}: {shape.layers} layers, context {model.max_context:,} tokens")
+    try:
+        say("planning memory")
+        memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, share)
+        memory.check()
+    except UserError as error:
+        yield Finding("memory plan", "failed", str(error))
+        return
+    yield Finding("memory plan", "ok", memory.summary)
+    try:
+        engine = Engine(model, config.engine, config.prefix_cache, clock=time.monotonic, memory=memory)
+        engine.warm_up(say)
+        check_engine(engine, say)
+    except (RuntimeError, ValueError) as error:
+        yield Finding("self-check", "failed", str(error))
+        return
+    yield Finding("self-check", "ok", "logits of prompts and decode steps are those of the model's own forward")
