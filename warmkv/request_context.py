@@ -23,7 +23,7 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """The header of this span, for whoever is called next."""
+        """Return the header of this span, for the next one that is called."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
 
     def child(self) -> TraceContext:

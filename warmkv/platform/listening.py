@@ -8,7 +8,7 @@ from warmkv.config import ConfigError, GatewayConfig
 
 
 def is_loopback(host: str) -> bool:
-    """True for 127.0.0.0/8, ::1 and localhost. Other names are not resolved: they may mean anything tomorrow."""
+    """Return True for 127.0.0.0/8, ::1 and localhost. Other names are not resolved: they may change tomorrow."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

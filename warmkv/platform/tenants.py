@@ -58,7 +58,7 @@ class Keyring:
 
 
 def chain_root(salt: bytes, config: Config) -> bytes:
-    """Where the block hashes of a tenant begin, under a configuration."""
+    """Return the root of a tenant's block hashes under a configuration."""
     model, size = config.model, config.prefix_cache.block_size
     return hashing.chain_root(salt, model.path, model.revision or "", model.dtype, str(size))
 
@@ -99,7 +99,7 @@ def open_tenant(key: str, gateway: GatewayConfig, secret: bytes) -> Tenant:
 
 
 def hash_key(key: str) -> str:
-    """What the configuration stores of an API key."""
+    """Return the SHA-256 of an API key, which is what the configuration stores."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

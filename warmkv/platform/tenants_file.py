@@ -99,7 +99,7 @@ class Tenants:
             await asyncio.to_thread(self.reload)
 
     def status(self) -> dict[str, Any]:
-        """Who may call, for operators: names, rights, limits and when keys end; of a key the head of its hash."""
+        """Return who may call: names, rights, limits and when keys end; of a key the head of its hash."""
         tenants = (*self._gateway.tenants, *self._document.tenants)
         operators = (*self._gateway.operators, *self._document.operators)
         path, taken = self._gateway.tenants_file, self._taken_at

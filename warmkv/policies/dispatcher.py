@@ -42,7 +42,7 @@ class Bookings:
         self.coming = Coming()
 
     def book(self, request: Hashable, replica: str, blocks: int | None = None) -> None:
-        """A request goes to a replica, which has to compute so many blocks for it; as many as were booked if None."""
+        """Book a request on a replica, which has to compute `blocks` for it; as many as were booked if None."""
         booked = self._booked.get(request)
         if booked is not None:
             if booked == replica and blocks is None and request not in self._given_up:
@@ -58,7 +58,7 @@ class Bookings:
             self.prefill[replica] = self.prefill.get(replica, 0) + blocks
 
     def began(self, request: Hashable) -> None:
-        """The first token is there: what is computed for a request keeps nobody waiting any more."""
+        """Take the blocks of a request whose first token is drawn off its replica's `prefill`."""
         if blocks := self._blocks.pop(request, 0):
             replica = self._booked[request]
             self.prefill[replica] -= blocks
@@ -83,13 +83,13 @@ class Bookings:
                 del self.load[replica]
 
     def give_up(self, request: Hashable) -> None:
-        """Nobody waits for a request any more. A replica that works ends it, which releases the booking."""
+        """Mark a request for which nobody waits any more. A replica that works ends it, which releases the booking."""
         if request in self._booked:
             self._given_up.add(request)
 
     @property
     def suspects(self) -> set[str]:
-        """Replicas that have not ended what was given up: they may be hung or cut off."""
+        """Return the replicas that have not ended what was given up: they may be hung or cut off."""
         return {self._booked[request] for request in self._given_up} if self._given_up else set()
 
     def drop(self, replica: str) -> None:

@@ -43,11 +43,11 @@ class Answer:
 
     @property
     def name(self) -> str:
-        """What the ids of messages and completions are made of: the request's id without its prefix."""
+        """Return the request's id without its prefix, of which the ids of messages and completions are made."""
         return self.id.removeprefix("req_")
 
     async def text(self) -> AsyncIterator[Delta]:
-        """The text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
+        """Yield the text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
         status: Status = "cancelled"
         try:
             async with aclosing(self.events):
@@ -78,7 +78,7 @@ class Answer:
             self.on_end(self, status)
 
     def details(self) -> dict[str, Any]:
-        """What warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
+        """Return what warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
         price, started = self.price(self.usage), self.started
         one_tier = {"device": started.cached_tokens} if started.cached_tokens else {}  # a replica need not name it
         return {

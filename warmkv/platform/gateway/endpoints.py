@@ -47,7 +47,7 @@ def create_app(
     name: str,
     taking: Callable[[], int],
 ) -> FastAPI:
-    """All routes. `secret` salts the tenants' prefixes; `status` tells what is known of the replicas.
+    """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
 
     `taking` counts the replicas that take requests, as far as this process knows: no call, no wait.
 
@@ -202,7 +202,7 @@ def create_app(
 
 
 def error_response(request: Request, error: ApiError, retry_after: float) -> Response:
-    """The error in the format of the API that was called. `retry_after` is for a refusal that names no time itself."""
+    """Return an error in the format of the API that was called. `retry_after` is for one that names no time itself."""
     headers = {}
     if error.status in (429, 529):
         seconds = retry_after if error.retry_after is None else error.retry_after

@@ -83,7 +83,7 @@ def invalid(message: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The most specific fault of a request body, with its place: of a union's branches, the one that went deepest."""
+    """Return the most specific fault of a body, with its place: of a union's branches, the one that went deepest."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     if fault["type"] == "model_type":  # pydantic's text names a class of ours
         fault["msg"] = "Input should be an object"
@@ -93,7 +93,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The API's view of whatever was raised while a request was answered."""
+    """Return the API's view of an exception that was raised while a request was answered."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -116,7 +116,7 @@ def from_exception(error: BaseException) -> ApiError:
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error that may have been wrapped on its way through Ray."""
+    """Return the message of an error that may have been wrapped on its way through Ray."""
     return str(_unwrapped(error))
 
 
@@ -127,7 +127,7 @@ def retry_after(error: BaseException) -> float | None:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """What was raised in a replica, where Ray has wrapped it."""
+    """Return what was raised in a replica, where Ray has wrapped it."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
 
@@ -137,6 +137,6 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def openai_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """OpenAI's form has no place for the id: inside `error`, its SDK hands it on in the exception's `body`."""
+    """Put the id, for which OpenAI's form has no place, inside `error`: its SDK passes that on in `body`."""
     fields = {"message": error.message, "type": error.type, "param": None, "code": None}
     return {"error": {**fields, "request_id": request_id}}

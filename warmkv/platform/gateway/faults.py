@@ -67,7 +67,7 @@ class Faults:
 
 
 def api_of(path: str) -> str:
-    """The API of a path, from a fixed set: "other" for what is not there."""
+    """Return the API of a path, from a fixed set: "other" for what is not there."""
     path = path.rstrip("/")
     for known, name in APIS.items():
         if path.endswith(known):
@@ -78,6 +78,6 @@ def api_of(path: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where an error was raised, as module:line; its message may repeat what the client sent."""
+    """Return where an error was raised, as module:line; its message may repeat what the client sent."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "?"

@@ -89,7 +89,7 @@ class Budget:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """A share that grows, and is given back at the end."""
+        """Yield a share that grows, and give it back at the end."""
         share = Share(self)
         try:
             yield share

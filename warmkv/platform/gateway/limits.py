@@ -62,14 +62,14 @@ class Lease:
         ]
 
     def _anthropic(self, kind: str, quota: Quota) -> list[tuple[str, str]]:
-        """Headers of the Messages API; `reset` is a time by RFC 3339."""
+        """Return the headers of the Messages API; `reset` is a time by RFC 3339."""
         reset = datetime.fromtimestamp(math.ceil(self._wall_clock()), UTC) + timedelta(seconds=math.ceil(quota.reset))
         values = {"limit": quota.limit, "remaining": quota.remaining, "reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ")}
         return [(f"anthropic-ratelimit-{kind}-{name}", str(value)) for name, value in values.items()]
 
 
 def _openai(kind: str, quota: Quota) -> list[tuple[str, str]]:
-    """Headers of the OpenAI APIs; `reset` is a duration, as in 6m0s."""
+    """Return the headers of the OpenAI APIs; `reset` is a duration, as in 6m0s."""
     minutes, seconds = divmod(math.ceil(quota.reset), 60)
     reset = f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
     values = {"limit": quota.limit, "remaining": quota.remaining, "reset": reset}

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def memory_of(status: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of a replica by use, as it reported them last, and its plan; before it has one, without."""
+    """Return the bytes of a replica by use, as it reported them last, and its plan if it has one."""
     used = {use: status.get(f"{use}_bytes", 0) for use in ("weight", "slot", "workspace", "store")}
     plan = status.get("memory")
     return {

@@ -57,7 +57,7 @@ def retry_header(seconds: float) -> str:
 
 
 def most_open(config: Config) -> int:
-    """Requests that a gateway has open at most: those that replicas take, that wait for them, and that are parsed."""
+    """Return the most requests that a gateway has open: those in replicas, those that wait, and those being parsed."""
     cluster, gateway = config.cluster, config.gateway
     held = config.ongoing_requests * cluster.most_replicas + cluster.max_queued_requests
     return gateway.max_requests or held + gateway.intake.max_waiting

@@ -53,7 +53,7 @@ class Prompt:
 
 
 def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
-    """The prompt that asks for the next assistant message. Blocks of a message are joined by a line break.
+    """Return the prompt that asks for the next assistant message. Blocks of a message are joined by a line break.
 
     If the last turn is the assistant's, its text is the beginning of the answer. Raises ApiError (400) where the
     model's template refuses the messages, moves their content, or does not show tools as JSON.
@@ -103,7 +103,7 @@ def render(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
 
 
 def render_text(tokenizer: Any, text: str) -> Prompt:
-    """A prompt without a template, for plain completion."""
+    """Return a prompt without a template, for plain completion."""
     tokens = tokenizer(text)["input_ids"]
     return Prompt(tuple(tokens), (len(tokens),), (None,))
 
@@ -116,7 +116,7 @@ class _Piece(NamedTuple):
 
 
 def _tokenize(tokenizer: Any, pieces: Sequence[_Piece]) -> list[list[int]]:
-    """The token ids of every piece. Two calls for all of them: a call costs more than a short text."""
+    """Return the token ids of every piece. Two calls for all of them: a call costs more than a short text."""
     found: list[list[int]] = [[] for _ in pieces]
     for own in (True, False):
         places = [at for at, piece in enumerate(pieces) if piece.text and (piece.block is None) == own]
@@ -138,17 +138,17 @@ def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, Block]]:
 
 
 def _is_json(turn: Turn, block: Block) -> bool:
-    """Whether the template shows a block as JSON, rather than as a message's text."""
+    """Return True where the template shows a block as JSON, rather than as a message's text."""
     return turn.role == "tools" or block.call is not None
 
 
 def _leading(turns: Sequence[Turn]) -> int:
-    """How many turns come before the messages: the tools and the system prompt."""
+    """Count the turns before the messages: the tools and the system prompt."""
     return sum(1 for _ in itertools.takewhile(lambda turn: turn.role in ("tools", "system"), turns))
 
 
 def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[tuple[int, int, int]]]:
-    """Where the template shows tools and calls: for each of its pieces (start, stop, content block).
+    """Find the tools and calls in the template: for each of its pieces (start, stop, content block).
 
     `templates[i]` stands behind the text of i blocks. Tools stand somewhere before the first message's text, a call
     behind the text of its message. The first match counts, so a place does not depend on what follows it. The form in
@@ -184,19 +184,19 @@ def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[t
 
 
 def _forms(turn: Turn, block: Block) -> list[str]:
-    """How templates write a call's arguments, or a tool's definition: whole, or what stands under `function`."""
+    """Return the forms in which templates write a call's arguments, or a tool: whole, or what is under `function`."""
     value = json.loads(block.text)
     parts = (value, value["function"]) if turn.role == "tools" else (value,)
     return [to_json(part, indent) for part in parts for indent in (None, 4)]
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as the templates' own filter writes it."""
+    """Return JSON as the templates' own filter writes it."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options: dict[str, bool]) -> str:
-    """The rendered conversation, the text of every message's content block between `begin` and `end`."""
+    """Render the conversation, the text of every message's content block between `begin` and `end`."""
     if not getattr(tokenizer, "chat_template", None):
         raise invalid("This model has no chat template; use /v1/completions.")
     tools = [json.loads(block.text) for turn, block in _flat(turns) if turn.role == "tools"]
@@ -219,7 +219,7 @@ def _message(turn: Turn, begin: str, end: str) -> dict[str, Any]:
 
 
 def _stripped(turn: Turn) -> Turn:
-    """The turn without whitespace at the two ends of its text."""
+    """Return the turn without whitespace at the two ends of its text."""
     blocks = list(turn.blocks)
     if said := [i for i, block in enumerate(blocks) if not _is_json(turn, block)]:
         blocks[said[0]] = replace(blocks[said[0]], text=blocks[said[0]].text.lstrip())
@@ -228,7 +228,7 @@ def _stripped(turn: Turn) -> Turn:
 
 
 def unused_marks(turns: Sequence[Turn]) -> tuple[str, str]:
-    """Two strings that no content block contains, in linear time: they carry the digest of all blocks.
+    """Return two strings that no content block contains, in linear time: they carry the digest of all blocks.
 
     A text that contains its own digest cannot be found. Private-use characters, so that templates leave them alone.
     """

@@ -52,7 +52,7 @@ class RequestIds:
 
 
 def context_of(headers: Headers) -> RequestContext:
-    """A new id and, of a valid `traceparent`, a new span; the client's own id where it is short and plain."""
+    """Return a new id and, of a valid `traceparent`, a new span; the client's id where it is short and plain."""
     caller = parse_traceparent(headers.getlist("traceparent"))
     client_id = checked_client_id(headers.getlist("x-request-id"))
     return RequestContext(new_request_id(), client_id, caller.child() if caller is not None else None)

@@ -58,7 +58,7 @@ Send = Callable[[Attempt], AsyncGenerator[Event]]
 async def resumed(
     request: GenerateRequest, send: Send, config: GatewayConfig, retried: Callable[[str], None]
 ) -> AsyncGenerator[Event]:
-    """The events of an answer, from as many replicas as it takes: one Admitted, one Started, text, one Finished.
+    """Yield the events of an answer from as many replicas as needed: one Admitted, one Started, text, one Finished.
 
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
@@ -132,7 +132,7 @@ def _room_after(error: Exception) -> float:
 
 
 async def _next(events: AsyncGenerator[Event], silence: float) -> Event:
-    """The next event.
+    """Return the next event.
 
     Raises ReplicaFailedError where there is none, or none within `silence` seconds, RequestFailedError where the
     request cannot be computed.

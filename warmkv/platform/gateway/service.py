@@ -40,7 +40,7 @@ class Policy:
 
     @classmethod
     def of(cls, start: Config, version: Version) -> Policy:
-        """Raises ConfigError where the version does not fit what the service was started with."""
+        """Return the policy of a version. Raises ConfigError where it does not fit the configuration of the start."""
         config = in_force(start, version)
         terms = Terms(version.number, Lifetimes.of(config.prefix_cache), config.routing)
         return cls(config, config.prices, terms)
@@ -90,17 +90,17 @@ class Service:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Monotonic seconds."""
+        """Return the clock of monotonic seconds."""
         return self._clock
 
     @property
     def wall_clock(self) -> Callable[[], float]:
-        """Unix time."""
+        """Return the clock of Unix time."""
         return self._wall_clock
 
     @property
     def recorder(self) -> Recorder:
-        """Where metrics go."""
+        """Return where metrics go."""
         return self._recorder
 
     def take(self, version: Version) -> None:
@@ -213,7 +213,7 @@ class Service:
         )
 
     async def _limited(self, events: AsyncGenerator[Event], until: float) -> AsyncGenerator[Event]:
-        """The events as they come; TimeoutError if the answer has not ended `until` a time of the service's clock."""
+        """Yield the events. Raises TimeoutError if they have not ended `until` a time of the service's clock."""
         deadline = asyncio.get_running_loop().time() + until - self._clock()
         async with aclosing(events):
             while True:
