@@ -108,6 +108,17 @@ def test_wrong_mixtures_of_experts_are_refused_in_16_bits(tamper, monkeypatch):
         check_engine(checked.engine)
 
 
+def test_dense_models_are_allowed_no_more_than_their_type_explains(monkeypatch):
+    def measured(*_: Any) -> float:
+        raise AssertionError("only the choice of experts is swayed by rounding")
+
+    monkeypatch.setattr(self_check, "rounding_error", measured)
+    checked = driver("llama", torch.bfloat16)
+    tamper_with_decode(checked.engine.model.module, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"where torch\.bfloat16 explains 0\.05 "):
+        check_engine(checked.engine)
+
+
 def test_rounding_is_measured_on_the_model_as_it_is():
     module = prepare(tiny_model("llama").to(torch.bfloat16)).module
     ids = list(range(20))
