@@ -218,7 +218,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("unknown field", {"content": "x", "extra": {"temprature": 1}}, "temprature"),
     ("temperature", {"content": "x", "extra": {"temperature": 1.5}}, "temperature"),
     ("max_tokens", {"content": "x", "max_tokens": 8193}, "8193 > 8192"),
-    ("context", {"content": "x " * 9000}, "exceed the context"),
+    ("context", {"content": "x " * 9000}, "exceeds? the context"),
     ("server tool", {"content": "x", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "custom"),
     ("image", {"content": [{"type": "image", "source": {"type": "url", "url": "http://x/"}}]}, "image"),
     ("policy", {"content": "x", "extra": {"warmkv": {"policy": "snapkv@2.0"}}}, "share"),
