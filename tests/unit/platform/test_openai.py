@@ -102,7 +102,7 @@ def test_what_is_refused(server, options, message):
 def test_other_errors_are_typed(server):
     with pytest.raises(openai.NotFoundError):
         chat(server, "x", model="other")
-    with pytest.raises(openai.BadRequestError, match="exceeds? the context"):
+    with pytest.raises(openai.BadRequestError, match=r"exceeds? the context"):
         chat(server, "x " * 9000)
 
 
