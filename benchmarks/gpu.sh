@@ -31,7 +31,7 @@ import importlib
 import sys
 
 missing = []
-for name in ("numpy", "yaml", "pydantic", "torch", "transformers", "warmkv.replicas.engine"):
+for name in ("numpy", "yaml", "pydantic", "torch", "transformers", "warmkv.replicas.engine.engine"):
     try:
         importlib.import_module(name)
     except ImportError as error:

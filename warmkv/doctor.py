@@ -56,9 +56,9 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Findi
     import torch
 
     from warmkv.replicas import device_memory
-    from warmkv.replicas.engine import Engine
-    from warmkv.replicas.loading import load_model, resolve_device
-    from warmkv.replicas.self_check import check_engine
+    from warmkv.replicas.engine.engine import Engine
+    from warmkv.replicas.loading.load import load_model, resolve_device
+    from warmkv.replicas.loading.self_check import check_engine
 
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ from benchmarks.engine.setting import Models, Setting
 from benchmarks.engine.warm import PLENTY
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import Demand, SlotPool
 
 
 def race(arena: Arena) -> None:

@@ -14,8 +14,8 @@ from warmkv.measuring.clock import Stopwatch
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import LoadedModel
-from warmkv.replicas.slots import Demand, SlotPool
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.slots import Demand, SlotPool
 
 TTL = "5m"
 

@@ -14,9 +14,9 @@ from benchmarks.engine.results import PAGED
 from benchmarks.engine.warm import engine
 from warmkv.measuring.clock import Stopwatch
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import EngineEvent
 from warmkv.replicas.protocol import Failed, Finished, GenerateRequest, SamplingParams
-from warmkv.replicas.scheduler import EngineEvent
 
 Requests = list[tuple[list[int], int]]
 """Token ids of each prompt, and tokens to draw."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.loading.load import LoadedModel, prepare
 
 COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,

@@ -11,9 +11,9 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import synthetic
 from warmkv.measuring.clock import Stopwatch, now
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.scheduler import EngineEvent
-from warmkv.replicas.slots import Slot
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import EngineEvent
+from warmkv.replicas.slots.slots import Slot
 
 PLENTY = 1 << 42
 """Bytes, where memory is not the question."""

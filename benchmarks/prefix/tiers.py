@@ -19,7 +19,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import ttft
 from warmkv.measuring.clock import now
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
 
 TIERS = ("device", "host", "disk")
 TTL = "1h"

@@ -21,8 +21,8 @@ from tests.polling import PATIENCE
 from warmkv.config import ModelConfig
 from warmkv.policies import pricing
 from warmkv.prefixes.usage import Usage
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.loading.load import load_tokenizer
 
 pytestmark = pytest.mark.cluster
 

@@ -20,7 +20,7 @@ from warmkv.policy_spec import split_policies
 
 if TYPE_CHECKING:
     from warmkv.evaluation.summary import Row
-    from warmkv.replicas.loading import LoadedModel
+    from warmkv.replicas.loading.load import LoadedModel
 
 errors = Console(stderr=True)
 DEFAULT = Plan()
@@ -140,7 +140,8 @@ def _load(plan: Plan) -> tuple[LoadedModel, Any]:
     import torch
     from transformers.utils import logging
 
-    from warmkv.replicas import device_memory, loading
+    from warmkv.replicas import device_memory
+    from warmkv.replicas.loading import load as loading
 
     logging.disable_progress_bar()
     try:

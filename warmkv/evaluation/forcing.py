@@ -14,9 +14,9 @@ from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.decode_state import DecodeState
-from warmkv.replicas.loading import LoadedModel
-from warmkv.replicas.slots import Demand, Slot, SlotPool
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import Demand, Slot, SlotPool
 
 CHUNK = 512
 

@@ -15,8 +15,8 @@ from warmkv.evaluation import matching, scoring, stream, tasks
 from warmkv.evaluation.plan import EvalError, Part, Plan, bounded
 from warmkv.evaluation.results import STREAM, Row, RunFolder
 from warmkv.policies.compression.prompt import TokenClasses
-from warmkv.replicas.engine import TURNING
-from warmkv.replicas.loading import LoadedModel, token_classes
+from warmkv.replicas.engine.engine import TURNING
+from warmkv.replicas.loading.load import LoadedModel, token_classes
 
 Progress = Callable[[str, int], None]
 """Told what is done now, and how much work since it was last told: `work` in all."""

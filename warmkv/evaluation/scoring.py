@@ -11,8 +11,8 @@ from warmkv.policies import budgets
 from warmkv.policies.compression.prompt import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import LoadedModel
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.slots import SlotPool
 
 Key = tuple[str, float | None]  # a policy's label and its share; None: whatever it takes
 

@@ -19,8 +19,8 @@ from warmkv.evaluation.results import RECOMPUTED, Row
 from warmkv.evaluation.tasks import Texts
 from warmkv.policies.compression.prompt import Prompt, TokenClasses
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import LoadedModel
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.slots import SlotPool
 
 LARGEST_CACHE = 512
 SEGMENTS = 16

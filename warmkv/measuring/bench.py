@@ -22,8 +22,8 @@ from warmkv.policies import budgets
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.device_memory import plan_replica
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.loading.load import LoadedModel
 
 Progress = Callable[[str], None]
 """Told what is measured next; once for every measurement."""

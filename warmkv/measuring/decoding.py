@@ -9,7 +9,7 @@ from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
 
 UNTIMED = 2
 """Steps that warm up every batch."""

@@ -11,7 +11,7 @@ from warmkv.measuring import machine, profiling
 from warmkv.measuring.bench import Bench
 from warmkv.measuring.plan import BenchPlan, ProfilePlan
 from warmkv.policies.step_profile import Measurement, ProfiledModel, StepProfile
-from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.loading.load import LoadedModel
 
 
 def bench_document(

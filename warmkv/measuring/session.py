@@ -15,7 +15,7 @@ from warmkv.config import Config, ConfigError
 from warmkv.measuring.plan import MeasureError
 
 if TYPE_CHECKING:
-    from warmkv.replicas.loading import LoadedModel
+    from warmkv.replicas.loading.load import LoadedModel
 
 errors = Console(stderr=True)
 BUSY = 0.5
@@ -44,7 +44,8 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         import torch
 
         from warmkv.measuring import machine
-        from warmkv.replicas import device_memory, loading
+        from warmkv.replicas import device_memory
+        from warmkv.replicas.loading import load as loading
     except ImportError as error:
         raise MeasureError(f"{error.name} is missing; install it with: pip install 'warmkv[serve]'") from None
     if settings.engine.threads:

@@ -19,11 +19,11 @@ from warmkv.policies import budgets, compression
 from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
-from warmkv.replicas.scheduler import Sequence
-from warmkv.replicas.slots import Slot
+from warmkv.replicas.slots.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)

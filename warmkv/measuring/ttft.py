@@ -12,9 +12,9 @@ from warmkv.measuring.plan import MeasureError
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import EngineEvent
 from warmkv.replicas.protocol import Failed, GenerateRequest, SamplingParams, Started, UnservableRequestError
-from warmkv.replicas.scheduler import EngineEvent
 
 WARM_SHARE = 0.9
 """Of a warm request's prompt, up to a breakpoint that an earlier request stored."""

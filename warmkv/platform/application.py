@@ -12,7 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from warmkv.config import ClusterConfig, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
-from warmkv.platform.gateway.overload import most_open
+from warmkv.platform.gateway.intake.overload import most_open
 from warmkv.platform.listening import check_listening
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter

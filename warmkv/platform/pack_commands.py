@@ -21,7 +21,7 @@ SetOption = Annotated[list[str], typer.Option("--set", help="A setting, as in `-
 @contextmanager
 def _faults() -> Iterator[None]:
     """Settings that cannot be used end the program with code 2, anything else that goes wrong with code 1."""
-    from warmkv.platform.gateway.errors import ApiError
+    from warmkv.platform.gateway.apis.errors import ApiError
     from warmkv.replicas.block_store.packs import PackError
 
     try:
@@ -90,8 +90,8 @@ def load_command(
     Example: `warmkv packs load packs/handbook`
     """
     with _faults():
-        from warmkv.replicas.engine import Engine
-        from warmkv.replicas.loading import load_model
+        from warmkv.replicas.engine.engine import Engine
+        from warmkv.replicas.loading.load import load_model
 
         settings = load(config, flags=set_)
         none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder

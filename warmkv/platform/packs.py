@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from warmkv.config import Config
-from warmkv.platform.gateway.prompt import Block, Turn, render
+from warmkv.platform.gateway.apis.prompt import Block, Turn, render
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
@@ -20,8 +20,8 @@ from warmkv.replicas.block_store.disk import Folder
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.device_memory import plan_replica
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.loading.load import load_model, load_tokenizer
 from warmkv.replicas.protocol import EngineError, Failed, GenerateRequest, SamplingParams
 
 QUESTION = Block("?")

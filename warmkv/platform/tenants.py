@@ -17,7 +17,7 @@ from warmkv.config import (
     TenantConfig,
     check_key_holders,
 )
-from warmkv.platform.gateway.errors import ApiError
+from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.prefixes import hashing
 
 ALL_RIGHTS: frozenset[Right] = frozenset(get_args(Right))

@@ -28,7 +28,7 @@ NODE_BYTES = 3 << 29
 tokenizer: 520 MB resident for the gateway, 80 to 170 MB for each of ten others, much of it shared."""
 
 SAMPLING_BYTES = 32
-"""Bytes a logit: in the model's dtype, then probabilities, their order and running sums (`replicas/sampling.py`)."""
+"""Bytes a logit: in its dtype, then probabilities, their order and running sums (`replicas/engine/sampling.py`)."""
 
 SCORING_BYTES = 4 * 4 << 22
 """What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/scoring.py`)."""

@@ -18,12 +18,12 @@ from warmkv import logs, telemetry
 from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import load_model, load_tokenizer, token_classes
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.streaming import stream
+from warmkv.replicas.loading.load import load_model, load_tokenizer, token_classes
+from warmkv.replicas.loading.self_check import check_engine
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
-from warmkv.replicas.self_check import check_engine
-from warmkv.replicas.streaming import stream
 from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from warmkv.faults import UserError
 from warmkv.policies import memory_plan
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
-from warmkv.replicas.loading import LoadedModel, model_path, resolve_device, resolve_dtype
+from warmkv.replicas.loading.load import LoadedModel, model_path, resolve_device, resolve_dtype
 
 UNLIMITED = 1 << 60
 """Limits of control groups from here on are none: version 1 writes the largest multiple of a page below 2**63."""

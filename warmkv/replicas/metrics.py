@@ -6,7 +6,7 @@ from typing import Protocol
 
 from warmkv import telemetry
 from warmkv.replicas.block_store import BlockStore
-from warmkv.replicas.stats import EngineStats
+from warmkv.replicas.engine.stats import EngineStats
 
 
 class Recorder(Protocol):

@@ -19,7 +19,7 @@ from warmkv.config import TransferConfig
 from warmkv.policies import budgets
 from warmkv.policies.transfer import TransferTimes, heir
 from warmkv.replicas.block_store.exchange import Lent, Parcel, hottest, lend, seal, take, unseal
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
 
 log = logging.getLogger(__name__)

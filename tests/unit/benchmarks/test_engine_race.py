@@ -17,7 +17,7 @@ from benchmarks.engine.generate import Generate, GenerateStatic
 from benchmarks.engine.paged import ContinuousBatching
 from benchmarks.engine.setting import ON_CPU, ON_CUDA, build, quick
 from benchmarks.engine.warm import Warm
-from warmkv.replicas.packed_weights import PackedLinear
+from warmkv.replicas.loading.packed_weights import PackedLinear
 
 KEYS = {"name", "value", "spread", "target", "direction", "met"}
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from warmkv.config import ModelConfig
 from warmkv.evaluation.plan import Plan
 from warmkv.evaluation.tasks import Texts
-from warmkv.replicas.loading import LoadedModel, load_tokenizer, prepare
+from warmkv.replicas.loading.load import LoadedModel, load_tokenizer, prepare
 
 CONTEXT = 768
 

@@ -11,7 +11,7 @@ from warmkv.evaluation.plan import read_policy
 from warmkv.evaluation.scoring import score
 from warmkv.evaluation.tasks import Sample
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.slots.slots import SlotPool
 
 POLICIES = ("full", "window", "streaming_llm", "h2o", "snapkv", "pyramidkv", "adakv+turbo4", "full+kivi4", "fastgen")
 

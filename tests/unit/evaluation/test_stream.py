@@ -11,7 +11,7 @@ from tests.unit.evaluation.conftest import CONTEXT
 from warmkv.evaluation import stream
 from warmkv.evaluation.plan import bounded, read_policy
 from warmkv.evaluation.results import RECOMPUTED
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.slots.slots import SlotPool
 
 
 def test_a_seed_gives_the_same_stream(texts):

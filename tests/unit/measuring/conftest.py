@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.replicas.conftest import random_model
-from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.loading.load import LoadedModel, prepare
 
 
 @pytest.fixture(scope="session")

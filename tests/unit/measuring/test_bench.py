@@ -11,7 +11,7 @@ from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets, compression
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
 
 POLICIES = ("full", "snapkv@32", "streaming_llm@32", "h2o@32", "full+kivi4")
 PLAN = BenchPlan(policies=POLICIES, lengths=(64, 128), batches=(1, 3), new_tokens=8, repeats=2)

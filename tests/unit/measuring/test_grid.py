@@ -6,7 +6,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import grid, synthetic
 from warmkv.measuring.grid import Chunk, Decode
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.engine import Engine
+from warmkv.replicas.engine.engine import Engine
 
 
 def test_chunks_come_whole_and_in_parts_at_every_end():

@@ -29,10 +29,10 @@ from warmkv.platform.local import free_port
 from warmkv.platform.operator_key import with_operator
 from warmkv.platform.policy_store import FolderStore
 from warmkv.prefixes.record import RequestRecord
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import load_model, load_tokenizer
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.streaming import stream
+from warmkv.replicas.loading.load import load_model, load_tokenizer
 from warmkv.replicas.protocol import Event, GenerateRequest
-from warmkv.replicas.streaming import stream
 
 
 @dataclass

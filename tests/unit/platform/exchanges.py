@@ -13,11 +13,11 @@ from tests.polling import PATIENCE
 from warmkv.config import Config, load
 from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
-from warmkv.platform.gateway.intake import Intake
+from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.policy_store import FolderStore
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, Started
 
 STARTED = Started("only", 0, 0, 0, 4, 100, 0.0, 0.0)

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
-from warmkv.platform.gateway.limits import Limits
+from warmkv.platform.gateway.access.limits import Limits
 
 APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
 LIMITED = ("gateway.limits.concurrent_requests=5", "gateway.limits.tokens_per_minute=1000000")

@@ -17,16 +17,16 @@ from tests.clocks import SkippingLoop, run, skip
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from warmkv.config import GatewayConfig, IntakeConfig, load
-from warmkv.platform.gateway import body_limits
-from warmkv.platform.gateway.body_limits import depth, outside_strings
-from warmkv.platform.gateway.errors import ApiError
-from warmkv.platform.gateway.intake import Budget, Lane
-from warmkv.platform.gateway.messages import MessagesRequest
-from warmkv.platform.gateway.openai import ChatRequest
-from warmkv.platform.gateway.parsing import SLICE, Parsing, _slices
-from warmkv.platform.gateway.schema import parse
+from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.apis.messages import MessagesRequest
+from warmkv.platform.gateway.apis.openai import ChatRequest
+from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.intake import body_limits
+from warmkv.platform.gateway.intake.body import Budget, Lane
+from warmkv.platform.gateway.intake.body_limits import depth, outside_strings
+from warmkv.platform.gateway.intake.parsing import SLICE, Parsing, _slices
 from warmkv.platform.tenants import hash_key
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.loading.load import load_tokenizer
 
 SAID = {"role": "user", "content": "x"}
 WHOLE = {"model": "tiny", "max_tokens": 1, "messages": [SAID]}

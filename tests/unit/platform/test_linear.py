@@ -15,13 +15,13 @@ import pytest
 
 from tests.unit.platform.exchanges import Gateway
 from tests.unit.platform.work import work_of
-from warmkv.platform.gateway.errors import ApiError
-from warmkv.platform.gateway.messages import MessagesRequest
-from warmkv.platform.gateway.parsing import Parsing
+from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.apis.messages import MessagesRequest
+from warmkv.platform.gateway.apis.prompt import Block, Turn, _json_places
+from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.policy import ChangeBody, RollbackBody
-from warmkv.platform.gateway.prompt import Block, Turn, _json_places
-from warmkv.platform.gateway.schema import parse
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.replicas.loading.load import load_tokenizer
 
 SMALL, TIMES, SLACK = 64, 4, 1.1
 PACKAGE = "/warmkv/"

@@ -8,7 +8,7 @@ import pytest
 
 from warmkv.config import load
 from warmkv.platform import application
-from warmkv.platform.gateway.overload import Backlog, most_open, retry_header
+from warmkv.platform.gateway.intake.overload import Backlog, most_open, retry_header
 
 
 def test_the_time_is_that_of_all_who_wait_at_the_recent_pace():

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import ModelConfig
-from warmkv.platform.gateway.errors import ApiError
-from warmkv.platform.gateway.prompt import Block, Turn, render, to_json
-from warmkv.replicas.loading import load_tokenizer
+from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.apis.prompt import Block, Turn, render, to_json
+from warmkv.replicas.loading.load import load_tokenizer
 
 
 @functools.cache

@@ -20,12 +20,12 @@ from tests.polling import until
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
-from warmkv.platform.gateway.errors import ReplicaFailedError, RequestFailedError, from_exception
+from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import prepare
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.streaming import stream
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, QueueFullError, Started
-from warmkv.replicas.streaming import stream
 
 Fault = Literal["raises", "fails", "ends", "hangs"]
 FAULTS: list[Fault] = ["raises", "fails", "ends", "hangs"]

@@ -16,11 +16,11 @@ from tests.polling import PATIENCE
 from tests.unit.platform.conftest import Counted
 from warmkv.config import LimitsConfig, load
 from warmkv.logs import LineLimit, RequestFields, about, forward
-from warmkv.platform.gateway.errors import ApiError
+from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.apis.prompt import Prompt
+from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.faults import APIS, Faults, api_of
-from warmkv.platform.gateway.prompt import Prompt
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.gateway.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.tenants import Tenant
 from warmkv.prefixes.record import RequestRecord

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests import clocks
 from tests.unit.platform.asgi import DAY, SECRET, Gateway, as_flag, becomes
 from warmkv.config import ConfigError, load
-from warmkv.platform.gateway.errors import ApiError
+from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.tenants import authenticate, hash_key
 from warmkv.platform.tenants_file import Tenants, find_tenant, parse_tenants
 

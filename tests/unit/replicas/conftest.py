@@ -20,8 +20,8 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import Finished, GenerateRequest, SamplingParams, Started
 
 VOCABULARY = 97

@@ -15,9 +15,9 @@ from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
 from warmkv.replicas.device_memory import Peak, group_limits, host_memory, share_of
+from warmkv.replicas.engine.scheduler import Scheduler, Sequence
 from warmkv.replicas.protocol import UnservableRequestError
-from warmkv.replicas.scheduler import Scheduler, Sequence
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.slots.slots import SlotPool
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1024 kB\nMemAvailable: {20 * GIB // 1024} kB\nHugePages_Free: 0\n"

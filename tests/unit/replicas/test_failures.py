@@ -11,8 +11,8 @@ import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
-from warmkv.replicas.faults import FAILURES_IN_A_ROW, Faults, is_out_of_memory, is_sticky
-from warmkv.replicas.inbox import ClosedError
+from warmkv.replicas.engine.faults import FAILURES_IN_A_ROW, Faults, is_out_of_memory, is_sticky
+from warmkv.replicas.engine.inbox import ClosedError
 from warmkv.replicas.protocol import Failed, Finished
 
 STICKY = "CUDA error: an illegal memory access was encountered"

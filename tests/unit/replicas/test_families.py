@@ -11,10 +11,10 @@ from transformers import CONFIG_MAPPING
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.families import VOCABULARY, tiny_model
-from warmkv.replicas import supported
-from warmkv.replicas.loading import prepare
-from warmkv.replicas.self_check import plain_logits
-from warmkv.replicas.structure import check_config
+from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.load import prepare
+from warmkv.replicas.loading.self_check import plain_logits
+from warmkv.replicas.loading.structure import check_config
 
 PROMPT, NEW = 43, 9
 

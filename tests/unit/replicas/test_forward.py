@@ -8,9 +8,9 @@ import torch
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig
-from warmkv.replicas.engine import compiles
-from warmkv.replicas.forward import CompiledForward
-from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.engine.engine import compiles
+from warmkv.replicas.engine.forward import CompiledForward
+from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import GenerateRequest
 
 POLICIES = ["full", "snapkv@16:window=4", "h2o@20", "streaming_llm@20", "adakv@16:window=4", "full+kivi4"]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import make_request
 from tests.unit.replicas.test_engine import prompt
-from warmkv.platform.gateway.errors import retry_after
+from warmkv.platform.gateway.apis.errors import retry_after
 from warmkv.replicas.completions import WINDOW, Completions
-from warmkv.replicas.inbox import ClosedError, Inbox
+from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.protocol import Finished, QueueFullError
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.replicas.faults import DeviceLostError
-from warmkv.replicas.isolation import isolate
+from warmkv.replicas.engine.faults import DeviceLostError
+from warmkv.replicas.engine.isolation import isolate
 
 NOBODY = {"relieve": lambda: None, "shed": lambda items, error: items[-1]}
 

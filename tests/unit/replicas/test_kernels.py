@@ -20,7 +20,7 @@ from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
 from warmkv.policies.compression.storage import Codec, codec
 from warmkv.policy_spec import Storage
-from warmkv.replicas import attention, kernels
+from warmkv.replicas.slots import attention, kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
 CUDA = torch.cuda.is_available()
@@ -102,7 +102,7 @@ class Inputs:
     scale: float
 
     def attend(self, case: Case, **given: Any) -> Tensor:
-        from warmkv.replicas.kernels import launch
+        from warmkv.replicas.slots.kernels import launch
 
         parts = self.query, case.codec, self.keys, self.values, self.lengths, self.beside, self.scale
         return launch.attend(*parts, splits=case.splits, **given)
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_is_refused(device):
 @example(8, 16_384, 132)
 @example(256, 16_384, 132)
 def test_few_long_rows_are_split_so_that_all_processors_work(rows, entries, processors):
-    from warmkv.replicas.kernels.launch import MOST_SPLITS, split_count
+    from warmkv.replicas.slots.kernels.launch import MOST_SPLITS, split_count
 
     splits = split_count(rows, entries, processors)
     assert 1 <= splits <= MOST_SPLITS

@@ -26,9 +26,9 @@ from tests.unit.replicas.families import CONTEXT, WINDOW, tiny_model
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas import supported
-from warmkv.replicas.loading import prepare, resolve_dtype
-from warmkv.replicas.packed_weights import can_pack, pack_linears, packed_bytes
+from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.load import prepare, resolve_dtype
+from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import UnservableRequestError
 
 SHAPE: dict[str, Any] = {

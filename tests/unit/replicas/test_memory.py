@@ -22,9 +22,9 @@ from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
-from warmkv.replicas.packed_weights import packed_bytes
-from warmkv.replicas.rows import FREE
-from warmkv.replicas.slots import Demand, SlotPool
+from warmkv.replicas.loading.packed_weights import packed_bytes
+from warmkv.replicas.slots.rows import FREE
+from warmkv.replicas.slots.slots import Demand, SlotPool
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype_bytes=4)
 MORE = ["rocketkv@10:window=4,kernel=3", "full", *POLICIES]

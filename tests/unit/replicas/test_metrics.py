@@ -7,7 +7,7 @@ from typing import Any
 from tests.unit.replicas.block_store.harness import BLOCK, TOKEN, Harness, Prompt
 from warmkv import telemetry
 from warmkv.replicas import metrics
-from warmkv.replicas.stats import EngineStats
+from warmkv.replicas.engine.stats import EngineStats
 
 
 class Recorded(telemetry.Recorder):

@@ -12,8 +12,8 @@ from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prompt import Prompt
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.decode_state import DecodeState
-from warmkv.replicas.slots import Demand, SlotPool
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import Demand, SlotPool
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4)
 GROUP, SCALE = 3, 8**-0.5

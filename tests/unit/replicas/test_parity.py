@@ -16,7 +16,7 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import tiers_of
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
-from warmkv.replicas.loading import prepare
+from warmkv.replicas.loading.load import prepare
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 

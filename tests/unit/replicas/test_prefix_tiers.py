@@ -12,8 +12,8 @@ import torch
 
 from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request, random_model
-from warmkv.replicas.engine import IDLE_SECONDS
-from warmkv.replicas.loading import prepare
+from warmkv.replicas.engine.engine import IDLE_SECONDS
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import Failed
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)

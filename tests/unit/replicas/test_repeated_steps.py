@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
-from warmkv.replicas import slabs
-from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import Failed, GenerateRequest
+from warmkv.replicas.slots import slabs
 
 # Every decode rule with every kind of storage; the groups of 32 entries leave their tails within NEW tokens.
 POLICIES = [

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.replicas.sampling import sample
+from warmkv.replicas.engine.sampling import sample
 
 
 def obvious(logits: list[float], temperature: float, top_p: float, top_k: int, uniform: float) -> int:

@@ -10,10 +10,10 @@ import torch
 from tests.unit.replicas.conftest import Driver
 from tests.unit.replicas.families import tiny_model
 from warmkv.policies.compression.prompt import Prompt
-from warmkv.replicas import self_check, supported
-from warmkv.replicas.loading import prepare
-from warmkv.replicas.self_check import check_engine, compare, differing, tolerance
-from warmkv.replicas.structure import check_config
+from warmkv.replicas.loading import self_check, supported
+from warmkv.replicas.loading.load import prepare
+from warmkv.replicas.loading.self_check import check_engine, compare, differing, tolerance
+from warmkv.replicas.loading.structure import check_config
 
 
 def driver(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Driver:
@@ -41,7 +41,7 @@ def test_the_check_fits_a_short_context_and_little_memory():
 
 def tamper_with_decode(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode step forgets its newest key."""
-    from warmkv.replicas import slabs
+    from warmkv.replicas.slots import slabs
 
     right = slabs.attend_rows
 
@@ -172,7 +172,7 @@ def test_structure_alone_refuses_what_the_table_names(family, changed, reason, m
 def test_layers_that_do_not_attend_are_found_without_the_configuration(family, monkeypatch):
     """Even where a configuration names its layers in a way that nobody knows."""
     monkeypatch.setattr(supported, "REFUSED", {})
-    monkeypatch.setattr("warmkv.replicas.loading.check_config", lambda config: None)
+    monkeypatch.setattr("warmkv.replicas.loading.load.check_config", lambda config: None)
     kinds = ["conv", "full_attention", "conv"] if family == "lfm2" else LINEAR
     with pytest.raises(ValueError, match=r"layer 0 \(.*\) does not attend"):
         prepare(tiny_model(family, layer_types=kinds))

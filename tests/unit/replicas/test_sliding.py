@@ -22,7 +22,7 @@ from warmkv.policies import budgets
 from warmkv.policies.sliding import in_layer, row_limit
 from warmkv.policies.slot_sizes import size_class, slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import LoadedModel, prepare
+from warmkv.replicas.loading.load import LoadedModel, prepare
 
 WINDOW = 12
 LENGTH, NEW = 50, 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.replicas.text import Detokenizer, StopSearch
+from warmkv.replicas.engine.text import Detokenizer, StopSearch
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.test_matrix import driven
 from warmkv.policies import budgets
-from warmkv.replicas.slots import SlotPool
+from warmkv.replicas.slots.slots import SlotPool
 
 States = list[tuple[Tensor, Tensor]]  # a multi-state: one (keys, values) of a token, each [kv_heads, d]
 

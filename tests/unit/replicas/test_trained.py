@@ -13,7 +13,7 @@ from tests.unit.replicas.reference import Reference
 from warmkv.config import ModelConfig
 from warmkv.models.tiny import corpus
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import TINY, LoadedModel, load_model, load_tokenizer
+from warmkv.replicas.loading.load import TINY, LoadedModel, load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")

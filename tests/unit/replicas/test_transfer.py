@@ -19,10 +19,10 @@ from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random
 from warmkv import telemetry
 from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
 from warmkv.policies.transfer import Fetch
-from warmkv.replicas.engine import Engine
-from warmkv.replicas.loading import prepare
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.streaming import stream
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
-from warmkv.replicas.streaming import stream
 from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
-from warmkv.platform.gateway.answer import Answer, Status
-from warmkv.platform.gateway.errors import ApiError, from_exception
+from warmkv.platform.gateway.apis.answer import Answer, Status
+from warmkv.platform.gateway.apis.errors import ApiError, from_exception
 from warmkv.replicas.protocol import Admitted, Event, Started
 
 

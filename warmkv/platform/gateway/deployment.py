@@ -12,13 +12,13 @@ from warmkv import logs, telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
+from warmkv.platform.gateway.apis.errors import ReplicaFailedError
 from warmkv.platform.gateway.endpoints import create_app
-from warmkv.platform.gateway.errors import ReplicaFailedError
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
 from warmkv.platform.router import PrefixRouter
-from warmkv.replicas.loading import load_max_context, load_tokenizer
+from warmkv.replicas.loading.load import load_max_context, load_tokenizer
 from warmkv.replicas.protocol import Event
 
 

@@ -14,19 +14,19 @@ from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
 from warmkv.platform.control import Follower, PolicyControl
-from warmkv.platform.gateway import messages, openai
+from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
+from warmkv.platform.gateway.access.limits import EndLeases, Lease, Limits
 from warmkv.platform.gateway.admission import Admission
-from warmkv.platform.gateway.authentication import Authentication, operator_of, tenant_of
-from warmkv.platform.gateway.errors import ApiError, anthropic_body, openai_body
+from warmkv.platform.gateway.apis import messages, openai
+from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
+from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.faults import api_of
-from warmkv.platform.gateway.intake import Intake
-from warmkv.platform.gateway.limits import EndLeases, Lease, Limits
+from warmkv.platform.gateway.intake.body import Intake
+from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
+from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.memory import memory_of
-from warmkv.platform.gateway.overload import LONGEST, OpenRequests, most_open, retry_header
-from warmkv.platform.gateway.parsing import Parsing
 from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.request_ids import RequestIds
-from warmkv.platform.gateway.schema import ParsedRequest
 from warmkv.platform.gateway.service import Arrival, Policy, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, EventStream
 from warmkv.platform.tenants_file import Outcome, Tenants

@@ -10,7 +10,7 @@ from typing import Protocol
 from warmkv import telemetry
 from warmkv.config import GatewayConfig
 from warmkv.logs import LineLimit
-from warmkv.platform.gateway.errors import STATUS, ApiError, from_exception
+from warmkv.platform.gateway.apis.errors import STATUS, ApiError, from_exception
 
 log = logging.getLogger(__name__)
 

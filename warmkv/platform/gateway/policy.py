@@ -12,9 +12,9 @@ from pydantic import Field, StringConstraints
 
 from warmkv.config import ConfigError
 from warmkv.platform.control import PolicyControl, StoreError
-from warmkv.platform.gateway.errors import ApiError, invalid, reason
-from warmkv.platform.gateway.intake import Intake
-from warmkv.platform.gateway.schema import Body, parse
+from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
+from warmkv.platform.gateway.apis.schema import Body, parse
+from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.policy_versions import StaleVersionError, UnknownVersionError, values
 from warmkv.platform.tenants import Caller

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from warmkv.config import GatewayConfig
-from warmkv.platform.gateway.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
+from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
 from warmkv.policies.breaker import Outcome
 from warmkv.replicas.protocol import (
     Admitted,

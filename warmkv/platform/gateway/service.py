@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig, Prices
+from warmkv.platform.gateway.access.rights import check_options
 from warmkv.platform.gateway.admission import Admission
-from warmkv.platform.gateway.answer import Answer, Status
-from warmkv.platform.gateway.errors import ApiError, invalid
+from warmkv.platform.gateway.apis.answer import Answer, Status
+from warmkv.platform.gateway.apis.errors import ApiError, invalid
+from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.faults import Faults
-from warmkv.platform.gateway.overload import Backlog
+from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.resume import Send, resumed
-from warmkv.platform.gateway.rights import check_options
-from warmkv.platform.gateway.schema import ParsedRequest
 from warmkv.platform.policy_versions import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import pricing

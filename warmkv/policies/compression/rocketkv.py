@@ -9,5 +9,5 @@ class RocketKV(SnapKV):
     """SnapKV with a wide max pooling keeps T / cr^alpha tokens (stage 1; `policies/budgets.py:rocket_kept`).
 
     While decoding, only the pages whose keys can match the query best are read, as many tokens as the budget allows
-    (stage 2; `replicas/attention.py:attend_pages`). The budget bounds what is read, not what is resident.
+    (stage 2; `replicas/slots/attention.py:attend_pages`). The budget bounds what is read, not what is resident.
     """

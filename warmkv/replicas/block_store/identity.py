@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warmkv.policies.slot_sizes import KVShape
-from warmkv.replicas.loading import LoadedModel
+from warmkv.replicas.loading.load import LoadedModel
 
 SAMPLES = 1024
 """Numbers of every parameter that its fingerprint looks at."""

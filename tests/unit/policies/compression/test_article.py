@@ -23,9 +23,9 @@ from warmkv.policies.compression.scoring import best, pool_positions
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.attention import attend_rows
-from warmkv.replicas.decode_state import DecodeState
-from warmkv.replicas.slots import Demand, Slot, SlotPool
+from warmkv.replicas.slots.attention import attend_rows
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import Demand, Slot, SlotPool
 
 DIM = 8
 UNITS = torch.eye(DIM)

@@ -1,0 +1,1 @@
+"""Keys, rights and limits of tenants."""

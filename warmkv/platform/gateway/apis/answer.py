@@ -1,0 +1,106 @@
+"""An answer on its way to a client, whatever API it is in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from warmkv.platform.gateway.apis.errors import ApiError, from_exception
+from warmkv.policies.pricing import Price
+from warmkv.prefixes.usage import Usage
+from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started
+
+Status = Literal["ok", "error", "cancelled"]
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """Started by a replica; `text` streams the rest. Times are seconds on the gateway's clock.
+
+    `on_end` is called exactly once, when the answer has ended, failed, or its client has left.
+    """
+
+    id: str
+    model: str
+    api: str
+    tenant: str
+    arrival: float  # Unix time
+    request: GenerateRequest
+    started: Started
+    usage: Usage  # `output` grows as tokens come
+    price: Callable[[Usage], Price]
+    clock: Callable[[], float]
+    begun: float  # clock at the arrival
+    on_end: Callable[[Answer, Status], None]
+    events: AsyncGenerator[Event]
+    first_token: float = 0.0  # seconds from the arrival
+    last_token: float = 0.0
+    over: bool = False
+    error: str = ""  # type of the error that ended it
+    end: Finished = field(default_factory=lambda: Finished("cancelled", 0))
+
+    @property
+    def name(self) -> str:
+        """Return the request's id without its prefix, of which the ids of messages and completions are made."""
+        return self.id.removeprefix("req_")
+
+    async def text(self) -> AsyncIterator[Delta]:
+        """Yield the text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
+        status: Status = "cancelled"
+        try:
+            async with aclosing(self.events):
+                async for event in self.events:
+                    if isinstance(event, Delta):
+                        self._count(event.output_tokens)
+                        yield event
+                    elif isinstance(event, Finished):
+                        self._count(event.output_tokens)
+                        self.end, status = event, "ok"
+            if status != "ok":
+                raise ApiError("api_error", "The replica ended the answer early.")
+        except Exception as error:
+            told = from_exception(error)
+            status, self.error = "error", told.type
+            raise told from error
+        finally:
+            self._ended(status)
+
+    async def aclose(self) -> None:
+        """Give the answer up, if it has not ended: its client may leave before it reads any text."""
+        self._ended("cancelled")
+        await self.events.aclose()
+
+    def _ended(self, status: Status) -> None:
+        if not self.over:
+            self.over = True
+            self.on_end(self, status)
+
+    def details(self) -> dict[str, Any]:
+        """Return what warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
+        price, started = self.price(self.usage), self.started
+        one_tier = {"device": started.cached_tokens} if started.cached_tokens else {}  # a replica need not name it
+        return {
+            "policy": self.request.policy.label,
+            "policy_version": self.request.terms.version if self.request.terms else 0,
+            "replica": started.replica,
+            "cached_tokens": started.cached_tokens,
+            "kept_tokens": started.kept_tokens,
+            "tiers": dict(started.tiers) or one_tier,
+            "resident_bytes": started.resident_bytes,
+            "price": {
+                "input": price.input,
+                "read": price.read,
+                "write": dict(price.write),
+                "output": price.output,
+                "total": price.total,
+            },
+            "queue_seconds": started.queue_seconds,
+            "prefill_seconds": started.prefill_seconds,
+            "ttft_seconds": self.first_token,
+        }
+
+    def _count(self, output_tokens: int) -> None:
+        self.last_token = self.clock() - self.begun
+        self.usage = replace(self.usage, output=output_tokens)

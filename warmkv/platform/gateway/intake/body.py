@@ -1,0 +1,191 @@
+"""From a body on the wire to what is made of it: read within limits, parsed and tokenized beside the event loop.
+
+Parsing, rendering and tokenizing run in threads. Tokenizers release the GIL while they encode; what holds it, such as
+parsing JSON, is short because limits bound it (body_limits.py). Large bodies have a thread of their own, so that small
+ones do not wait behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import queue
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from warmkv.config import GatewayConfig, IntakeConfig
+from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.intake.overload import Backlog
+
+T = TypeVar("T")
+Work = Callable[[bytes, Any], T]  # of a body and a tokenizer that no other thread uses
+
+
+class Intake:
+    """Takes the bodies of a gateway's requests. `clock` gives seconds."""
+
+    def __init__(self, config: GatewayConfig, tokenizer: Any, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._budget = Budget(config.intake.total_bytes)
+        self._small = Lane("small", config.intake.threads, config.intake, tokenizer, clock)
+        self._large = Lane("large", 1, config.intake, tokenizer, clock)
+
+    async def take(
+        self, request: Request, work: Work[T], limit: int | None = None, setting: str = "gateway.max_body_bytes"
+    ) -> T:
+        """Read the body of a request and return what `work` makes of it in a thread.
+
+        `limit` is the most bytes of this body: by default, and by its name in a refusal, `setting`. Raises ApiError:
+        408, 413, 504, 529, and what `work` raises; ClientDisconnect if the client leaves, and work that has not begun
+        is dropped.
+        """
+        gateway = self._config
+        most = limit or gateway.max_body_bytes
+        with self._budget.share() as share:
+            try:
+                async with asyncio.timeout(gateway.intake.read_seconds):
+                    body = await self._read(request, share, most, setting)
+                lane = self._large if len(body) >= gateway.intake.large_bytes else self._small
+                seconds = min(gateway.intake.parse_seconds, gateway.request_timeout_seconds)
+                return await unless_left(request, lane.run(lambda tokenizer: work(body, tokenizer), seconds))
+            except TimeoutError:
+                message = f"The body did not come within {gateway.intake.read_seconds:g} s"
+                raise ApiError("timeout_error", f"{message} (gateway.intake.read_seconds).", status=408) from None
+
+    async def _read(self, request: Request, share: Share, limit: int, setting: str) -> bytes:
+        too_large = ApiError("request_too_large", f"The request body exceeds {limit} bytes ({setting}).")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            if len(body) + len(chunk) > limit:
+                raise too_large
+            if not share.grow(len(chunk)):
+                raise ApiError(
+                    "overloaded_error",
+                    f"The bodies that are read now exceed {self._budget.total} bytes (gateway.intake.total_bytes).",
+                    reason="body_bytes",
+                    retry_after=max(self._small.backlog.retry_after(), self._large.backlog.retry_after()),
+                )
+            body += chunk
+        return bytes(body)
+
+    def close(self) -> None:
+        self._small.close()
+        self._large.close()
+
+
+class Budget:
+    """Bytes that may be held at a time, by all together."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.used = total, 0
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """Yield a share that grows, and give it back at the end."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self.used -= share.held
+
+
+class Share:
+    """What one request holds of a budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget, self.held = budget, 0
+
+    def grow(self, size: int) -> bool:
+        """Take more. False if the budget does not allow it; who holds alone may always have more."""
+        budget = self._budget
+        if budget.used + size > budget.total and budget.used > self.held:
+            return False
+        budget.used += size
+        self.held += size
+        return True
+
+
+class Lane:
+    """Threads, each with a tokenizer, and those who wait for them."""
+
+    def __init__(
+        self, name: str, threads: int, config: IntakeConfig, tokenizer: Any, clock: Callable[[], float]
+    ) -> None:
+        self._threads, self._limit = threads, config.max_waiting
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"intake-{name}")
+        self._tokenizers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # they hold state while they encode
+        for _ in range(threads):
+            self._tokenizers.put(copy.deepcopy(tokenizer))
+        self.backlog = Backlog(clock)
+
+    async def run(self, work: Callable[[Any], T], seconds: float) -> T:
+        """Return what `work` makes of a tokenizer. Raises ApiError: 529 if too many wait, 504 if it takes too long."""
+        if self.backlog.waiting >= self._limit + self._threads:
+            raise ApiError(
+                "overloaded_error",
+                f"More than {self._limit} requests wait to be parsed (gateway.intake.max_waiting).",
+                reason="parse_queue",
+                retry_after=self.backlog.retry_after(),
+            )
+        held = [work]  # emptied when nobody waits any more: the pool keeps a cancelled job until its turn
+        self.backlog.joined()
+        future = self._pool.submit(self._work, held)
+        served = False
+        try:
+            async with asyncio.timeout(seconds):
+                result: T = await asyncio.wrap_future(future)
+            served = True
+            return result
+        except TimeoutError:
+            kind: Any = "overloaded_error" if future.cancelled() else "timeout_error"
+            raise ApiError(
+                kind,
+                f"Parsing and tokenizing took longer than {seconds:g} s, waiting included "
+                "(gateway.intake.parse_seconds, gateway.request_timeout_seconds).",
+                reason="parse_seconds",
+                retry_after=self.backlog.retry_after(),
+            ) from None
+        finally:
+            held.clear()
+            self.backlog.left(served=served)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, held: list[Callable[[Any], T]]) -> T:
+        work = held.pop()  # raises where nobody waits any more, which nobody sees
+        tokenizer = self._tokenizers.get()
+        try:
+            return work(tokenizer)
+        finally:
+            self._tokenizers.put(tokenizer)
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, which is cancelled when the client leaves. Raises ClientDisconnect then.
+
+    The request's body must have been read.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,541 @@
+"""One model on one device, decoding many requests together.
+
+A step computes at most one chunk of one prompt and one token of every sequence that decodes. At the end of a prompt
+its uncompressed blocks go to the block store, and the request's policy selects what its decode slot keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.logs import about
+from warmkv.policies import budgets, compression
+from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.memory_plan import MemoryPlan
+from warmkv.policies.prefix_cache import sum_positions
+from warmkv.policies.storage_bytes import head_dim_multiple
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.device_memory import plan_replica
+from warmkv.replicas.engine.decoding import decode, empty_cache
+from warmkv.replicas.engine.faults import (
+    FailureKind,
+    Faults,
+    NotFiniteError,
+    describe,
+    is_out_of_memory,
+    is_sticky,
+    let_go,
+)
+from warmkv.replicas.engine.forward import CompiledForward, Forward
+from warmkv.replicas.engine.inbox import ClosedError, Inbox
+from warmkv.replicas.engine.probe import works
+from warmkv.replicas.engine.sampling import NO_TOKEN, sample
+from warmkv.replicas.engine.scheduler import Emit, EngineEvent, Scheduler, Sequence
+from warmkv.replicas.engine.stats import EngineStats, snapshot
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.protocol import (
+    Failed,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    UnservableRequestError,
+)
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import SlotPool
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
+TURNING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
+
+
+class Engine:
+    """Continuous batching over slot caches. One thread runs it; `submit` and `cancel` may be called from any."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: EngineConfig,
+        prefix_cache: PrefixCacheConfig,
+        *,
+        clock: Callable[[], float],
+        name: str = "",
+        classes: TokenClasses | None = None,
+        memory: MemoryPlan | None = None,
+        publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
+    ) -> None:
+        self.model, self.config, self.name, self._clock, self._classes = model, engine, name, clock, classes
+        if engine.max_context is not None and engine.max_context > model.max_context:
+            raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
+        self.max_context = engine.max_context or model.max_context
+        self.memory = memory or plan_replica(model, engine, prefix_cache)
+        identity = Identity.of(model, prefix_cache.block_size)
+        self.store = BlockStore(
+            self.memory.sized(prefix_cache), identity, model.device, clock, publish, wake=lambda: self._inbox.wake()
+        )
+        self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
+        self.scheduler = Scheduler(
+            engine, model.kv_shape, self.max_context, model.vocabulary, self.pool, self.memory.kv
+        )
+        self._weight_bytes = model.weight_bytes()
+        self._forward = Forward(model)
+        self._step_forward: Forward | CompiledForward = self._forward
+        if compiles(engine, model.device):
+            self._step_forward = CompiledForward(model)
+        self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
+        self._stopped = threading.Event()
+        self.watch_logits: Callable[[Tensor], None] | None = (
+            None  # sees what tokens are drawn from, [batch, vocabulary]
+        )
+        self._turned = clock()
+        self.turns = 0  # of the engine's thread: steps, and waits for something to do
+        self.faults = Faults()
+        self._publish_stats()
+
+    # --- from any thread
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        """Queue a request; `emit` is called in the engine's thread with Started, drawn tokens, and an end.
+
+        Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
+        where the engine has ended.
+        """
+        policy = compression.build(
+            budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
+        )
+        if policy.spec.name in TURNING and not self.model.fixed_rotation:
+            raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
+        multiple = head_dim_multiple(policy.spec.storage)
+        if self.model.kv_shape.head_dim % multiple:
+            raise UnservableRequestError(
+                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
+                f"this model has {self.model.kv_shape.head_dim}"
+            )
+        random = np.random.Generator(np.random.Philox(request.sampling.seed))
+        sequence = Sequence(request, policy, emit, self._clock(), random)
+        self._inbox.submit(sequence, partial(self.scheduler.check, sequence))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request and free what it holds; nothing happens if it has ended already."""
+
+        def stop() -> None:
+            if sequence := self.scheduler.find(request_id):
+                self._keep_computed(sequence)
+                self._finish(sequence, "cancelled")
+
+        self.call(stop)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run something in the engine's thread, between two steps; not at all if the engine has ended."""
+        with contextlib.suppress(ClosedError):
+            self._inbox.put(action)
+
+    def between_steps(self, action: Callable[[], T]) -> Future[T]:
+        """The same, with what it returns or raises; not at all if the result is cancelled before."""
+        result: Future[T] = Future()
+
+        def act() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        try:
+            self._inbox.put(act)
+        except ClosedError as error:
+            result.set_exception(error)
+        return result
+
+    def drop_prefixes(self, tenant: str) -> Future[int]:
+        """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
+        return self.between_steps(lambda: self.store.drop(tenant))
+
+    def stop(self) -> None:
+        """End `run` after the step it is in."""
+        self._stopped.set()
+        self._inbox.wake()
+
+    def check_turning(self, limit: float) -> None:
+        """Raise RuntimeError where the engine's thread has been in one step for more than `limit` seconds."""
+        if (still := self._clock() - self._turned) > limit:
+            raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
+
+    def stats(self) -> EngineStats:
+        """Return the numbers as of the last step."""
+        device = self.model.device
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        return replace(self._stats, allocator_bytes=allocated)
+
+    # --- in the engine's thread
+
+    def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
+        """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
+
+        What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
+        `say` is told what is done next. Raises RuntimeError if the prompt fails.
+        """
+        if isinstance(self._step_forward, CompiledForward):
+            try:
+                self._compile(self._step_forward, say)
+            except Exception:
+                if self.config.compile == "on":
+                    raise
+                log.exception("decoding cannot be compiled here: it stays eager")
+                self._step_forward = self._forward
+        say("computing a first prompt")
+        tokens = tuple(range(min(16, self.max_context // 2)))
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
+
+    def finish(self, request: GenerateRequest) -> None:
+        """Compute a request to its end before `run`, in the caller's thread. Raises RuntimeError if it fails."""
+        told: list[object] = []
+        self.submit(request, told.append)
+        while self.step():
+            pass
+        if not told or not isinstance(told[-1], Finished):
+            why = told[-1].message if told and isinstance(told[-1], Failed) else "it did not end"
+            raise RuntimeError(f"the replica cannot serve: its {request.id} request failed ({why}); the cause is above")
+
+    @torch.inference_mode()
+    def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
+        began = time.perf_counter()
+        for part, what in enumerate(forward.build(), start=1):
+            say(f"compiling decode steps, {part} of 2: {what}")
+        log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
+
+    def run(self) -> None:
+        """Step until `stop`, or until the device is taken for lost.
+
+        That is after an error that leaves a device unusable, or several failures in a row. Then everything fails and
+        the thread ends, so that the replica's health check has it replaced.
+        """
+        try:
+            while not self._stopped.is_set() and not self.faults.lost:
+                self._turn()
+                try:
+                    if not self.step():
+                        self._inbox.wait(IDLE_SECONDS)
+                except Exception as error:
+                    log.exception("engine step failed")
+                    self.faults.device_failed()
+                    if is_sticky(error):
+                        break
+        finally:
+            self._inbox.close()
+            for sequence in self.scheduler.everyone():
+                self._end(sequence, Failed("the replica is stopping"))
+            self._publish_stats()
+            self.store.close()
+
+    def _turn(self) -> None:
+        self.turns, self._turned = self.turns + 1, self._clock()
+
+    def _publish_stats(self) -> None:
+        self._stats = snapshot(self.scheduler, self.pool, self.store, self.faults.counts, self._weight_bytes)
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One iteration; False if there was nothing to compute."""
+        try:
+            self._inbox.drain()
+            self.store.settle()
+            self.store.expire()
+            busy = self._advance_prompt()
+            if self.scheduler.decoding:
+                self._decode()
+                busy = True
+            return busy
+        finally:
+            self._publish_stats()
+
+    def _advance_prompt(self) -> bool:
+        """A chunk of one prompt; if it fails, only that request ends."""
+        try:
+            if sequence := self.scheduler.admit(self._clock()):
+                self._look_up(sequence)
+            if sequence := self.scheduler.prefilling:
+                if sequence.prefill is None:
+                    assert sequence.match is not None
+                    if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
+                        if not self.scheduler.decoding:
+                            self._inbox.wait(IDLE_SECONDS)
+                        return True
+                    self._begin(sequence)
+                self._prefill_chunk(sequence)
+                return True
+            return False
+        except Exception as error:
+            computed = self.scheduler.prefilling or next(iter(self.scheduler.waiting), None)
+            if computed is None or is_sticky(error):
+                raise
+            with about(computed.request.context):
+                log.exception("prefill failed")
+            failure = let_go(error)
+        self._end_failed([(computed, failure)], works=False)
+        return True
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
+        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
+        sequence.admitted = self._clock()
+        most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
+        sums = budgets.needs_column_sums(spec, tokens)
+        sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Set up a prompt's workspace and attach what is warm of it."""
+        assert sequence.match is not None
+        shape, tokens = self.model.kv_shape, sequence.prompt_tokens
+        size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
+        keys = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
+        values = torch.empty_like(keys)
+        spec = sequence.policy.spec
+        sequence.prefill = prompt = Prompt(
+            keys,
+            values,
+            q_heads=self.model.q_heads,
+            observed=min(tokens, budgets.observed_queries(spec, tokens)),
+            column_sums=budgets.needs_column_sums(spec, tokens),
+            inv_freq=self.model.inv_freq,
+            windows=shape.windows,
+            token_ids=sequence.request.token_ids,
+            classes=self._classes,
+        )
+        sequence.reused, sums = self.store.attach(sequence.match, keys, values)
+        prompt.reuse(sequence.reused, sums)
+
+    def _keep_computed(self, sequence: Sequence) -> None:
+        """Store the full blocks of a prompt that is given up half way, for whoever waits for the same."""
+        prefill, request = sequence.prefill, sequence.request
+        if prefill is None or sequence is not self.scheduler.prefilling:
+            return
+        hashes = request.hashes[: prefill.computed // self.store.block_size]
+        try:
+            self.store.store(
+                hashes,
+                (),
+                prefill.keys,
+                prefill.values,
+                tenant=request.tenant,
+                begun=sequence.arrived,
+                lifetimes=request.lifetimes,
+            )
+        except Exception:  # memory, say: the others must not suffer from it
+            log.exception("the blocks of %s could not be kept", request.id)
+
+    def _prefill_chunk(self, sequence: Sequence) -> None:
+        prefill = sequence.prefill
+        assert prefill is not None
+        start = prefill.computed
+        end = min(start + self.config.prefill_chunk, prefill.tokens)
+        summed = self._summed_positions(sequence)
+        if between := [position for position in summed if start < position < end]:
+            end = between[0]
+        prefill.begin_chunk(end - start)
+        ids = torch.tensor([sequence.request.token_ids[start:end]], device=self.model.device)
+        logits = self._forward(ids, torch.arange(start, end, device=self.model.device)[None], prefill)
+        prefill.end_chunk()
+        if end in summed:
+            assert prefill.column_sums is not None
+            sequence.column_sums[end] = prefill.column_sums[..., :end].clone()
+        if end == prefill.tokens:
+            self._hand_off(sequence, logits)
+
+    def _summed_positions(self, sequence: Sequence) -> list[int]:
+        """Where a later prompt can go on with this one's column sums."""
+        prompt = sequence.prefill
+        if prompt is None or prompt.column_sums is None or not self.store.enabled:
+            return []
+        return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
+
+    def _hand_off(self, sequence: Sequence, logits: Tensor) -> None:
+        """From prefill to decode: keep the prefix for others whole, compress this request's own copy, draw a token."""
+        prefill, match, request = sequence.prefill, sequence.match, sequence.request
+        assert prefill is not None
+        assert match is not None
+        (token,) = self._draw([sequence], logits)
+        if token == NO_TOKEN and request.sampling.max_tokens:
+            raise NotFiniteError  # and nobody else is to read that prefix
+        written = self.store.store(
+            request.hashes,
+            request.marks,
+            prefill.keys,
+            prefill.values,
+            column_sums=sequence.column_sums,
+            tenant=request.tenant,
+            warm=match,
+            begun=sequence.arrived,
+            lifetimes=request.lifetimes,
+        )
+        sequence.column_sums = {}
+        self._release_match(sequence)
+        kept = budgets.kept_tokens(sequence.policy.spec, prefill.tokens)
+        if sequence.slot is not None:
+            selections = sequence.policy.select(prefill)
+            kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prefill.layers / prefill.kv_heads)
+            self.pool.fill(sequence.slot, prefill, selections)
+        if sequence.slot is not None:
+            self.scheduler.decoding[sequence.slot] = sequence
+        self.scheduler.prefilling = sequence.prefill = None
+        started = Started(
+            replica=self.name,
+            hit=match.hit,
+            written=written,
+            cached_tokens=sequence.reused,
+            tiers=match.tiers,
+            kept_tokens=kept,
+            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
+            queue_seconds=sequence.admitted - sequence.arrived,
+            prefill_seconds=self._clock() - sequence.admitted,
+        )
+        self._tell(sequence, started)
+        if request.sampling.max_tokens == 0:
+            self._finish(sequence, "length")
+        else:
+            self._deliver(sequence, token)
+
+    def _decode(self) -> None:
+        """One token for every sequence that decodes. If a step fails, those that it fails with end, and no others."""
+        drawn = decode(
+            self.scheduler.decoding,
+            self.pool,
+            self._next_tokens,
+            max_context=self.max_context,
+            inv_freq=self.model.inv_freq,
+            leave=self._end_here,
+            retrying=self._turn,
+        )
+        if drawn.tokens:
+            self.faults.succeeded()
+        for sequence, token in drawn.tokens:
+            self._deliver(sequence, token)
+        if drawn.failed or drawn.left:
+            self._end_failed(drawn.failed, works=bool(drawn.tokens))
+
+    def _next_tokens(self, state: DecodeState, sequences: list[Sequence]) -> list[int]:
+        device = self.model.device
+        ids = torch.tensor([[sequence.last_token] for sequence in sequences], device=device)
+        positions = torch.tensor(state.positions, device=device)[:, None]
+        return self._draw(sequences, self._step_forward(ids, positions, state))
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+        """The next token of each sequence; NO_TOKEN where the logits are not finite."""
+        if self.watch_logits is not None:
+            self.watch_logits(logits)
+        sampling = [sequence.request.sampling for sequence in sequences]
+        highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
+        if any(s.temperature > 0 for s in sampling):
+            parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
+            temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
+            top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
+            tokens = sample(logits, temperature, top_p, top_k, uniform)
+        drawn: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
+        return drawn
+
+    def _deliver(self, sequence: Sequence, token: int) -> None:
+        """Report a drawn token, and end the sequence where it ends.
+
+        Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
+        then: the slot, what a policy evicts from it and the random numbers come out as they were.
+        """
+        sequence.number = None
+        if sequence.drawn < len(sequence.request.resume):
+            token = sequence.request.resume[sequence.drawn]
+        sequence.last_token = token
+        sequence.drawn += 1
+        if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
+            self._finish(sequence, "end")
+            return
+        self._tell(sequence, token)
+        if sequence.drawn == sequence.request.sampling.max_tokens:
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if reason != "cancelled":
+            self.faults.succeeded()
+        self._end(sequence, Finished(reason, sequence.drawn))
+
+    def _end_here(self, sequence: Sequence, error: Exception) -> None:
+        """End a request for want of something that another replica may have."""
+        kind: FailureKind = "memory" if is_out_of_memory(error) else "device"
+        self.faults.failed(kind, hash(sequence.request.token_ids))
+        self._end(sequence, Failed(describe(error)))
+
+    def _end_failed(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
+        """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
+        try:
+            for sequence, _ in failed:
+                self._drop(sequence)
+            if any(is_out_of_memory(error) for _, error in failed):
+                empty_cache(self.model.device)
+            works = works or self._works()
+        except Exception:
+            for sequence, error in failed:
+                self._end_here(sequence, error)
+            raise
+        if not works:
+            self.faults.device_failed()
+        for sequence, error in failed:
+            if works and not is_out_of_memory(error):
+                self.faults.failed("request", hash(sequence.request.token_ids))
+                self._end(sequence, Failed(describe(error), "request"))
+            else:
+                self._end_here(sequence, error)
+
+    def _works(self) -> bool:
+        prefilling = self.scheduler.prefilling
+        room = self.memory.kv.bytes - (self.scheduler.workspace_bytes(prefilling) if prefilling else 0)
+        return works(self.model, self.pool, self._forward, self._step_forward, room)
+
+    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
+        """Free what a sequence holds and tell its listener, even if the device cannot free anything any more."""
+        try:
+            self._drop(sequence)
+        except Exception:
+            log.exception("request %s cannot be freed", sequence.request.id)
+        self.scheduler.completions.ended(self._clock())
+        self._tell(sequence, event)
+
+    def _tell(self, sequence: Sequence, event: EngineEvent) -> None:
+        try:
+            sequence.emit(event)
+        except Exception:  # its listener is gone; the others must hear
+            log.exception("request %s cannot be told", sequence.request.id)
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Free everything that a sequence holds."""
+        self._release_match(sequence)
+        sequence.prefill = None
+        self.scheduler.remove(sequence)
+
+    def _release_match(self, sequence: Sequence) -> None:
+        match, sequence.match = sequence.match, None
+        if match is not None:
+            self.store.release(match)
+
+
+def compiles(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decode steps are compiled on a device."""
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")

@@ -1,0 +1,143 @@
+"""Running the model: eagerly, or for decode steps as compiled code that batches of every size share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.hook import StepState
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.loading.packed_weights import packed_bytes
+
+
+class Forward:
+    """The model as it is, for chunks of prompts and for decode steps."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._module = model.module
+        # States know what is seen. Without a ready mask transformers looks for packed sequences, which a GPU waits for.
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+
+    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
+        """Logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n]."""
+        output = self._module(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._mask,
+            use_cache=False,
+            logits_to_keep=1,
+            warmkv=state,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+class CompiledForward:
+    """Decode steps through `torch.compile`; attention stays a call from the compiled code into a step's own state.
+
+    There are two graphs, for one sequence and for any number: requests come and go without a rebuild.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Raises ValueError if the model's weights are packed: a compiler cannot look into these."""
+        if packed_bytes(model.module):
+            raise ValueError("packed weights cannot be compiled: load the model with packed=False")
+        self._device = model.device
+        self._relay = _Relay()
+        self._compiled: Any = torch.compile(Forward(model), fullgraph=True)
+
+    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
+        """Logits [batch, vocabulary] of ids and positions [batch, 1]."""
+        if len(ids) > 1:
+            torch._dynamo.maybe_mark_dynamic(ids, 0)
+            torch._dynamo.maybe_mark_dynamic(positions, 0)
+        self._relay.state = state
+        try:
+            logits: Tensor = self._compiled(ids, positions, self._relay)
+        finally:
+            self._relay.state = None
+        return logits
+
+    def build(self) -> Iterator[str]:
+        """Compile both graphs; yields what is compiled next."""
+        for batch, what in ((1, "one sequence"), (2, "several sequences")):
+            yield what
+            ids = torch.zeros(batch, 1, dtype=torch.long, device=self._device)
+            self(ids, torch.zeros_like(ids), _Echo())
+
+
+class _Echo:
+    """A state without a cache, for when only the code around attention matters."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return query.clone()
+
+
+class _Relay:
+    """Stands in for the state of a step in compiled code, which passes nothing but tensors and numbers: it is named."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.state: StepState | None = None
+        _relays[self.number] = self
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out: Tensor = _attend(query, key, value, layer, scale, self.number, softcap, sinks)
+        return out
+
+
+_numbers = itertools.count()
+_relays: WeakValueDictionary[int, _Relay] = WeakValueDictionary()
+
+
+@torch.library.custom_op("warmkv::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    relay: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    state = _relays[relay].state
+    assert state is not None
+    return state.attend(layer, query, key, value, scale, softcap, sinks).contiguous()
+
+
+@_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    relay: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)

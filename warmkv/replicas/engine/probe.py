@@ -1,0 +1,67 @@
+"""A short prompt and a token that tell a device which fails from a request that does."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from warmkv.policies import compression
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.engine.faults import NotFiniteError, is_sticky
+from warmkv.replicas.engine.forward import CompiledForward, Forward
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import Demand, SlotPool
+
+log = logging.getLogger(__name__)
+TOKENS = 16
+
+
+def works(
+    model: LoadedModel, pool: SlotPool, forward: Forward, step_forward: Forward | CompiledForward, limit: int
+) -> bool:
+    """Tell whether a device computes what is known to be sound. Raises errors after which it never will again."""
+    try:
+        probe(model, pool, forward, step_forward, limit)
+    except Exception as error:
+        if is_sticky(error):
+            raise
+        log.exception("the device fails a probe")
+        return False
+    return True
+
+
+def probe(
+    model: LoadedModel, pool: SlotPool, forward: Forward, step_forward: Forward | CompiledForward, limit: int
+) -> None:
+    """Compute a prompt and, if a slot fits within `limit` bytes of slabs, a decode step; not while a step is halfway.
+
+    Raises what the device raises, NotFiniteError where its logits are not finite.
+    """
+    shape, device = model.kv_shape, model.device
+    tokens = min(TOKENS, model.max_context // 2, model.vocabulary)
+    keys = torch.zeros(shape.layers, shape.kv_heads, tokens, shape.head_dim, dtype=model.dtype, device=device)
+    values = torch.zeros_like(keys)
+    prompt = Prompt(keys, values, q_heads=model.q_heads, inv_freq=model.inv_freq, windows=shape.windows)
+    prompt.begin_chunk(tokens)
+    positions = torch.arange(tokens, device=device)[None]
+    _check(forward(positions, positions, prompt))
+    prompt.end_chunk()
+    spec = PolicySpec()
+    slot = pool.claim(Demand(spec, tokens, 2), limit)
+    if slot is None:
+        return
+    try:
+        pool.fill(slot, prompt, compression.build(spec).select(prompt))
+        state = DecodeState(pool, [slot], model.inv_freq)
+        _check(step_forward(positions[:, :1], torch.tensor([state.positions], device=device), state))
+    finally:
+        pool.release(slot)
+
+
+def _check(logits: Tensor) -> None:
+    if not bool(logits.isfinite().all()):
+        raise NotFiniteError

@@ -1,0 +1,171 @@
+"""Loading a model and its tokenizer, by folder or hub name."""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from warmkv.config import ModelConfig
+from warmkv.models import tiny
+from warmkv.policies.compression.hook import ATTENTION
+from warmkv.policies.compression.observe import kv_shape, rotation
+from warmkv.policies.compression.prompt import TokenClasses
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
+from warmkv.replicas.loading.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
+
+log = logging.getLogger(__name__)
+
+TINY = tiny.PATH
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal LM that attends through warmkv, and what the engine must know of it."""
+
+    module: Any  # a transformers PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    kv_shape: KVShape
+    max_context: int
+    vocabulary: int
+    eos_ids: frozenset[int]
+    inv_freq: torch.Tensor  # float64 [head_dim / 2] on the device; radians per position of the rotary embedding
+    fixed_rotation: (
+        bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
+    )
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_shape.q_heads
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers; what is tied counts once."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        plain: int = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return plain + packed_bytes(self.module)
+
+
+def model_path(config: ModelConfig) -> str:
+    """Folder or hub name to load; `tiny` is the model in the package."""
+    return str(TINY) if config.path == "tiny" else config.path
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer. Imports transformers, but runs nothing on a device."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
+
+
+def load_max_context(config: ModelConfig) -> int:
+    """An upper bound of the tokens that the model takes, from its configuration alone."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model_path(config), revision=config.revision).get_text_config()
+    limit: int = text.max_position_embeddings
+    return limit
+
+
+def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
+    """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served.
+
+    Weights are packed where that helps, unless `packed` is False.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    check_config(AutoConfig.from_pretrained(model_path(config), revision=config.revision))  # before weights are read
+    module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
+    return prepare(module.to(device), packed=packed)
+
+
+def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
+    """Switch a loaded causal LM to warmkv's attention. Raises ValueError for one that it would compute wrongly."""
+    check_config(module.config)
+    text = module.config.get_text_config()
+    rotary: Any = getattr(module.get_decoder(), "rotary_emb", None)
+    if not any(name.endswith("inv_freq") for name, _ in (rotary.named_buffers() if rotary is not None else ())):
+        raise refusal(text.model_type, supported.NOT_ROTARY)
+    module.eval().requires_grad_(False)
+    shape = kv_shape(module)
+    traits = layer_traits(module, shape)
+    if not is_listed(module.config):
+        log.warning("%s is not among the families that were compared with transformers", text.model_type)
+    windows = tuple(layer.window for layer in traits)
+    plain = all(layer.softcap is None and not layer.sinks for layer in traits)
+    module.set_attn_implementation(ATTENTION)
+    device, dtype = module.device, module.get_input_embeddings().weight.dtype
+    if packed and can_pack(device, dtype):
+        pack_linears(module)
+    eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
+    return LoadedModel(
+        module=module,
+        device=device,
+        dtype=dtype,
+        kv_shape=replace(shape, windows=windows if any(windows) else (), plain_softmax=plain),
+        max_context=_max_context(text, rotary, traits, is_listed(module.config)),
+        vocabulary=module.get_input_embeddings().num_embeddings,
+        eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        inv_freq=rotation(rotary).to(module.device, torch.float64),
+        fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
+    )
+
+
+def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: bool) -> int:
+    """Tokens up to which the model computes what warmkv computes."""
+    limits: list[int] = [text.max_position_embeddings]
+    if not listed:  # nobody has compared its windows: within one a sliding layer attends to everything
+        limits += [layer.window for layer in traits if layer.window]
+    if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
+        limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
+    return min(limits)
+
+
+def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
+    """Whether a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
+    if isinstance(rotary.rope_type, dict):  # a rotation for each layer type
+        return False
+    if rotary.rope_type == "longrope" or 2 * len(rotary.inv_freq) != head_dim:
+        return False
+    if not all(getattr(text, "no_rope_layers", None) or [True]):  # 0 marks a layer without rotation
+        return False
+    cos, _ = rotary(torch.zeros(1, device=rotary.inv_freq.device), torch.ones(1, 1, device=rotary.inv_freq.device))
+    first, second = cos.chunk(2, dim=-1)
+    return torch.equal(first, second)  # interleaved rotations repeat every frequency beside itself instead
+
+
+def token_classes(tokenizer: Any) -> TokenClasses:
+    """Which tokens of a vocabulary are special, only punctuation, or end a passage with a blank line."""
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    special = torch.zeros(len(texts), dtype=torch.bool)
+    flagged = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    special[[token for token in {*flagged, *tokenizer.all_special_ids} if token < len(texts)]] = True
+    marks = [bool(text.strip()) and all(c in string.punctuation for c in text.strip()) for text in texts]
+    return TokenClasses(
+        special=special,
+        punctuation=torch.tensor(marks) & ~special,
+        separators=torch.tensor(["\n\n" in text for text in texts]),
+        ends_line=torch.tensor([text.endswith("\n") for text in texts]),
+        starts_line=torch.tensor([text.startswith("\n") for text in texts]),
+    )

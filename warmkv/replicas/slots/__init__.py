@@ -1,0 +1,1 @@
+"""Decode slots: their memory, its bookkeeping, and the attention over it."""

@@ -1,0 +1,82 @@
+"""Decode attention on a GPU: what `attention.py` means, in one pass over the entries as they are stored.
+
+A slab asks with `reads` whether the kernels take what it stores, and calls `attention.py` where they do not. Triton is
+imported by the first call that runs a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.storage import Codec, codec
+from warmkv.replicas.slots import attention
+from warmkv.replicas.slots.attention import Parts
+
+_STORAGES = ("model", "fp8", "kivi4", "kivi2", "turbo4", "turbo3")
+_HAS_TRITON = find_spec("triton") is not None  # without importing it
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether kernels run on tensors of a device: on CUDA, and with TRITON_INTERPRET=1, slowly, on the CPU.
+
+    Triton decides when it is first imported whether it interprets, so the variable must be set by then.
+    """
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and _HAS_TRITON
+
+
+def reads(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels read what this codec stores, for queries of that type, on that device."""
+    return codec.name in _STORAGES and dtype in _TYPES and is_available(device)
+
+
+def attend(
+    query: Tensor,
+    codec: Codec,
+    keys: Parts,
+    values: Parts,
+    lengths: Tensor,
+    beside: tuple[Tensor, Tensor, Tensor] | None,
+    scale: float,
+    *,
+    received: Tensor | None = None,
+    adds: bool = False,
+) -> Tensor:
+    """q [n, group, d] against entries as they are stored; returns the shape of q, zeros where a row sees nothing.
+
+    keys, values: parts [n, packed / group, ...] of the codec, of which row i sees the first `lengths`[i] entries;
+    `beside`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may be views
+    whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed over the
+    query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row is not
+    contiguous.
+
+    Source: Flash-Decoding (Dao et al., 2023) for the splits, FlashAttention (arXiv 2205.14135) for the online softmax.
+    """
+    from warmkv.replicas.slots.kernels import launch
+
+    return launch.attend(query, codec, keys, values, lengths, beside, scale, received=received, adds=adds)
+
+
+def attend_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    most: int,
+    scale: float,
+) -> Tensor:
+    """`attention.attend_pages`, of which the kernel reads only the pages that are chosen."""
+    from warmkv.replicas.slots.kernels import launch
+
+    chosen = attention.choose_pages(query, lowest, highest, lengths, keys.shape[1] // lowest.shape[1], most)
+    page = keys.shape[1] // lowest.shape[1]
+    plain = codec("model")
+    return launch.attend(query, plain, (keys,), (values,), lengths, None, scale, pages=(chosen, pages, page))

@@ -1,0 +1,74 @@
+"""The layout of a decode step in one slab, made once for all its layers, and how far the step has got in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from warmkv.replicas.slots.rows import Ints
+
+T = TypeVar("T", Ints, Tensor)
+
+
+class Numbers(NamedTuple, Generic[T]):
+    """What rows need to know in a step, each int64 [n]: on the host, or on the device."""
+
+    entries: T  # where each row's new token goes (of front and tail, where there are any)
+    lengths: T  # entries in use, the new token included
+    before: T  # entries in use before it
+    packed: T  # packed entries in use, from the first on; of rows without a tail all are
+    ages: T  # position of the new token in its sequence
+    oldest: T  # age above which entries are recent
+    turned: T  # positions by which sinks are rotated on
+    pages: T  # pages that may be read
+    source: T  # (sequence, KV head) of the row, counted through; 0 if idle
+    target: T  # the same, with idle rows sent to a place of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Rows of which a group of waiting entries is packed before the step."""
+
+    rows: Tensor  # [m]
+    waiting: Tensor  # [m, KIVI_GROUP] their places in the tail
+    groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
+    in_use: Tensor  # [m] packed entries in use
+    oldest: Tensor  # [m] age above which entries are recent
+    newest: Tensor  # [m] age of the new token
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
+
+    packed: bool = False  # the groups that leave their tails
+    entries: Tensor | None = None  # [n] where the new tokens go
+    attended: bool = False  # bounds of pages and scores have the new tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a slab does in a decode step, made once for all its layers, n rows."""
+
+    numbers: Numbers[Tensor]
+    rows: Tensor  # [n] 0..n-1
+    full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
+    reach: int  # packed entries up to the last that any row uses
+    bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
+    beside: Tensor | None  # bool [n, front + tail] what is seen of them
+    angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
+    most_pages: int
+    packing: tuple[Packing, ...]
+    progress: dict[int, Progress] = field(default_factory=dict)  # by layer
+
+    @property
+    def used(self) -> int:
+        return len(self.rows)
+
+    def take(self, failed: Step) -> None:
+        """Go on where a step failed that had at least these rows."""
+        for layer, done in failed.progress.items():
+            entries = None if done.entries is None else done.entries[: self.used]
+            self.progress[layer] = Progress(done.packed, entries, done.attended)

@@ -1,0 +1,438 @@
+"""Slabs: the memory of decode slots. A row is one KV head's cache of one sequence; a slab holds rows of one kind.
+
+Nothing is moved while decoding: a new token is appended, or overwrites the entry that the decode rule gives up. Where
+entries are packed in groups, new ones wait in the tail of the row until a group of them is packed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warmkv.policies.compression.storage import codec
+from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
+from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
+from warmkv.replicas.slots.rows import FREE, Bools, Due, Ints, RowState, seen_beside
+from warmkv.replicas.slots.slab_step import Numbers, Packing, Progress, Step
+
+RECENT = 1e30
+"""Added to the score of recent entries, so that argmin takes them last."""
+
+
+class Slab:
+    """Rows of one kind in consecutive layers; a row has the same bookkeeping in all of them.
+
+    Keys and values are parts of the kind's codec, each [layers, rows, packed / group, ...]; beside them, in the
+    model's dtype, stand the front and the tail [layers, rows, front + tail, head_dim].
+    """
+
+    def __init__(
+        self, kind: RowKind, layers: range, rows: int, shape: KVShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.kind, self.layers, self.rows = kind, layers, rows
+        self.codec = codec(kind.storage)
+        self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
+        self._kv_heads = shape.kv_heads
+
+        def room(entries: int) -> Tensor:
+            return torch.zeros(len(layers), rows, entries, shape.head_dim, dtype=dtype, device=device)
+
+        example = torch.zeros(self.codec.group, shape.head_dim, dtype=dtype, device=device)
+        lead = (len(layers), rows, kind.packed // self.codec.group)
+        self.keys, self.values = (
+            tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in parts)
+            for parts in (self.codec.encode_keys(example), self.codec.encode_values(example))
+        )
+        self.beside_keys, self.beside_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
+        self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
+        scored = kind.capacity if kind.decode == "argmin" else 0
+        self._scores = torch.zeros(len(layers), rows, scored, dtype=torch.float32, device=device)
+        aged = kind.capacity if kind.aged else 0
+        self._ages = torch.zeros(len(layers), rows, aged, dtype=torch.int32, device=device)
+        pages = kind.packed // kind.page if kind.page else 0
+        self._lowest, self._highest = room(pages), room(pages)
+        # Kernels take every entry in use, by a plain softmax.
+        self._fused = kernels.reads(self.codec, dtype, device) and shape.plain_softmax and not kind.window
+        self._counting = torch.arange(max(rows, kind.packed), device=device)
+        self.state = RowState.of_kind(kind, rows)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._row_bytes * self.rows * len(self.layers)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is allocated."""
+        beside = [self.beside_keys, self.beside_values, self._sink_keys, self._scores, self._ages]
+        return [*self.keys, *self.values, *beside, self._lowest, self._highest]
+
+    @property
+    def is_empty(self) -> bool:
+        return bool((self.state.owner == FREE).all())
+
+    def free_rows(self) -> list[int]:
+        return np.flatnonzero(self.state.owner == FREE).tolist()
+
+    def claim(self, row: int, owner: int, head: int) -> None:
+        self.state.owner[row], self.state.head[row] = owner, head
+
+    @torch.inference_mode()
+    def release(self, row: int) -> None:
+        """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
+        self.state.free(row)
+        for tensor in self.tensors():
+            tensor[:, row].zero_()
+
+    @torch.inference_mode()
+    def take_out(self, rows: list[int]) -> tuple[RowState, list[Tensor]]:
+        """Copies of what some rows hold, in host memory."""
+        index = torch.tensor(rows, device=self._device)
+        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
+
+    @torch.inference_mode()
+    def put_in(self, rows: list[int], state: RowState, tensors: Sequence[Tensor], which: list[int]) -> None:
+        """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
+        index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
+        for mine, tensor in zip(self.tensors(), tensors, strict=True):
+            mine[:, index] = tensor[:, source].to(self._device)
+        self.state.take(rows, state, which)
+
+    @torch.inference_mode()
+    def compact(self) -> dict[int, int]:
+        """Give back all free rows; where each other row went."""
+        used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()
+        index = torch.tensor(used, dtype=torch.long, device=self._device)
+
+        def chosen(tensor: Tensor) -> Tensor:
+            return tensor.index_select(1, index)
+
+        # All are made before any is taken: memory may run out half way.
+        keys, values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
+        beside = chosen(self.beside_keys), chosen(self.beside_values)
+        counted = chosen(self._sink_keys), chosen(self._scores), chosen(self._ages)
+        bounds = chosen(self._lowest), chosen(self._highest)
+        self.keys, self.values = keys, values
+        self.beside_keys, self.beside_values = beside
+        self._sink_keys, self._scores, self._ages = counted
+        self._lowest, self._highest = bounds
+        self.state, self.rows = self.state.chosen(used), len(used)
+        return {row: at for at, row in enumerate(used)}
+
+    # --- from the hand-off
+
+    def fill(self, layer: int, rows: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None) -> None:
+        """Hand over what started rows [n], all alike, keep of a prompt: keys and values [n, kept, head_dim].
+
+        ages and scores [n, kept] are positions in the prompt and the attention received.
+        """
+        kind, at, kept = self.kind, layer - self.layers[0], keys.shape[1]
+        front = min(kept, kind.front)
+        packed = int(self.state.packed[rows.start]) if kind.grouped else kept
+        body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
+        for parts, beside, given, encode in (
+            (self.keys, self.beside_keys, keys, self.codec.encode_keys),
+            (self.values, self.beside_values, values, self.codec.encode_values),
+        ):
+            if packed:
+                for part, fresh in zip(parts, encode(given[:, body]), strict=True):
+                    part[at, rows, : fresh.shape[1]] = fresh
+            beside[at, rows, :front] = given[:, :front]
+            beside[at, rows, tail] = given[:, front + packed :]
+            beside[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
+        if kind.rebased and not kind.front:
+            self._sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, : kind.sinks]
+        about = [(self._ages, ages)] if kind.aged else []
+        if kind.decode == "argmin":
+            assert scores is not None
+            about.append((self._scores, scores))
+        for mine, given in about:
+            mine[at, rows, kind.packed : kind.packed + front] = given[:, :front].to(mine.dtype)
+            mine[at, rows, :packed] = given[:, body].to(mine.dtype)
+            behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
+            mine[at, rows, behind] = given[:, front + packed :].to(mine.dtype)
+        if kind.page:
+            pages = -(-kept // kind.page)
+            for bounds, beyond in ((self._lowest, float("inf")), (self._highest, float("-inf"))):
+                whole = F.pad(keys, (0, 0, 0, pages * kind.page - kept), value=beyond)
+                whole = whole.view(len(whole), pages, kind.page, -1)
+                bounds[at, rows, :pages] = whole.amin(dim=2) if beyond > 0 else whole.amax(dim=2)
+
+    @torch.inference_mode()
+    def rebase(self, rows: list[int], angles: Tensor) -> None:
+        """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.
+
+        Packed keys are packed anew, which costs them a rounding each time.
+        """
+        index = torch.tensor(rows, device=self._device)
+        for at in range(len(self.layers)):
+            keys = self.codec.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
+            fresh = self.codec.encode_keys(rotate(self.codec.from_basis(keys), -angles).to(self.beside_keys.dtype))
+            for mine, part in zip(self.keys, fresh, strict=True):
+                mine[at, index] = part
+            first = self.kind.front if self.kind.rebased else 0
+            beside = self.beside_keys[at, index, first:].float()
+            self.beside_keys[at, index, first:] = rotate(beside, -angles).to(self.beside_keys.dtype)
+
+    # --- a decode step
+
+    def plan(
+        self,
+        host: Numbers[Ints],
+        device: Numbers[Tensor],
+        active: Bools,
+        full: Bools,
+        due: Sequence[Due],
+        inv_freq: Tensor,
+    ) -> Step:
+        """What the step does with the first n rows, whose bookkeeping has advanced already; active, full bool [n]."""
+        kind, n = self.kind, len(active)
+        reach = int(host.packed.max())
+        beside = self._upload(seen_beside(self.state.first(n), active, kind)) if kind.grouped else None
+        bias: Tensor | None = None
+        if not (self._fused or kind.page) and (kind.grouped or reach > host.packed.min()):
+            packed = self._counting[:reach] < device.packed[:, None]
+            seen = packed if beside is None else torch.cat([packed, beside], dim=1)
+            bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+            bias.masked_fill_(~seen, float("-inf"))
+        return Step(
+            numbers=device,
+            rows=self._counting[:n],
+            full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
+            reach=reach,
+            bias=bias,
+            beside=beside,
+            angles=device.turned.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
+            most_pages=int(host.pages.max()) if kind.page else 0,
+            packing=tuple(self._packing(each, device) for each in due),
+        )
+
+    def _packing(self, due: Due, numbers: Numbers[Tensor]) -> Packing:
+        rows = self._upload(due.rows)
+        return Packing(
+            rows,
+            self._upload(due.waiting),
+            None if due.groups is None else self._upload(due.groups),
+            self._upload(due.packed),
+            numbers.oldest[rows],
+            numbers.ages[rows],
+        )
+
+    @contextmanager
+    def unchanged(self, layer: int, rows: Tensor) -> Iterator[None]:
+        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        at = layer - self.layers[0]
+        held = [tensor[at, rows] for tensor in self.tensors()]
+        try:
+            yield
+        finally:
+            for tensor, before in zip(self.tensors(), held, strict=True):
+                tensor[at, rows] = before
+
+    def _upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+    def attend(
+        self,
+        layer: int,
+        step: Step,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Put the new token of each row in and attend: q [n, group, d], k and v [n, d]; returns the shape of q.
+
+        `softcap` bounds the logits, `sinks` [n, group] are logits without a value.
+        May be called again with the same step if it failed here or in a later layer, and gives the same.
+        """
+        at, n = layer - self.layers[0], step.used
+        done = step.progress.setdefault(layer, Progress())
+        if not done.packed:
+            for packing in step.packing:
+                self._pack_group(at, packing)
+            done.packed = True
+        if done.entries is None:
+            done.entries = self._places(at, step)
+        entries = self._write(at, step, done.entries, key, value)
+        kind, used = self.kind, step.numbers
+        if kind.page:
+            if not done.attended:
+                self._widen_page(at, step, key)
+                done.attended = True
+            whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
+            if self._fused:
+                return kernels.attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
+            return attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale, softcap, sinks)
+        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
+        if beside and step.angles is not None:
+            first = rotate(beside[0][:, : kind.front], step.angles[:, None])
+            beside = torch.cat([first, beside[0][:, kind.front :]], dim=1), beside[1]
+        scores = None
+        if kind.decode == "argmin":
+            scores = self._scores[at, :n]
+            if done.attended:
+                scores = scores.clone()  # what is received was counted
+            else:
+                scores[step.rows, entries] = 0.0
+        if kind.aged and not done.attended:
+            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+        if self._fused:
+            out = self._attend_fused(at, step, query, beside, scores, scale)
+        else:
+            out = self._attend_plain(at, step, query, beside, scores, scale, softcap, sinks)
+        done.attended = True
+        return out
+
+    def _attend_fused(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
+        masked = (*beside, step.beside) if beside and step.beside is not None else None
+        out = kernels.attend(
+            query,
+            self.codec,
+            keys,
+            values,
+            step.numbers.packed,
+            masked,
+            scale,
+            received=scores,
+            adds=not self.kind.replaces,
+        )
+        if self.kind.alike:
+            assert scores is not None
+            scores.copy_(sum_heads(scores, self._kv_heads))
+        return out
+
+    def _attend_plain(
+        self,
+        at: int,
+        step: Step,
+        query: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        scores: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        bias = self._in_window(at, step) if self.kind.window else step.bias
+        groups = step.reach // self.codec.group
+        keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
+        if self.kind.storage == "model" and scores is None:
+            return attend_rows(query, keys[0], values[0], bias, scale, softcap, sinks)
+        out, shares = attend_packed(query, self.codec, keys, values, beside, bias, scale, softcap, sinks)
+        if scores is not None:
+            received = shares.sum(dim=1)
+            if self.kind.alike:
+                received = sum_heads(received, self._kv_heads)
+            for mine, fresh in (
+                (scores[:, : step.reach], received[:, : step.reach]),
+                (scores[:, self.kind.packed :], received[:, step.reach :]),
+            ):
+                mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
+        return out
+
+    def _in_window(self, at: int, step: Step) -> Tensor:
+        """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
+        ages = self._ages[at, : step.used]
+        ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
+        left = ages <= step.numbers.ages[:, None] - self.kind.window
+        bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self._dtype, device=self._device)
+        return bias.masked_fill(left, float("-inf"))
+
+    def _places(self, at: int, step: Step) -> Tensor:
+        """Return the entry for the new token of every row [n]: in rows full by argmin, that of the lowest score."""
+        if step.full is None:
+            return step.numbers.entries
+        numbers = step.numbers
+        least = self._least(at, step.rows, numbers.before, numbers.oldest, numbers.ages, 1)[:, 0]
+        return torch.where(step.full, least, step.numbers.entries)
+
+    def _write(self, at: int, step: Step, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the new token of every row to its place; returns the entries [n] that hold it."""
+        kind = self.kind
+        if kind.grouped:
+            self.beside_keys[at, step.rows, entries] = key
+            self.beside_values[at, step.rows, entries] = value
+            return kind.packed + entries
+        index = (at, step.rows, entries)
+        _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(key[:, None])))
+        _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(value[:, None])))
+        if step.angles is not None:
+            early, first = (entries < kind.sinks)[:, None], entries.clamp(max=kind.sinks - 1)
+            self._sink_keys[at, step.rows, first] = torch.where(early, key, self._sink_keys[at, step.rows, first])
+            sinks = rotate(self._sink_keys[at, : step.used], step.angles[:, None])
+            _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.codec.encode_keys(sinks))
+        return entries
+
+    def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, newest: Tensor, count: int) -> Tensor:
+        """The `count` packed entries of each row with the lowest scores, [n, count], recent ones only if need be."""
+        scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
+        used = self._counting[: self.kind.packed] < in_use[:, None]
+        scores = torch.where(ages > oldest[:, None], scores + RECENT, scores)
+        if self.kind.window:  # nothing sees what has left the window
+            scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
+        scores = scores.masked_fill(~used, float("inf"))
+        if count > 1:
+            return scores.argsort(dim=-1, stable=True)[:, :count]
+        least = scores.amin(dim=-1, keepdim=True)  # the oldest of equals goes
+        return ages.masked_fill(scores > least, torch.iinfo(ages.dtype).max).argmin(dim=-1, keepdim=True)
+
+    def _pack_group(self, at: int, packing: Packing) -> None:
+        """Pack waiting entries of some rows."""
+        rows, front = packing.rows[:, None], self.kind.front
+        keys, values = (beside[at, rows, front + packing.waiting] for beside in (self.beside_keys, self.beside_values))
+        if packing.groups is not None:
+            entries = packing.groups[:, None] * KIVI_GROUP + torch.arange(KIVI_GROUP, device=self._device)
+            index: tuple[Any, ...] = (at, packing.rows, packing.groups)
+            packed_keys = tuple(part[:, 0] for part in self.codec.encode_keys(keys))
+            packed_values = tuple(part[:, 0] for part in self.codec.encode_values(values))
+        else:
+            index = (at, packing.rows)
+            # Groups that receive an entry are packed anew; the others come out as they were.
+            entries = self._least(at, packing.rows, packing.in_use, packing.oldest, packing.newest, KIVI_GROUP)
+            old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
+            packed_keys = self.codec.encode_keys(_replaced(old, entries, keys))
+            old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
+            packed_values = self.codec.encode_values(_replaced(old, entries, values))
+        tail = self.kind.packed + front + packing.waiting
+        about = [mine for mine in (self._scores, self._ages) if mine.shape[-1]]
+        counted = [mine[at, rows, tail] for mine in about]
+        # All is computed before anything is changed, so that a step in which memory runs out here can be repeated.
+        _put(self.keys, index, packed_keys)
+        _put(self.values, index, packed_values)
+        for mine, moved in zip(about, counted, strict=True):
+            mine[at, rows, entries] = moved
+
+    def _widen_page(self, at: int, step: Step, key: Tensor) -> None:
+        """Take the new keys into the bounds of their pages."""
+        page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
+        for bounds, wider in ((self._lowest, torch.minimum), (self._highest, torch.maximum)):
+            old = bounds[at, step.rows, page]
+            bounds[at, step.rows, page] = torch.where(fresh, key, wider(old, key))
+
+
+def _put(parts: Parts, index: tuple[Any, ...], fresh: Parts) -> None:
+    for part, new in zip(parts, fresh, strict=True):
+        part[index] = new
+
+
+def _replaced(old: Tensor, entries: Tensor, new: Tensor) -> Tensor:
+    """old [m, n, d] with `entries` [m, k] of each row replaced by new [m, k, d]."""
+    return old.scatter(1, entries[..., None].expand(-1, -1, old.shape[-1]), new.to(old.dtype))

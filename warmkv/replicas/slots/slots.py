@@ -1,0 +1,391 @@
+"""Decode slots: what a request keeps while it decodes, in every layer and KV head, known in size at admission.
+
+A slot is a row for each layer and KV head. Where all of them are alike they lie side by side in one slab that spans
+all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from warmkv.policies import budgets, sliding
+from warmkv.policies.compression.base import Selection
+from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots.rows import FREE, Ints, RowState
+from warmkv.replicas.slots.slabs import Slab
+
+Row = tuple[RowKind, int, int]
+"""The kind of a row, the entries that it may use, and those that it begins with."""
+Wanted = tuple[range, RowKind, list[int]]
+"""Layers, the kind of row that they need, and for which heads."""
+
+SLAB_SLOTS = 4
+"""Slots of a kind's first slab. Each further one doubles them: a step attends slab by slab."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
+
+    spec: PolicySpec
+    prompt_tokens: int
+    new_tokens: int
+
+    def row(self, kept: int, window: int) -> tuple[RowKind, int]:
+        """The kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its limit."""
+        return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
+
+    def in_layer(self, window: int) -> PolicySpec:
+        return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
+
+    def in_window(self, kept: int, window: int) -> int:
+        """Of so many tokens of the prompt, those that a layer with a window can keep."""
+        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
+        return min(kept, window) if slid else kept
+
+    def is_endless(self, most: int) -> bool:
+        """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
+        return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A request's rows, or before its hand-off the bytes set aside for them."""
+
+    id: int
+    demand: Demand
+    reserved: int = 0  # bytes
+    limit: int = 0  # bytes that all slabs may take once it is filled
+    places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
+    tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
+    shift: int = 0  # by how much the model sees smaller positions (an endless stream)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a slot that were taken out of a slab."""
+
+    layers: range
+    kind: RowKind
+    state: RowState
+    tensors: list[Tensor]  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A slot that gave up its rows, and goes on when it has others."""
+
+    demand: Demand
+    tokens: int
+    shift: int
+    pieces: list[Piece]
+    slot_bytes: int  # that it takes in slabs
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
+
+
+class SlotPool:
+    """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self._dtype, self._device = shape, dtype, device
+        self.slabs: list[Slab] = []
+        self.slots: dict[int, Slot] = {}
+        self._rows: RowState | None = None  # of all slabs, in their order
+
+    @property
+    def rows(self) -> RowState:
+        """The bookkeeping of all rows, slab after slab."""
+        if self._rows is None:
+            self._rows, parts = RowState.join([slab.state for slab in self.slabs])
+            for slab, part in zip(self.slabs, parts, strict=True):
+                slab.state = part
+        return self._rows
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all slabs, and those set aside."""
+        return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
+
+    def claim(self, demand: Demand, limit: int) -> Slot | None:
+        """A slot for a request, or None if all slabs with it would take more than `limit` bytes.
+
+        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
+        Empty slabs of other sizes are given back before the answer is None.
+        """
+        slot = self._new_slot(demand)
+        claimed = False
+        try:
+            claimed = self._claim(slot, limit)
+        finally:
+            if not claimed:
+                self.release(slot)
+        return slot if claimed else None
+
+    def _new_slot(self, demand: Demand) -> Slot:
+        slot = Slot(next(number for number in itertools.count() if number not in self.slots), demand)
+        self.slots[slot.id] = slot
+        return slot
+
+    def _claim(self, slot: Slot, limit: int) -> bool:
+        demand = slot.demand
+        if budgets.follows_content(demand.spec, demand.prompt_tokens):
+            needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
+            if not self.fit(limit - needed):
+                return False
+            slot.reserved, slot.limit = needed, limit
+            return True
+        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
+        rows = [
+            self._row(demand, layer, demand.in_window(kept, self.shape.window(layer)))
+            for layer, kept in enumerate(layers)
+        ]
+        if len(set(rows)) == 1:
+            return self._claim_uniform(slot, rows[0][0], limit)
+        return self._claim_ragged(slot, _wanted([[row] * self.shape.kv_heads for row in rows]), limit)
+
+    def _row(self, demand: Demand, layer: int, kept: int) -> Row:
+        return *demand.row(kept, self.shape.window(layer)), kept
+
+    def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
+        """Neighbouring rows for all KV heads, in a slab over all layers."""
+        heads, layers = self.shape.kv_heads, range(self.shape.layers)
+        of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+        slab, rows = next(((slab, rows) for slab in of_kind for rows in self._idle(slab)), (None, range(0)))
+        if slab is not None and self.fit(limit, but=[slab]):
+            self._take(slot, slab, list(rows), list(range(heads)))
+            return True
+        # Not even with those rows: all idle ones are given back, to find the room for one slot.
+        one = row_bytes(kind, self.shape) * heads * len(layers)
+        if not self.fit(limit - one):
+            return False
+        held = sum(slab.rows // heads for slab in of_kind)
+        slots = self._growth(1, max(SLAB_SLOTS, held), one, limit)
+        self._take(slot, self._allocate(kind, layers, slots * heads), list(range(heads)), list(range(heads)))
+        return True
+
+    def _growth(self, needed: int, wanted: int, each: int, limit: int) -> int:
+        """How many to allocate of what takes `each` bytes: as many as wanted, within a quarter of the room left.
+
+        So one size does not starve the others; what is needed is allocated in any case.
+        """
+        return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
+
+    def _claim_ragged(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
+        """Rows of the kinds that the heads of some layers ask for, in slabs of these layers."""
+        found = [self._free_rows(layers, kind)[: len(heads)] for layers, kind, heads in wanted]
+        missing = sum(
+            (len(heads) - len(rows)) * row_bytes(kind, self.shape) * len(layers)
+            for (layers, kind, heads), rows in zip(wanted, found, strict=True)
+        )
+        if not self.fit(limit - missing, but=[slab for rows in found for slab, _ in rows]):
+            # Not even with the idle rows that were found: all are given back, to find the room for new ones.
+            found = [[] for _ in wanted]
+            missing = sum(len(heads) * row_bytes(kind, self.shape) * len(layers) for layers, kind, heads in wanted)
+            if not self.fit(limit - missing):
+                return False
+        for (layers, kind, heads), rows in zip(wanted, found, strict=True):
+            if len(rows) < len(heads):
+                size, lacking = row_bytes(kind, self.shape) * len(layers), len(heads) - len(rows)
+                missing -= lacking * size  # the rows that are still missing after these keep their room
+                held = sum(slab.rows for slab in self.slabs if slab.kind == kind and slab.layers == layers)
+                count = self._growth(lacking, max(SLAB_SLOTS * len(heads), held), len(wanted) * size, limit - missing)
+                fresh = self._allocate(kind, layers, count)
+                rows = rows + [(fresh, row) for row in range(lacking)]
+            for slab in dict.fromkeys(slab for slab, _ in rows):
+                at = [i for i, (of, _) in enumerate(rows) if of is slab]
+                self._take(slot, slab, [rows[i][1] for i in at], [heads[i] for i in at])
+        return True
+
+    def _free_rows(self, layers: range, kind: RowKind) -> list[tuple[Slab, int]]:
+        of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
+        if kind.alike:  # the heads of a sequence are neighbours, so that what they receive can be summed
+            return [(slab, row) for slab in of_kind for rows in self._idle(slab) for row in rows]
+        return [(slab, row) for slab in of_kind for row in slab.free_rows()]
+
+    def _idle(self, slab: Slab) -> Iterator[range]:
+        """Free rows for all KV heads of a sequence, side by side."""
+        heads = self.shape.kv_heads
+        for row in range(0, slab.rows - heads + 1, heads):
+            if (slab.state.owner[row : row + heads] == FREE).all():
+                yield range(row, row + heads)
+
+    def _allocate(self, kind: RowKind, layers: range, rows: int) -> Slab:
+        slab = Slab(kind, layers, rows, self.shape, self._dtype, self._device)
+        self.slabs.append(slab)
+        self._rows = None
+        return slab
+
+    @staticmethod
+    def _take(slot: Slot, slab: Slab, rows: list[int], heads: list[int]) -> None:
+        for row, head in zip(rows, heads, strict=True):
+            slab.claim(row, slot.id, head)
+        slot.places.append((slab, rows))
+
+    def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
+        """Whether all slabs take at most `limit` bytes; if need be, empty ones and idle rows are given back first.
+
+        Slabs in `but` are left as they are.
+        """
+        if self.allocated_bytes > limit:
+            self._rows = None
+            self.slabs = [slab for slab in self.slabs if slab in but or not slab.is_empty]
+        for slab in self.slabs:
+            if self.allocated_bytes > limit and slab not in but and slab.free_rows():
+                moved = slab.compact()
+                for slot in self.slots.values():
+                    slot.places = [
+                        (of, [moved[row] for row in rows] if of is slab else rows) for of, rows in slot.places
+                    ]
+        return self.allocated_bytes <= limit
+
+    def release(self, slot: Slot) -> None:
+        """Free everything a slot holds; nothing happens if that was done already."""
+        if self.slots.pop(slot.id, None) is None:
+            return
+        for slab, rows in slot.places:
+            for row in rows:
+                slab.release(row)
+        slot.places, slot.reserved = [], 0
+
+    def park(self, slot: Slot) -> Parked:
+        """Copy a slot that decodes to host memory, and free it."""
+        pieces = [Piece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        parked = Parked(slot.demand, slot.tokens, slot.shift, pieces, slot.resident_bytes)
+        self.release(slot)
+        return parked
+
+    def resume(self, parked: Parked, limit: int) -> Slot | None:
+        """The slot again, in whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
+        slot = self._new_slot(parked.demand)
+        resumed = False
+        try:
+            resumed = self._claim_again(slot, parked.pieces, limit)
+            if resumed:
+                self._put_back(slot, parked)
+        finally:
+            if not resumed:
+                self.release(slot)
+        return slot if resumed else None
+
+    @staticmethod
+    def _put_back(slot: Slot, parked: Parked) -> None:
+        for slab, rows in slot.places:
+            for piece in parked.pieces:
+                if (piece.kind, piece.layers) == (slab.kind, slab.layers):
+                    heads = piece.state.head.tolist()
+                    mine = [row for row in rows if slab.state.head[row] in heads]
+                    if mine:  # rows of one kind and layer may come from several slabs, and return to others
+                        which = [heads.index(slab.state.head[row]) for row in mine]
+                        slab.put_in(mine, piece.state, piece.tensors, which)
+        slot.tokens, slot.shift = parked.tokens, parked.shift
+
+    def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
+        if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
+            return self._claim_uniform(slot, pieces[0].kind, limit)
+        heads: dict[tuple[range, RowKind], list[int]] = {}
+        for piece in pieces:
+            heads.setdefault((piece.layers, piece.kind), []).extend(piece.state.head.tolist())
+        return self._claim_ragged(slot, [(*place, sorted(of)) for place, of in heads.items()], limit)
+
+    def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
+        """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
+
+        Only distances matter to rotary attention, and angles of far positions lose precision in float32.
+        """
+        if slot.tokens - slot.shift < most:
+            return
+        longest = max(int(slab.state.limit[rows[0]]) for slab, rows in slot.places)
+        back = slot.tokens - slot.shift - longest
+        for slab, rows in slot.places:
+            slab.rebase(rows, back * inv_freq)
+        slot.shift += back
+
+    def fill(self, slot: Slot, prompt: Prompt, selections: Sequence[Selection]) -> None:
+        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on."""
+        demand = slot.demand
+        counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
+        if slot.reserved:
+            asked = [[self._row(demand, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
+            slot.reserved = 0
+            alike = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
+            if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
+                claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
+                assert claimed, "the bytes that were set aside did not suffice"
+        budget = budgets.resolve_budget(demand.spec, prompt.tokens)
+        pages = 0
+        if demand.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
+            pages = budget // budgets.rocket_page(budget, prompt.tokens)
+        for slab, rows in slot.places:
+            window = self.shape.window(slab.layers[0])
+            spec = demand.in_layer(window)
+            for row in rows:
+                kept = counts[slab.layers[0]][slab.state.head[row]]
+                _, limit = demand.row(kept, window)
+                slab.state.start(
+                    row,
+                    slab.kind,
+                    kept=kept,
+                    limit=limit,
+                    packed_limit=packed_limit(spec, limit),
+                    recent=budgets.recent_entries(spec, limit),
+                    pages=pages,
+                )
+            for layer in slab.layers:
+                for run in _alike(rows, slab.state.head, counts[layer]):
+                    of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
+                    kept = counts[layer][of.start]
+                    selection = selections[layer]
+                    positions = selection.positions[of, :kept]
+                    keys, values = prompt.keys[layer, of], prompt.values[layer, of]
+                    if kept < prompt.tokens:
+                        index = positions[..., None].expand(-1, -1, keys.shape[-1])
+                        keys, values = keys.gather(1, index), values.gather(1, index)
+                    scores = None if selection.attention is None else selection.attention[of, :kept]
+                    slab.fill(layer, run, keys, values, positions, scores)
+        slot.tokens = prompt.tokens
+
+    def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
+        one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
+        return self._claim_uniform(slot, kind, self.allocated_bytes + one)
+
+
+def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
+    """Return the rows that each layer's heads ask for; neighbouring layers whose heads all ask alike share a slab."""
+    wanted: list[Wanted] = []
+    first = 0
+    for layer, asked in enumerate(rows):
+        same = layer + 1 < len(rows) and rows[layer + 1] == asked and len(set(asked)) == 1
+        if same:
+            continue
+        for kind in dict.fromkeys(kind for kind, *_ in asked):
+            wanted.append(
+                (range(first, layer + 1), kind, [head for head, (own, *_) in enumerate(asked) if own == kind])
+            )
+        first = layer + 1
+    return wanted
+
+
+def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
+    """Runs of neighbouring rows of neighbouring heads that keep the same number of entries."""
+    runs: list[slice] = []
+    for row in rows:
+        head = heads[row]
+        if runs and runs[-1].stop == row and heads[row - 1] == head - 1 and kept[heads[row - 1]] == kept[head]:
+            runs[-1] = slice(runs[-1].start, row + 1)
+        else:
+            runs.append(slice(row, row + 1))
+    return runs
