@@ -22,8 +22,8 @@ from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 from warmkv.config import Config, load, parse
-from warmkv.simulator.studies.grid import Point, point
-from warmkv.simulator.studies.sweep import Runner, Task, processes, serial, tasks_of
+from warmkv.simulator.studies.grid import GridPoint, point
+from warmkv.simulator.studies.sweep import Runner, SweepTask, processes, serial, tasks_of
 from warmkv.simulator.workload.source import Source, Trace, read
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def race(trace: Path, flags: Sequence[str], quick: bool, say: Callable[[str], No
     ]
 
 
-def _apart(trace: Trace, base: Config, tasks: Sequence[Task], workers: int) -> float:
+def _apart(trace: Trace, base: Config, tasks: Sequence[SweepTask], workers: int) -> float:
     """Seconds in which processes that do nothing but replay, side by side, do the tasks at their joint rate."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -75,21 +75,21 @@ def _apart(trace: Trace, base: Config, tasks: Sequence[Task], workers: int) -> f
         return len(tasks) / sum(pool.map(own, [tasks[number::workers] for number in range(workers)]))
 
 
-def _rate(source: Source, base: str, ready: Barrier, tasks: Sequence[Task]) -> float:
+def _rate(source: Source, base: str, ready: Barrier, tasks: Sequence[SweepTask]) -> float:
     """Tasks a second in a process by itself, once all have read the trace."""
     runner = serial(read(source, parse(json.loads(base))).requests)
     ready.wait()
     return len(tasks) / _seconds(runner, tasks)
 
 
-def _points(flags: Sequence[str]) -> Iterator[Point]:
+def _points(flags: Sequence[str]) -> Iterator[GridPoint]:
     def configure(own: Sequence[str]) -> Config:
         return load(flags=[*flags, *own], environ={})
 
     return (point(dict(zip(GRID, values, strict=True)), configure) for values in product(*GRID.values()))
 
 
-def _seconds(runner: Runner, tasks: Sequence[Task]) -> float:
+def _seconds(runner: Runner, tasks: Sequence[SweepTask]) -> float:
     begin = time.perf_counter()
     done = sum(1 for _ in runner(tasks))
     assert done == len(tasks)

@@ -19,9 +19,9 @@ from warmkv.evaluation import commands as evaluation_commands
 from warmkv.extras import advice
 from warmkv.faults import INTERNAL, UserError, tell_internal
 from warmkv.measuring import commands as measuring_commands
+from warmkv.platform.live_config_commands import app as policy_app
 from warmkv.platform.manifest import app as manifest_app
 from warmkv.platform.pack_commands import app as packs_app
-from warmkv.platform.policy_commands import app as policy_app
 from warmkv.policies import commands as policy_commands
 from warmkv.simulator.commands.cachesim import cachesim
 from warmkv.simulator.commands.calibrate import calibrate

@@ -49,7 +49,7 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Row:
+class DemoRow:
     """All questions through one SDK under one policy."""
 
     api: str
@@ -81,8 +81,8 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    rows: list[Row]
+class DemoResult:
+    rows: list[DemoRow]
     conversation: Conversation
 
     @property
@@ -98,7 +98,7 @@ class Result:
         }
 
 
-def run(config: Config, console: Console, seed: int) -> Result:
+def run(config: Config, console: Console, seed: int) -> DemoResult:
     """Start the service with two replicas, ask everything, stop it. Raises OSError where the port is taken."""
     cluster = config.cluster.model_copy(update={"replicas": max(2, config.cluster.replicas)})
     routing = config.routing.model_copy(update={"transfer": False})  # to show what it is to be on the wrong replica
@@ -121,7 +121,7 @@ def run(config: Config, console: Console, seed: int) -> Result:
             ]
             conversation = converse(service.url, service.operator_key, config, document, questions)
             progress.advance(steps, 2)
-    return Result(rows, conversation)
+    return DemoResult(rows, conversation)
 
 
 def make_document(config: Config, seed: int) -> tuple[str, list[Question]]:
@@ -150,8 +150,8 @@ def ask_all(
     document: str,
     questions: Sequence[Question],
     told: Callable[[str], None],
-) -> Row:
-    row = Row(api, policy)
+) -> DemoRow:
+    row = DemoRow(api, policy)
     ask = {"anthropic": ask_anthropic, "openai": ask_openai}[api]
     for question in questions:
         told(f"{api}, {policy}")
@@ -273,7 +273,7 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
     return Conversation(home, warm.details["replica"], warm, elsewhere)
 
 
-def show(result: Result, config: Config, console: Console) -> None:
+def show(result: DemoResult, config: Config, console: Console) -> None:
     """The table, and what follows from it in plain words."""
     table = Table(
         box=None,
@@ -313,6 +313,6 @@ def show(result: Result, config: Config, console: Console) -> None:
     console.print("[green]passed[/green]" if result.passed else "[red]failed[/red]")
 
 
-def _verdicts(row: Row) -> Iterator[str]:
+def _verdicts(row: DemoRow) -> Iterator[str]:
     for right, known in zip(row.right, row.expected, strict=True):
         yield "[green]✓[/green]" if right else "[red]✗[/red]" if known else "[yellow]‒[/yellow]"

@@ -46,7 +46,7 @@ class RequestFields(logging.Filter):
         return True
 
 
-class Forward(logging.Handler):
+class ForwardingHandler(logging.Handler):
     """Hands records to another logger, whatever handlers that has by then."""
 
     def __init__(self, target: str) -> None:
@@ -66,7 +66,7 @@ def forward(target: str) -> None:
     Only Serve's own logger has handlers there, which write the actor's file in Serve's format, text or JSON.
     """
     package = logging.getLogger("warmkv")
-    package.handlers = [Forward(target)]
+    package.handlers = [ForwardingHandler(target)]
     package.propagate = False
     package.setLevel(logging.INFO)
 

@@ -10,7 +10,7 @@ from benchmarks.engine.setting import Models, Setting
 from benchmarks.engine.warm import PLENTY
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
 
 
 def race(arena: Arena) -> None:
@@ -33,9 +33,11 @@ def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
     device = models.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     pool = SlotPool(models.warm.kv_shape, models.warm.dtype, device)
-    demand = Demand(budgets.in_force(spec, setting.context, setting.new_tokens), setting.context, setting.new_tokens)
+    slot_request = SlotRequest(
+        budgets.in_force(spec, setting.context, setting.new_tokens), setting.context, setting.new_tokens
+    )
     for _ in range(setting.sequences):
-        if pool.claim(demand, PLENTY) is None:
+        if pool.claim(slot_request, PLENTY) is None:
             raise RuntimeError(f"no slot for {spec.label}")
     counted = [pool.allocated_bytes, sum(tensor.nbytes for slab in pool.slabs for tensor in slab.tensors())]
     if device.type == "cuda":

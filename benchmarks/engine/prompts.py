@@ -15,7 +15,7 @@ from warmkv.policies import budgets, compression
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
-from warmkv.replicas.slots.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
 
 TTL = "5m"
 
@@ -65,7 +65,7 @@ def _hand_off(arena: Arena, spec: PolicySpec, ids: Tensor) -> tuple[float, float
     warm, new_tokens = arena.models.warm, arena.setting.new_tokens
     spec = budgets.in_force(spec, len(ids), new_tokens)
     pool = SlotPool(warm.kv_shape, warm.dtype, warm.device)
-    slot = pool.claim(Demand(spec, len(ids), new_tokens), PLENTY)
+    slot = pool.claim(SlotRequest(spec, len(ids), new_tokens), PLENTY)
     if slot is None:
         raise RuntimeError(f"no slot for {spec.label}")
     watch = Stopwatch(warm.device)

@@ -102,9 +102,9 @@ def race_decisions(
                 dispatcher.mend(choice, hashes)
                 mending.append(now() - chosen)
                 choosing.append(chosen - began)
-                dispatcher.bookings.release(number - IN_FLIGHT * count)
+                dispatcher.in_flight.release(number - IN_FLIGHT * count)
             for number in range(len(asked)):
-                dispatcher.bookings.release(number)
+                dispatcher.in_flight.release(number)
             for what, times in (("decision", sorted(choosing)), ("mend", sorted(mending))):
                 results.add(f"{name}{what}_microseconds_p50", 1e6 * times[len(times) // 2])
                 results.add(f"{name}{what}_microseconds_p99", 1e6 * times[len(times) * 99 // 100])

@@ -11,7 +11,7 @@ import requests
 from tests.e2e.conftest import OPERATOR
 from tests.polling import PATIENCE, until
 from warmkv.platform.control import control_name, start_control
-from warmkv.platform.policy_store import NAMESPACE
+from warmkv.platform.live_config_store import NAMESPACE
 
 pytestmark = pytest.mark.cluster
 

@@ -15,7 +15,7 @@ from tests.e2e.conftest import Application, Cluster, application, metrics
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.replicas.protocol import BlocksWanted
-from warmkv.replicas.transfer import BlocksLent
+from warmkv.replicas.transfer import BlockPayloads
 
 pytestmark = pytest.mark.cluster
 
@@ -94,7 +94,7 @@ def test_who_asks_for_a_replica_that_is_gone_hears_of_it_at_once(two):
 
     lend = serve.get_deployment_handle("replica", app_name=two.name).options(method_name="lend")
     wanted = BlocksWanted(min(two.replicas()), {}, (), (), False)
-    assert lend.remote(wanted).result(timeout_s=PATIENCE) == BlocksLent()  # its KV is of another kind
+    assert lend.remote(wanted).result(timeout_s=PATIENCE) == BlockPayloads()  # its KV is of another kind
     with pytest.raises(LookupError, match="replica nobody is gone"):
         lend.remote(replace(wanted, replica="nobody")).result(timeout_s=PATIENCE)
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
 from warmkv.evaluation.plan import FULL
 from warmkv.evaluation.results import RECOMPUTED
-from warmkv.evaluation.summary import Cell, Entry, Row, mean, pareto
+from warmkv.evaluation.summary import Cell, Row, SummaryRow, mean, pareto
 from warmkv.report_page import svg
 
 
@@ -32,7 +32,7 @@ def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def quality_against_bytes(entries: Sequence[Entry], tasks: Sequence[str], look: dict[str, dict[str, Any]]) -> str:
+def quality_against_bytes(entries: Sequence[SummaryRow], tasks: Sequence[str], look: dict[str, dict[str, Any]]) -> str:
     """A panel for the mean over tasks and one for each task: score over bytes, a line per policy."""
     panels: list[tuple[str, list[Cell]]] = [("mean over tasks", [entry.all for entry in entries])]
     panels += [(task, [entry.tasks[task] for entry in entries if task in entry.tasks]) for task in tasks]
@@ -62,7 +62,7 @@ def quality_against_bytes(entries: Sequence[Entry], tasks: Sequence[str], look: 
         return svg(figure, "quality")
 
 
-def pareto_front(entries: Sequence[Entry], look: dict[str, dict[str, Any]]) -> str:
+def pareto_front(entries: Sequence[SummaryRow], look: dict[str, dict[str, Any]]) -> str:
     """Every policy at every share, and the line of those that none beats in bytes and score at once.
 
     What is not reached on all samples is drawn hollow and kept off the line: its mean is over other samples.

@@ -15,7 +15,7 @@ from rich.console import Console
 from warmkv.config import ModelConfig
 from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
-from warmkv.evaluation.plan import EvalError, Plan
+from warmkv.evaluation.plan import EvalError, EvalPlan
 from warmkv.policy_spec import split_policies
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from warmkv.replicas.loading.load import LoadedModel
 
 errors = Console(stderr=True)
-DEFAULT = Plan()
+DEFAULT = EvalPlan()
 
 
 class Form(StrEnum):
@@ -111,7 +111,7 @@ def evaluate(
             _fail(f"cannot write {json_file}: {error.strerror}")
 
 
-def _run(plan: Plan, out: Path, quiet: bool) -> Row:
+def _run(plan: EvalPlan, out: Path, quiet: bool) -> Row:
     if missing := [name for name in ("torch", "transformers", "matplotlib", "pyarrow") if find_spec(name) is None]:
         raise EvalError(f"{', '.join(missing)} missing; install with: pip install 'warmkv[eval]'")
     from warmkv.evaluation import report, run, summary, table
@@ -136,7 +136,7 @@ def _run(plan: Plan, out: Path, quiet: bool) -> Row:
     return document
 
 
-def _load(plan: Plan) -> tuple[LoadedModel, Any]:
+def _load(plan: EvalPlan) -> tuple[LoadedModel, Any]:
     import torch
     from transformers.utils import logging
 
@@ -152,7 +152,7 @@ def _load(plan: Plan) -> tuple[LoadedModel, Any]:
         raise EvalError(f"cannot load {plan.model}: {str(error).splitlines()[0]}") from None
 
 
-def _with_bar(plan: Plan, model: LoadedModel, tokenizer: Any, folder: Any) -> None:
+def _with_bar(plan: EvalPlan, model: LoadedModel, tokenizer: Any, folder: Any) -> None:
     from rich.progress import (
         BarColumn,
         Progress,

@@ -11,12 +11,12 @@ from torch import Tensor
 from warmkv.evaluation import matching
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Demand, Slot, SlotPool
+from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest
 
 CHUNK = 512
 
@@ -35,12 +35,12 @@ class Filled:
 @torch.inference_mode()
 def prefill(
     model: LoadedModel, ids: Sequence[int], specs: Iterable[PolicySpec], classes: TokenClasses | None = None
-) -> tuple[Prompt, Tensor]:
+) -> tuple[PrefillState, Tensor]:
     """Compute a prompt once with everything that any of the policies looks at; also its last logits [vocabulary]."""
     specs, tokens, shape = list(specs), len(ids), model.kv_shape
     size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
     keys = torch.empty(size, dtype=model.dtype, device=model.device)
-    prompt = Prompt(
+    prompt = PrefillState(
         keys,
         torch.empty_like(keys),
         q_heads=model.q_heads,
@@ -58,7 +58,7 @@ def prefill(
     return prompt, logits
 
 
-def forward_prompt(model: LoadedModel, prompt: Prompt, ids: Tensor, keep: int) -> Tensor:
+def forward_prompt(model: LoadedModel, prompt: PrefillState, ids: Tensor, keep: int) -> Tensor:
     """Compute the next chunk [1, n] of a prompt; the logits [keep, vocabulary] of its last tokens."""
     start, end = prompt.computed, prompt.computed + ids.shape[1]
     prompt.begin_chunk(end - start)
@@ -71,7 +71,7 @@ def forward_prompt(model: LoadedModel, prompt: Prompt, ids: Tensor, keep: int) -
 
 @torch.inference_mode()
 def fill(
-    model: LoadedModel, pool: SlotPool, prompt: Prompt, spec: PolicySpec, new_tokens: int, allowed: int | None
+    model: LoadedModel, pool: SlotPool, prompt: PrefillState, spec: PolicySpec, new_tokens: int, allowed: int | None
 ) -> Filled | None:
     """A slot under a policy, of at most `allowed` bytes; None if it cannot be that small.
 
@@ -101,13 +101,13 @@ def fill(
 def _claimed(
     model: LoadedModel,
     pool: SlotPool,
-    prompt: Prompt,
+    prompt: PrefillState,
     spec: PolicySpec,
     new_tokens: int,
     selections: Sequence[Selection],
 ) -> Slot:
     needed = slot_bytes(spec, model.kv_shape, prompt.tokens, new_tokens)
-    slot = pool.claim(Demand(spec, prompt.tokens, new_tokens), pool.allocated_bytes + needed)
+    slot = pool.claim(SlotRequest(spec, prompt.tokens, new_tokens), pool.allocated_bytes + needed)
     assert slot is not None
     pool.fill(slot, prompt, selections)
     return slot

@@ -32,7 +32,7 @@ def exact_bytes(
     kept: entries that survive the hand-off, for every layer those of its KV heads. With `new_tokens` of 1 it is what
     is in use right after the hand-off.
     """
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     rows = Counter(budgets.slot_limit(spec, of_head, prompt_tokens, new_tokens) for layer in kept for of_head in layer)
     return sum(count * row_bytes(_exact_kind(spec, prompt_tokens, limit), shape) for limit, count in rows.items())
 

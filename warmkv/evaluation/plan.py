@@ -23,7 +23,7 @@ class EvalError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EvalPlan:
     """Everything that decides the numbers of a run, beside the model's weights."""
 
     model: str = "tiny"
@@ -59,7 +59,7 @@ class Plan:
         """Policies by label, the full cache first: everything is compared with it."""
         return {label_of(spec): spec for spec in map(read_policy, (FULL, *self.policies))}
 
-    def parts(self, has_template: bool) -> Iterator[Part]:
+    def parts(self, has_template: bool) -> Iterator[SampleSet]:
         """The run in pieces that are stored one by one."""
         wanted = self.forms or (("chat",) if has_template else ("plain",))
         for name in self.tasks:
@@ -68,7 +68,7 @@ class Plan:
             task = TASKS[name]
             for form in forms_of(task, wanted):
                 for length in self.lengths:
-                    yield Part(task, form, length, task.depths or self.depths, self.samples)
+                    yield SampleSet(task, form, length, task.depths or self.depths, self.samples)
 
     def to_json(self) -> dict[str, Any]:
         """Settings as they are kept beside the results, policies in full."""
@@ -77,7 +77,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampleSet:
     """All samples of one task in one form and length."""
 
     task: Task
@@ -98,12 +98,12 @@ class Part:
         return ((depth, index) for depth in self.depths for index in range(self.samples))
 
 
-def make(quick: bool, given: dict[str, Any]) -> Plan:
+def make(quick: bool, given: dict[str, Any]) -> EvalPlan:
     """The plan of a command line: defaults, those of a quick run, then what was given. Raises EvalError."""
-    known = {field.name for field in fields(Plan)}
+    known = {field.name for field in fields(EvalPlan)}
     chosen = {key: value for key, value in given.items() if value is not None}
     assert chosen.keys() <= known
-    return Plan(**{**(QUICK if quick else {}), **chosen})
+    return EvalPlan(**{**(QUICK if quick else {}), **chosen})
 
 
 def read_policy(text: str) -> PolicySpec:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from warmkv.evaluation import charts, table
-from warmkv.evaluation.plan import FULL, Plan
-from warmkv.evaluation.summary import Cell, Entry, Row, stream_summary
+from warmkv.evaluation.plan import FULL, EvalPlan
+from warmkv.evaluation.summary import Cell, Row, SummaryRow, stream_summary
 from warmkv.evaluation.tasks import STREAM, TASKS
 
 CSS = """
@@ -46,7 +46,7 @@ up is left out. A policy without a budget is measured once, at what it takes.</p
 """
 
 
-def render(plan: Plan, meta: Row, entries: Sequence[Entry], rows: Sequence[Row], stream: Sequence[Row]) -> str:
+def render(plan: EvalPlan, meta: Row, entries: Sequence[SummaryRow], rows: Sequence[Row], stream: Sequence[Row]) -> str:
     """The page of a run."""
     names = [name for name in plan.tasks if name != STREAM]
     look = charts.looks([*plan.specs(), *(row["policy"] for row in stream)])
@@ -88,7 +88,7 @@ def render(plan: Plan, meta: Row, entries: Sequence[Entry], rows: Sequence[Row],
     )
 
 
-def _sentence(plan: Plan, names: Sequence[str]) -> str:
+def _sentence(plan: EvalPlan, names: Sequence[str]) -> str:
     lengths = ", ".join(f"{length:,}" for length in plan.lengths)
     return (
         f"{len(plan.specs())} policies, {len(names)} tasks, lengths {lengths} tokens, {plan.samples} samples for every "
@@ -96,7 +96,7 @@ def _sentence(plan: Plan, names: Sequence[str]) -> str:
     )
 
 
-def _table(plan: Plan, names: Sequence[str], entries: Sequence[Entry]) -> str:
+def _table(plan: EvalPlan, names: Sequence[str], entries: Sequence[SummaryRow]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("mean", "of full", "bytes", *names))
     lines = []
     for share, policies in table.blocks(plan, entries):
@@ -145,7 +145,7 @@ def _tasks(names: Sequence[str]) -> str:
     return f"<ul>{''.join(items)}</ul>"
 
 
-def _run(plan: Plan, meta: Row) -> str:
+def _run(plan: EvalPlan, meta: Row) -> str:
     facts = {**meta["model"], **meta["versions"], "seed": plan.seed, "reference": f"{FULL}, nothing left out"}
     return f"<dl>{''.join(f'<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"
 

@@ -12,10 +12,10 @@ import transformers
 
 from warmkv import __version__
 from warmkv.evaluation import matching, scoring, stream, tasks
-from warmkv.evaluation.plan import EvalError, Part, Plan, bounded
+from warmkv.evaluation.plan import EvalError, EvalPlan, SampleSet, bounded
 from warmkv.evaluation.results import STREAM, Row, RunFolder
-from warmkv.policies.compression.prompt import TokenClasses
-from warmkv.replicas.engine.engine import TURNING
+from warmkv.policies.compression.prefill_state import TokenClasses
+from warmkv.replicas.engine.engine import REROTATING
 from warmkv.replicas.loading.load import LoadedModel, token_classes
 
 Progress = Callable[[str, int], None]
@@ -26,7 +26,7 @@ MARGIN = 64
 """Tokens by which a chat template may exceed a sample's length."""
 
 
-def meta_of(plan: Plan, model: LoadedModel) -> Row:
+def meta_of(plan: EvalPlan, model: LoadedModel) -> Row:
     """What must be the same for results to belong together. Nothing in it names the machine."""
     shape = model.kv_shape
     return {
@@ -58,11 +58,11 @@ def fingerprint(model: LoadedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def check(plan: Plan, model: LoadedModel) -> None:
+def check(plan: EvalPlan, model: LoadedModel) -> None:
     """Raises EvalError where the model cannot do what the plan asks."""
     specs = plan.specs()
     if not model.fixed_rotation:
-        if turning := [label for label, spec in specs.items() if spec.name in TURNING]:
+        if turning := [label for label, spec in specs.items() if spec.name in REROTATING]:
             raise EvalError(f"the rotary embedding of {plan.model} cannot be turned on, as {', '.join(turning)} must")
         if tasks.STREAM in plan.tasks and plan.stream_tokens > model.max_context:
             raise EvalError(f"{plan.model} takes {model.max_context} tokens; give at most so many --stream-tokens")
@@ -74,14 +74,14 @@ def check(plan: Plan, model: LoadedModel) -> None:
         )
 
 
-def work(plan: Plan, tokenizer: Any) -> int:
+def work(plan: EvalPlan, tokenizer: Any) -> int:
     """What `evaluate` reports in all, roughly as time passes."""
     parts = plan.parts(tasks.has_template(tokenizer))
     stream_work = STREAM_WORK * plan.stream_tokens if tasks.STREAM in plan.tasks else 0
     return sum(len(part) * part.length for part in parts) + stream_work
 
 
-def evaluate(plan: Plan, model: LoadedModel, tokenizer: Any, folder: RunFolder, progress: Progress) -> None:
+def evaluate(plan: EvalPlan, model: LoadedModel, tokenizer: Any, folder: RunFolder, progress: Progress) -> None:
     """Do what is missing in the folder, and merge everything. `plan` and `model` are those of its `meta`."""
     texts, specs = tasks.Texts(tokenizer), plan.specs()
     reads_classes = any(spec.shots or spec.name in ("fastgen", "auto") for spec in specs.values())
@@ -109,8 +109,8 @@ def evaluate(plan: Plan, model: LoadedModel, tokenizer: Any, folder: RunFolder, 
 
 
 def _sample_rows(
-    plan: Plan,
-    part: Part,
+    plan: EvalPlan,
+    part: SampleSet,
     model: LoadedModel,
     texts: tasks.Texts,
     classes: TokenClasses | None,

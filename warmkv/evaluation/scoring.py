@@ -8,7 +8,7 @@ from warmkv.evaluation import forcing, matching
 from warmkv.evaluation.results import Row
 from warmkv.evaluation.tasks import Sample
 from warmkv.policies import budgets
-from warmkv.policies.compression.prompt import TokenClasses
+from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel

@@ -17,7 +17,7 @@ from torch import Tensor
 from warmkv.evaluation import forcing, matching
 from warmkv.evaluation.results import RECOMPUTED, Row
 from warmkv.evaluation.tasks import Texts
-from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.slots import SlotPool
@@ -127,7 +127,7 @@ def recomputed(
         window = torch.tensor([list(ids[end - 1 - cache : end - 1])], device=model.device)
         size = (shape.layers, shape.kv_heads, cache, shape.head_dim)
         keys = torch.empty(size, dtype=model.dtype, device=model.device)
-        prompt = Prompt(keys, torch.empty_like(keys), q_heads=model.q_heads)
+        prompt = PrefillState(keys, torch.empty_like(keys), q_heads=model.q_heads)
         logits = forcing.forward_prompt(model, prompt, window, end - start).float()
         wanted = torch.tensor(list(ids[start:end]), device=model.device)
         out.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))

@@ -38,14 +38,14 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SummaryRow:
     """A policy at a share: all tasks, and each of them."""
 
     all: Cell
     tasks: dict[str, Cell]
 
 
-def summarise(rows: Sequence[Row]) -> list[Entry]:
+def summarise(rows: Sequence[Row]) -> list[SummaryRow]:
     """An entry for every policy and share that was reached anywhere, in the order of the rows."""
     full = {_sample(row): row["score"] for row in rows if row["policy"] == FULL}
     wanted = Counter(sample[0] for sample in full)
@@ -59,7 +59,7 @@ def _sample(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("task", "variant", "length", "depth", "sample"))
 
 
-def _entry(of_task: dict[str, list[Row]], full: dict[tuple[Any, ...], float], wanted: Counter[str]) -> Entry:
+def _entry(of_task: dict[str, list[Row]], full: dict[tuple[Any, ...], float], wanted: Counter[str]) -> SummaryRow:
     bases = {task: mean(full[_sample(row)] for row in rows) for task, rows in of_task.items()}
     cells = {task: _cell(rows, bases[task], wanted[task]) for task, rows in of_task.items()}
     first = next(iter(cells.values()))
@@ -78,7 +78,7 @@ def _entry(of_task: dict[str, list[Row]], full: dict[tuple[Any, ...], float], wa
         samples=samples,
         reached=samples / wanted.total(),
     )
-    return Entry(overall, cells)
+    return SummaryRow(overall, cells)
 
 
 def _cell(rows: Sequence[Row], base: float, wanted: int) -> Cell:
@@ -128,7 +128,7 @@ def stream_summary(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def document(meta: Row, entries: Sequence[Entry], stream: Sequence[Row]) -> Row:
+def document(meta: Row, entries: Sequence[SummaryRow], stream: Sequence[Row]) -> Row:
     """`summary.json`: what the simulator reads as the measured quality of a policy at a budget."""
     return {
         "meta": meta,

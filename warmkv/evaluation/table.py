@@ -10,8 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from warmkv.evaluation import matching
-from warmkv.evaluation.plan import FULL, Plan, bounded
-from warmkv.evaluation.summary import Entry, Row, stream_summary
+from warmkv.evaluation.plan import FULL, EvalPlan, bounded
+from warmkv.evaluation.summary import Row, SummaryRow, stream_summary
 from warmkv.evaluation.tasks import STREAM
 
 UNREACHED = "cannot reach"
@@ -21,7 +21,7 @@ CAPTION = (
 )
 
 
-def show(plan: Plan, entries: Sequence[Entry], stream: Sequence[Row], console: Console) -> None:
+def show(plan: EvalPlan, entries: Sequence[SummaryRow], stream: Sequence[Row], console: Console) -> None:
     """Print a block for every share, policies side by side, and the perplexity along the stream."""
     if entries:
         console.print("[italic]Quality at equal memory[/italic]")
@@ -40,7 +40,7 @@ def _print(table: Table, console: Console) -> None:
     console.print(table)
 
 
-def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
+def _scores(plan: EvalPlan, entries: Sequence[SummaryRow]) -> Table:
     names = [name for name in plan.tasks if name != STREAM]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("share", "policy"):
@@ -68,7 +68,7 @@ def _scores(plan: Plan, entries: Sequence[Entry]) -> Table:
     return table
 
 
-def blocks(plan: Plan, entries: Sequence[Entry]) -> list[tuple[float | None, dict[str, Entry | None]]]:
+def blocks(plan: EvalPlan, entries: Sequence[SummaryRow]) -> list[tuple[float | None, dict[str, SummaryRow | None]]]:
     """What is measured at no share of its own, then each share from large to small with what fits into it.
 
     A policy without a budget is in every block; None is what cannot reach the share.
@@ -76,9 +76,11 @@ def blocks(plan: Plan, entries: Sequence[Entry]) -> list[tuple[float | None, dic
     found = {(entry.all.policy, entry.all.share): entry for entry in entries}
     specs = plan.specs()
     free = [label for label, spec in specs.items() if not matching.has_budget(spec)]
-    out: list[tuple[float | None, dict[str, Entry | None]]] = [(None, {label: found[label, None] for label in free})]
+    out: list[tuple[float | None, dict[str, SummaryRow | None]]] = [
+        (None, {label: found[label, None] for label in free})
+    ]
     for share in sorted(set(plan.budgets), reverse=True):
-        block: dict[str, Entry | None] = {}
+        block: dict[str, SummaryRow | None] = {}
         for label in specs:
             if label == FULL:
                 continue
@@ -91,14 +93,14 @@ def blocks(plan: Plan, entries: Sequence[Entry]) -> list[tuple[float | None, dic
     return out
 
 
-def _score(entry: Entry, task: str) -> str:
+def _score(entry: SummaryRow, task: str) -> str:
     cell = entry.tasks.get(task)
     if cell is None:
         return "-"
     return f"{'' if cell.reached == 1 else '~'}{cell.score:.2f}"
 
 
-def _stream(plan: Plan, rows: Sequence[Row]) -> Table:
+def _stream(plan: EvalPlan, rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for head in ("whole stream", "last quarter"):

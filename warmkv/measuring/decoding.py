@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warmkv.measuring import synthetic
 from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 
@@ -31,7 +31,7 @@ def timed_steps(new_tokens: int) -> range:
     return range(UNTIMED + 1, new_tokens)
 
 
-def decode(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int, new_tokens: int) -> Decoded:
+def decode(engine: Engine, spec: PolicySpec, prompt: PrefillState, batch: int, new_tokens: int) -> Decoded:
     """Let `batch` sequences decode `new_tokens` after this prompt, in an engine with nothing else to do.
 
     Raises MeasureError if they do not fit engine.kv_bytes, or fail.

@@ -23,7 +23,7 @@ HUBER, ROUNDS = 1.345, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MeasuredStep:
     """A measured step."""
 
     tokens: float
@@ -31,7 +31,7 @@ class Point:
     seconds: float
 
 
-def fit(points: Sequence[Point], *, pairs: bool = False) -> FittedCost:
+def fit(points: Sequence[MeasuredStep], *, pairs: bool = False) -> FittedCost:
     """Fit a, b and c, with `pairs` d as well, and say how far off the fit is.
 
     The error out of sample is that of each point when all others are fitted. Raises ValueError if the points cannot

@@ -15,7 +15,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import grid, synthetic, ttft
 from warmkv.measuring.clock import Stopwatch, now
 from warmkv.measuring.decoding import decode, timed_steps
-from warmkv.measuring.fit import Point, fit
+from warmkv.measuring.fit import MeasuredStep, fit
 from warmkv.measuring.plan import PROFILED_TOKENS, MeasureError, ProfilePlan
 from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
@@ -123,7 +123,7 @@ def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[Policy
 def _fit(measured: Sequence[Measurement], label: str, phase: Phase) -> FittedCost:
     of = [one for one in measured if one.phase == phase and label in one.policies]
     try:
-        return fit([Point(one.tokens, one.context, one.least) for one in of], pairs=phase == "prefill")
+        return fit([MeasuredStep(one.tokens, one.context, one.least) for one in of], pairs=phase == "prefill")
     except ValueError as error:
         raise MeasureError(
             f"{phase} of {label}: {error}. Give more --lengths or --batches, or more room for them with "

@@ -17,7 +17,7 @@ from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import Sequence
@@ -44,11 +44,11 @@ def random_keys_and_values(model: LoadedModel, tokens: int, seed: int) -> Tensor
 
 
 @torch.inference_mode()
-def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor) -> Prompt:
+def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor) -> PrefillState:
     """A prompt as prefill would leave it under a policy; what its rule looks at is random, too."""
     generator = torch.Generator(model.device).manual_seed(1)
     tokens = keys_and_values.shape[3]
-    prompt = Prompt(
+    prompt = PrefillState(
         *keys_and_values,
         q_heads=model.q_heads,
         observed=min(tokens, budgets.observed_queries(spec, tokens)),
@@ -64,7 +64,7 @@ def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor)
 
 
 @torch.inference_mode()
-def begin_decoding(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int, new_tokens: int) -> Batch:
+def begin_decoding(engine: Engine, spec: PolicySpec, prompt: PrefillState, batch: int, new_tokens: int) -> Batch:
     """Let `batch` sequences decode that all had this prompt. They end by themselves after `new_tokens` - 1 steps.
 
     Raises MeasureError if their slots do not fit engine.kv_bytes.
@@ -74,8 +74,8 @@ def begin_decoding(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int,
     hand_off = 0.0
     for number in range(batch):
         sequence = _sequence(f"{number}", spec, prompt.tokens, new_tokens)
-        assert sequence.demand is not None
-        slot = sequence.slot = engine.pool.claim(sequence.demand, engine.memory.kv.bytes)
+        assert sequence.slot_request is not None
+        slot = sequence.slot = engine.pool.claim(sequence.slot_request, engine.memory.kv.bytes)
         if slot is None:
             raise MeasureError(
                 f"slot {number + 1} of {batch} for {prompt.tokens} tokens under {spec.label} does not fit "
@@ -85,14 +85,14 @@ def begin_decoding(engine: Engine, spec: PolicySpec, prompt: Prompt, batch: int,
         selections = selections or sequence.policy.select(prompt)
         engine.pool.fill(slot, prompt, selections)
         hand_off = hand_off or watch.seconds()
-        sequence.drawn = 1
+        sequence.num_output_tokens = 1
         engine.scheduler.decoding[slot] = sequence
         slots.append(slot)
     return Batch(slots, _kept_entries(selections), hand_off)
 
 
 @torch.inference_mode()
-def begin_chunk(engine: Engine, spec: PolicySpec, prompt: Prompt, start: int) -> None:
+def begin_chunk(engine: Engine, spec: PolicySpec, prompt: PrefillState, start: int) -> None:
     """Let the engine's next step compute a chunk of this prompt from position `start` on."""
     prompt.computed = start
     sequence = _sequence("prefill", spec, prompt.tokens, 1)

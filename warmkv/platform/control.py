@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from warmkv.config import Config, ControlConfig
-from warmkv.platform.policy_store import NAMESPACE, ClusterStore, FolderStore, Store
-from warmkv.platform.policy_versions import History, Version, change, roll_back
+from warmkv.platform.live_config import History, Version, change, roll_back
+from warmkv.platform.live_config_store import NAMESPACE, ClusterStore, FolderStore, Store
 
 log = logging.getLogger("ray.serve")
 
@@ -40,7 +40,7 @@ class Report:
     fault: str = ""
 
 
-class PolicyControl(Protocol):
+class LiveConfigControl(Protocol):
     """What the gateways ask of the actor, which `Control` is and `RemoteControl` calls.
 
     `start` is what the gateway was started with, in which a version must fit.
@@ -157,11 +157,11 @@ class Control:
             return History(), fault
 
 
-class Follower:
+class LiveConfigFollower:
     """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit."""
 
     def __init__(
-        self, control: PolicyControl, part: str, take: Callable[[Version], None], config: ControlConfig
+        self, control: LiveConfigControl, part: str, take: Callable[[Version], None], config: ControlConfig
     ) -> None:
         self._control, self._part, self._take, self._config = control, part, take, config
         self._report = Report()

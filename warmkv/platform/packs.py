@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from warmkv.config import Config
-from warmkv.platform.gateway.apis.prompt import Block, Turn, render
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
@@ -24,7 +24,7 @@ from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model, load_tokenizer
 from warmkv.replicas.protocol import EngineError, Failed, GenerateRequest, SamplingParams
 
-QUESTION = Block("?")
+QUESTION = ContentBlock("?")
 """Stands for what a client will ask: what comes before it is what the pack holds."""
 
 
@@ -44,11 +44,13 @@ def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> li
     A document is the first content block of the first user message. Raises PackError if there is nothing to hold, and
     ApiError where the model's chat template refuses.
     """
-    before = [Turn("system", (Block(system),))] if system else []
+    before = [Turn("system", (ContentBlock(system),))] if system else []
     if not before and not documents:
         raise PackError("a pack needs a system prompt or documents")
     found = []
-    contents: list[tuple[Block, ...]] = [(Block(document), QUESTION) for document in documents] or [(QUESTION,)]
+    contents: list[tuple[ContentBlock, ...]] = [(ContentBlock(document), QUESTION) for document in documents] or [
+        (QUESTION,)
+    ]
     for blocks in contents:
         prompt = render(tokenizer, [*before, Turn("user", blocks)])
         found.append(prompt.tokens[: prompt.ends[-2]])

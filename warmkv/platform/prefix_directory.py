@@ -203,7 +203,7 @@ class PrefixDirectory:
             self._changed = asyncio.Event()
 
 
-class Follower:
+class IndexFollower:
     """Keeps what an index knows of one shard as the directory has it.
 
     Several followers, one for each shard, may share an index. `clock` is the wall clock.

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from warmkv import telemetry
 from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.prefix_directory import NAMESPACE, Follower, directory_name
+from warmkv.platform.prefix_directory import NAMESPACE, IndexFollower, directory_name
 from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes
@@ -68,15 +68,15 @@ class PrefixRouter(RequestRouter):
             return [list(candidate_replicas)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        self._dispatcher.bookings.book(pending_request.metadata.internal_request_id, replica_id.unique_id)
+        self._dispatcher.in_flight.book(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._dispatcher.bookings.release(internal_request_id, replica_id.unique_id)
+        self._dispatcher.in_flight.release(internal_request_id, replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._dispatcher.index.drop_replica(replica_id.unique_id)
-        self._dispatcher.bookings.drop(replica_id.unique_id)
+        self._dispatcher.in_flight.drop(replica_id.unique_id)
 
     def _choose(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
         attempt = pending.args[0] if pending is not None and pending.args else None
@@ -86,10 +86,10 @@ class PrefixRouter(RequestRouter):
         if request.terms is not None:
             self.configure(request.terms.routing)
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
-        bookings = self._dispatcher.bookings
+        in_flight = self._dispatcher.in_flight
         for earlier in attempt.given_up:
             if earlier.booking is not None:
-                bookings.give_up(earlier.booking)
+                in_flight.give_up(earlier.booking)
         tried = {earlier.replica for earlier in attempt.given_up if earlier.replica is not None}
         key = attempt.booking = pending.metadata.internal_request_id
         choice = self._dispatcher.choose(
@@ -106,7 +106,7 @@ class PrefixRouter(RequestRouter):
 
         def chosen(future: asyncio.Future[RunningReplica]) -> None:
             if future.cancelled():
-                bookings.release(key)
+                in_flight.release(key)
             else:
                 attempt.replica = future.result().replica_id.unique_id
                 attempt.others = len(set(by_name) - tried - {attempt.replica})
@@ -115,7 +115,7 @@ class PrefixRouter(RequestRouter):
         loop = asyncio.get_running_loop()  # Serve gives routers one of their own
 
         def began() -> None:
-            loop.call_soon_threadsafe(bookings.began, key)
+            loop.call_soon_threadsafe(in_flight.began, key)
 
         def ended(outcome: Outcome) -> None:
             loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome)
@@ -164,13 +164,13 @@ class PrefixRouter(RequestRouter):
 
         router = serve.get_replica_context().replica_id.unique_id
         config, label = self._config, str(shard.number)
-        follower, directory = Follower(self._dispatcher.index, shard, time.time), None
+        follower, directory = IndexFollower(self._dispatcher.index, shard, time.time), None
         while True:
             try:
                 name = directory_name(config.cluster.application, shard.number)
                 directory = directory or ray.get_actor(name, namespace=NAMESPACE)
                 wait = config.directory.follow_seconds
-                booked = sum(self._dispatcher.bookings.load.values())
+                booked = sum(self._dispatcher.in_flight.load.values())
                 update = await directory.follow.remote(follower.epoch, follower.version, wait, router, booked)
                 staleness = await follower.apply(update)
                 self._recorder.set(telemetry.FOLLOWING, 1, shard=label)

@@ -16,7 +16,7 @@ REASONING_FLOOR = 0.3
 
 def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpec:
     """The policy that a request runs under: `auto` resolved, and the full cache where nothing will ever be evicted."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
     appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
     if spec.name == "adaptive" and is_compressed(spec, prompt_tokens):
@@ -37,7 +37,7 @@ def _made(name: PolicyName, budget: float, storage: Storage, **knobs: Any) -> Po
     return PolicySpec(name=name, budget=budget, storage=storage, **knobs)
 
 
-def concrete(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
+def resolve_auto(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
     """The policy that `auto` stands for at this prompt length; any other is itself.
 
     The literature's advice to operators: nothing below 8K tokens; half of the prompt until 32K, by H2O where its column
@@ -79,7 +79,7 @@ def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
 
     A share is taken of the prompt and rounded up, and never below the smallest budget that the method can work with.
     """
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     if spec.name in ("full", "fastgen"):
         return None
     if isinstance(spec.budget, int):
@@ -98,7 +98,7 @@ def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
     Of methods that decide by the prompt's content (fastgen, adaptive) it is the most they may keep.
     """
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
     if budget is None or budget >= prompt_tokens:
         return prompt_tokens
@@ -107,7 +107,7 @@ def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
 def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether the hand-off selects at all: a prompt within its budget is left as it is."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     if spec.name == "adaptive" and prompt_tokens > (spec.window or 0):
         return True
     return spec.name == "fastgen" or kept_tokens(spec, prompt_tokens) < prompt_tokens
@@ -115,7 +115,7 @@ def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
 
 def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int]:
     """Tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     kept = kept_tokens(spec, prompt_tokens)
     if spec.name == "pyramidkv" and kept < prompt_tokens:
         assert spec.window is not None
@@ -139,7 +139,7 @@ def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
 
 def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether what each layer or KV head keeps is known only after the prompt is computed."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     return spec.name in ("adakv", "cake", "fastgen", "adaptive") and is_compressed(spec, prompt_tokens)
 
 
@@ -178,7 +178,7 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
 
     The last new token is never written to the cache: nothing attends to it.
     """
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     appended = kept + max(0, new_tokens - 1)
     if spec.decode == "append":
         return appended
@@ -212,7 +212,7 @@ def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
 def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
     """Queries at the end of a prompt that decide what is kept, or with which scores decode begins."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     if spec.name == "tova":
         return 1
     if spec.window is None or not is_compressed(spec, prompt_tokens):
@@ -224,7 +224,7 @@ def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
 
 def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether the rule needs the attention that every token received from all queries of the prompt."""
-    spec = concrete(spec, prompt_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
     if spec.name == "h2o":
         return is_compressed(spec, prompt_tokens) or spec.decode == "argmin"
     return spec.name == "fastgen"

@@ -28,7 +28,7 @@ class StepCost:
     overhead = 0.0  # as `StepTimes` has it
 
     @property
-    def roofs(self) -> tuple[StepCost, ...]:
+    def roofline_terms(self) -> tuple[StepCost, ...]:
         return (self,)
 
     def times(self, factor: float) -> StepCost:
@@ -57,10 +57,10 @@ class Roofline:
     All costs of a replica have as many roofs in the same order.
     """
 
-    roofs: tuple[StepCost, ...]
+    roofline_terms: tuple[StepCost, ...]
 
     def seconds(self, tokens: float, context: float) -> float:
-        return max([roof.seconds(tokens, context) for roof in self.roofs])
+        return max([roof.seconds(tokens, context) for roof in self.roofline_terms])
 
 
 Cost = StepCost | Roofline
@@ -162,8 +162,8 @@ def batch_seconds(loads: Sequence[tuple[Cost, float, float]]) -> float:
     What a step takes by itself is taken once: the model runs once for all of them.
     """
     seconds = []
-    for roof in range(len(loads[0][0].roofs)):
-        kinds = [(cost.roofs[roof], tokens, context) for cost, tokens, context in loads]
+    for roof in range(len(loads[0][0].roofline_terms)):
+        kinds = [(cost.roofline_terms[roof], tokens, context) for cost, tokens, context in loads]
         added = sum(cost.load(tokens, context) for cost, tokens, context in kinds)
         seconds.append(max(cost.a for cost, _, _ in kinds) + added)
     return max(seconds)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
-from warmkv.policies.coming import Coming
+from warmkv.policies.in_flight_prefixes import InFlightPrefixes
 from warmkv.policies.routing import View, rank
 from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
@@ -26,11 +26,11 @@ _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGE = 1e9
 
 
-class Bookings:
+class InFlightRequests:
     """Requests in flight per replica, each booked once and released once, whatever order the calls come in.
 
-    `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer, and `coming`
-    are the prefixes that they leave behind.
+    `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer, and
+    `in_flight_prefixes` are the prefixes that they leave behind.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Bookings:
         self._given_up: set[Hashable] = set()  # booked requests
         self.load: dict[str, int] = {}
         self.prefill: dict[str, int] = {}
-        self.coming = Coming()
+        self.in_flight_prefixes = InFlightPrefixes()
 
     def book(self, request: Hashable, replica: str, blocks: int | None = None) -> None:
         """Book a request on a replica, which has to compute `blocks` for it; as many as were booked if None."""
@@ -49,7 +49,7 @@ class Bookings:
                 return
             blocks = self._blocks.get(request, 0) if blocks is None else blocks
             if booked != replica:
-                self.coming.move(request, replica)
+                self.in_flight_prefixes.move(request, replica)
             self._end(request)
         self._booked[request] = replica
         self.load[replica] = self.load.get(replica, 0) + 1
@@ -69,7 +69,7 @@ class Bookings:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
         if replica is not None and self._booked.get(request) != replica:
             return
-        self.coming.remove(request)
+        self.in_flight_prefixes.remove(request)
         self._end(request)
 
     def _end(self, request: Hashable) -> None:
@@ -137,7 +137,7 @@ class Dispatcher:
         self._turn = 0
         self._busy = 0.0  # share of the replicas that have a prompt to compute, averaged over decisions
         self.index = PrefixIndex()
-        self.bookings = Bookings()
+        self.in_flight = InFlightRequests()
         self.recent = Recent()
         self.breaker = Breaker(clock)
 
@@ -166,24 +166,28 @@ class Dispatcher:
         those, suspects and those that keep failing.
         `leaves` is how many leading blocks of the prompt stay where it is computed.
         """
-        shunned = self.bookings.suspects
+        shunned = self.in_flight.suspects
         if self.breaker:
             shunned |= self.breaker.shut(replicas)
         if avoid:
             replicas = [name for name in replicas if name not in avoid] or replicas
         if shunned:
             replicas = [name for name in replicas if name not in shunned] or replicas
-        self.bookings.release(request)  # Serve asks again while replicas are full
-        config, load = self._config, self.bookings.load
+        self.in_flight.release(request)  # Serve asks again while replicas are full
+        config, load = self._config, self.in_flight.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = plan(replicas, warm, load, config)
         most = max([depths[2] for depths in warm.values()], default=0)
-        coming = self.bookings.coming.depths(hashes, most)
-        held = {**warm, **{name: (depth, depth, depth) for name, depth in coming.items()}} if coming else warm
-        ahead, given = self.bookings.prefill, self.recent.amounts
+        in_flight_prefixes = self.in_flight.in_flight_prefixes.depths(hashes, most)
+        held = (
+            {**warm, **{name: (depth, depth, depth) for name, depth in in_flight_prefixes.items()}}
+            if in_flight_prefixes
+            else warm
+        )
+        ahead, given = self.in_flight.prefill, self.recent.amounts
         self._busy += (min(1.0, len(ahead) / len(replicas)) - self._busy) / BUSY_DECISIONS
         view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, 1 - self._busy)
         order = rank(view, config, self._random)
@@ -193,25 +197,25 @@ class Dispatcher:
             order.sort(key=lambda name: name != wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
-        known = coming.get(best, matched)
+        known = in_flight_prefixes.get(best, matched)
         if asked:
             reason = "asked"
         elif config.policy != "prefix_cost":
             reason = config.policy
         elif known > matched:
-            reason = "coming"
-        elif most > matched or coming:
+            reason = "in_flight_prefixes"
+        elif most > matched or in_flight_prefixes:
             reason = "load"
         else:
             reason = "warm" if warm else "cold"
         if fetch is not None:
             known = max(known, fetch.blocks)
         blocks = len(hashes) - known
-        self.bookings.book(request, best, blocks)
+        self.in_flight.book(request, best, blocks)
         if self.breaker:
             self.breaker.sent(request, best)
         if leaves > matched:
-            self.bookings.coming.add(request, best, hashes, matched, leaves)
+            self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
         self.recent.give(best, 1 + config.prefill_weight * blocks)
         return Choice(order, reason, matched, fetch)
 

@@ -1,7 +1,7 @@
 """Which block a full tier gives up: orders as values. The replica's store and the simulator take them from here.
 
 An order gives a block a priority, a tuple of numbers; the least goes first. It only ever chooses among the ends of
-chains that nobody reads (`retention.BlockLedger`), so that what remains can always be reached from its beginning.
+chains that nobody reads (`retention.TierIndex`), so that what remains can always be reached from its beginning.
 
 Orders by worth age: a block's worth is added to the priority of what was given up last when the block was used, so what
 was worth much long ago goes before what is worth something now (Greedy-Dual-Size-Frequency, Cherkasova, 1998).
@@ -19,7 +19,7 @@ READS_APART = 16
 """Blocks that were read more often than this are taken together when the chance of another read is estimated."""
 
 
-class Block(Protocol):
+class EvictionCandidate(Protocol):
     """What an order may look at."""
 
     size: int  # bytes
@@ -40,11 +40,11 @@ class Reuse:
     again: list[int] = field(default_factory=lambda: [0] * READS_APART)
     never: list[int] = field(default_factory=lambda: [0] * READS_APART)
 
-    def read(self, block: Block) -> None:
+    def read(self, block: EvictionCandidate) -> None:
         """Note a read, before it is counted in the block."""
         self.again[min(block.reads, READS_APART - 1)] += 1
 
-    def left(self, block: Block) -> None:
+    def left(self, block: EvictionCandidate) -> None:
         self.never[min(block.reads, READS_APART - 1)] += 1
 
     def probability(self, reads: int) -> float:
@@ -57,20 +57,20 @@ class Reuse:
 
 Cost = Callable[[int, int], float]
 """What it takes to compute `tokens` tokens anew that end at position `end`, in any unit."""
-Order = Callable[[Block, Reuse], tuple[float, ...]]
+Order = Callable[[EvictionCandidate, Reuse], tuple[float, ...]]
 
 
-def lru(block: Block, reuse: Reuse) -> tuple[float, ...]:
+def lru(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
     """Least recently used first."""
     return (block.used,)
 
 
-def lfu(block: Block, reuse: Reuse) -> tuple[float, ...]:
+def lfu(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
     """Least often read first, the least recently used among equals; reads count less the longer they are ago."""
     return (block.floor + 1 + block.reads, block.used)
 
 
-def length(block: Block, reuse: Reuse) -> tuple[float, ...]:
+def length(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
     """Ends of long prefixes first, the least recently used among equals: beginnings are what many share."""
     return (block.floor + 1 / block.end, block.used)
 
@@ -85,7 +85,7 @@ class CostAware:
 
     cost: Cost
 
-    def __call__(self, block: Block, reuse: Reuse) -> tuple[float, ...]:
+    def __call__(self, block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
         lost = self.cost(block.tokens, block.end) * reuse.probability(block.reads)
         return (block.floor + lost / max(1, block.size), block.used)
 

@@ -81,16 +81,16 @@ class RateLimiter:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def admission(self, tenant: str, limits: LimitsConfig, now: float) -> Admission:
+    def admission(self, tenant: str, limits: LimitsConfig, now: float) -> LimitedRequest:
         """Return the admission of a request that has not begun yet."""
         if limits == LimitsConfig():
-            return Admission(limits, Account(), self.gateways, self.queue)  # unlimited: nothing to remember
+            return LimitedRequest(limits, Account(), self.gateways, self.queue)  # unlimited: nothing to remember
         self._forget(tenant, now)
         account = self._accounts.setdefault(tenant, Account())
         self._accounts.move_to_end(tenant)
         account.requests_per_minute = limits.requests_per_minute / self.gateways
         account.tokens_per_minute = limits.tokens_per_minute / self.gateways
-        return Admission(limits, account, self.gateways, self.queue)
+        return LimitedRequest(limits, account, self.gateways, self.queue)
 
     def _forget(self, coming: str, now: float) -> None:
         for _ in range(min(_LOOKED_AT, len(self._accounts))):
@@ -105,7 +105,7 @@ class RateLimiter:
 
 
 @dataclass(slots=True)
-class Admission:
+class LimitedRequest:
     """One request under its tenant's limits: `begin`, `reserve` tokens, `wait` for the first one, `end`.
 
     `begin`, `reserve` and `wait` raise RateLimitError and count nothing then. `end` may be called at any time, and

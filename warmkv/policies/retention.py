@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StoreOutcome:
     """What storing a chain did: keys that are now held and were not, what gave way, and what had outlived its TTL."""
 
     stored: list[bytes] = field(default_factory=list)
@@ -61,7 +61,7 @@ def as_it_is(plain: int, tokens: int) -> int:
     return plain
 
 
-class BlockLedger:
+class TierIndex:
     """Which blocks a tier holds: TTL with sliding refresh, and an order of eviction, within a byte limit.
 
     Only the end of a chain is ever given up, and only while nobody reads it, so presence is prefix-closed under every
@@ -186,7 +186,7 @@ class BlockLedger:
         *,
         tokens: Sequence[int] | None = None,
         tenant: str = "",
-    ) -> Admission:
+    ) -> StoreOutcome:
         """Hold a chain, evicting what the order gives up; its head is kept if not all of it fits.
 
         `sizes` are plain bytes, `tokens` those in each block (1 each if left out). Entries already there live at least
@@ -196,12 +196,12 @@ class BlockLedger:
         self.prolong(chain, ttl, now)
         life = (ttl, now + ttl, 0.0, -math.inf, 0)
         held, admission = self._admit(
-            chain, sizes, tokens or [1] * len(chain), tenant, now, lambda at: life, Admission(expired=expired)
+            chain, sizes, tokens or [1] * len(chain), tenant, now, lambda at: life, StoreOutcome(expired=expired)
         )
         self._refresh(held, now)
         return admission
 
-    def adopt(self, path: Sequence[Entry], now: float) -> Admission:
+    def adopt(self, path: Sequence[Entry], now: float) -> StoreOutcome:
         """Hold a chain as another tier has it, with the life that it has there: it was moved, not read."""
 
         def life(at: int) -> tuple[float, float, float, float, int]:
@@ -215,7 +215,7 @@ class BlockLedger:
             path[0].tenant,
             now,
             life,
-            Admission(expired=self.expire(now)),
+            StoreOutcome(expired=self.expire(now)),
         )
         self._use(held)
         return admission
@@ -294,8 +294,8 @@ class BlockLedger:
         tenant: str,
         now: float,
         life: Callable[[int], tuple[float, float, float, float, int]],
-        admission: Admission,
-    ) -> tuple[list[Entry], Admission]:
+        admission: StoreOutcome,
+    ) -> tuple[list[Entry], StoreOutcome]:
         """As much of a chain as fits, and what that did. The chain is pinned meanwhile: it must not displace itself."""
         present = self.match(chain, now)
         held = self._pin([self._entries[key] for key in chain[:present]])

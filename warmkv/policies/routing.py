@@ -24,14 +24,14 @@ class View(NamedTuple):
 
     replicas: Sequence[str]
     hashes: Sequence[bytes]  # of the prompt's full blocks
-    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier, or is about to hold (`Coming`)
+    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier, or is about to hold (`InFlightPrefixes`)
     load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
     slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
     turn: int  # decisions made before this one
     fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
     prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
     recent: Mapping[str, float] = NOTHING  # work that each was given lately, in any unit
-    spare: float = 1.0  # share of the replicas that have no prompt to compute, on average
+    idle_share: float = 1.0  # share of the replicas that have no prompt to compute, on average
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -61,7 +61,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     that happens to be idle.
     """
     replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
-    load_weight, prefill_weight = config.load_weight * view.spare, config.prefill_weight * view.spare
+    load_weight, prefill_weight = config.load_weight * view.idle_share, config.prefill_weight * view.idle_share
     prefill, share = view.prefill, config.recent_weight / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0

@@ -24,7 +24,7 @@ def holds_window(spec: PolicySpec, window: int, prompt_tokens: int) -> bool:
 
 def in_layer(spec: PolicySpec, window: int, prompt_tokens: int, new_tokens: int) -> PolicySpec:
     """Return the policy by which a layer's rows decode: without sinks, which would leave the window at once."""
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     if not slides(window, prompt_tokens, new_tokens):
         return spec
     if holds_window(spec, window, prompt_tokens):
@@ -38,7 +38,7 @@ def row_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, 
 
     Storage that is packed in groups gives up a whole group at a time, and needs so many more to hold a window.
     """
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     if not slides(window, prompt_tokens, new_tokens):
         return budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
     appended = kept + max(0, new_tokens - 1)

@@ -77,7 +77,7 @@ def size_class(capacity: int) -> int:
 
 def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     """The kind of row for a KV head that needs at most `limit` entries."""
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
     kind = RowKind(
         capacity=size_class(limit),
@@ -165,7 +165,7 @@ def slot_bytes(
     """
     if any(sliding.slides(window, prompt_tokens, new_tokens) for window in set(shape.windows)):
         return _sliding_bytes(spec, shape, prompt_tokens, new_tokens)
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
         by_class = not spec.storage.startswith("kivi") and spec.name != "rocketkv"  # or other things count, too
         rows, total = rows if rows is not None and by_class else {}, 0
@@ -185,7 +185,7 @@ def slot_bytes(
 
 def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
     """Return `slot_bytes` for a model with sliding windows that leave tokens behind."""
-    spec = budgets.concrete(spec, prompt_tokens)
+    spec = budgets.resolve_auto(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
         layers = zip(budgets.layer_budgets(spec, prompt_tokens, shape.layers), shape.windows, strict=True)
         total = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from warmkv.config import BlockStorage, PrefixCacheConfig
 from warmkv.policies import eviction
 from warmkv.policies.eviction import Order, PrefillCost
-from warmkv.policies.retention import LOST, Admission, BlockLedger, Entry, as_it_is
+from warmkv.policies.retention import LOST, Entry, StoreOutcome, TierIndex, as_it_is
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
 
@@ -98,7 +98,7 @@ class Tiers:
 
     def __init__(self, tiers: Sequence[Tier], share: float = 0.0) -> None:
         self.tiers = list(tiers)
-        self.ledgers = [BlockLedger(tier.capacity, tier.order, weigh=tier.weigh, share=share) for tier in tiers]
+        self.ledgers = [TierIndex(tier.capacity, tier.order, weigh=tier.weigh, share=share) for tier in tiers]
 
     @property
     def next_deadline(self) -> float:
@@ -177,7 +177,7 @@ class Tiers:
 
     def expire(self, now: float) -> Iterator[Step]:
         for tier, ledger in enumerate(self.ledgers):
-            yield from self._gone(tier, Admission(expired=ledger.expire(now)), now)
+            yield from self._gone(tier, StoreOutcome(expired=ledger.expire(now)), now)
 
     def drop(self, keys: Sequence[bytes]) -> Iterator[Step]:
         """Give keys up at once, wherever they are and whoever reads them."""
@@ -190,12 +190,12 @@ class Tiers:
     def _lowest(self, key: bytes) -> Entry | None:
         return next((ledger.entry(key) for ledger in reversed(self.ledgers) if key in ledger), None)
 
-    def _apply(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
+    def _apply(self, tier: int, admission: StoreOutcome, now: float) -> Iterator[Step]:
         yield from self._gone(tier, admission, now)
         for key in admission.stored:
             yield Stored(key, tier)
 
-    def _gone(self, tier: int, admission: Admission, now: float) -> Iterator[Step]:
+    def _gone(self, tier: int, admission: StoreOutcome, now: float) -> Iterator[Step]:
         """What left a tier: first copied to the next one, as far as it was evicted and there is one."""
         for entry in admission.expired:
             if entry.expires_at != LOST:
@@ -207,7 +207,7 @@ class Tiers:
                 yield from self._demote(tier, entry.path(), admission, now)
             yield Left(entry.key, tier)
 
-    def _demote(self, tier: int, path: Sequence[Entry], admission: Admission, now: float) -> Iterator[Step]:
+    def _demote(self, tier: int, path: Sequence[Entry], admission: StoreOutcome, now: float) -> Iterator[Step]:
         """Copy a chain to the next tier, if all of it is there: a block may be lost, or only just come back."""
         if any(entry.expires_at == LOST or entry.key in admission.stored for entry in path):
             return

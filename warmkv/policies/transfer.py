@@ -57,7 +57,9 @@ def worth_fetching(config: RoutingConfig) -> float:
     return max(config.transfer_min_blocks, config.transfer_start / (1 - config.transfer_block))
 
 
-def heir(chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]) -> tuple[str, int]:
+def choose_successor(
+    chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]
+) -> tuple[str, int]:
     """Who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
 
     Who holds most of it, so that it stays together; if nobody does, rendezvous hashing of its first key, so that

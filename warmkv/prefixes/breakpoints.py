@@ -72,7 +72,7 @@ def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CachePlan:
     """What of a prompt may be read and written, and under which names."""
 
     hashes: tuple[bytes, ...]  # of the prompt's full blocks
@@ -89,7 +89,7 @@ def plan(
     block_size: int,
     lookback: int,
     other_from: int | None = None,
-) -> Plan:
+) -> CachePlan:
     """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.
 
     Prefixes that go beyond `other_from` have names of their own, as if their tokens were other ones: what is not in
@@ -103,7 +103,7 @@ def plan(
         for at in read_candidates(ends, marks, lookback)
     )
     keys = {read.position: read.key for read in reads}
-    return Plan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)
+    return CachePlan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)
 
 
 def billed(

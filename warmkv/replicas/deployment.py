@@ -24,7 +24,7 @@ from warmkv.replicas.loading.load import load_model, load_tokenizer, token_class
 from warmkv.replicas.loading.self_check import check_engine
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
 from warmkv.replicas.publisher import Publisher
-from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
+from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Replica:
                 log.error("answer failed: %s", event.message)
             yield event
 
-    async def lend(self, wanted: BlocksWanted) -> BlocksLent:
+    async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
         """Blocks for another replica, as far as they are in memory here."""
         return await self._transfers.lend(wanted)
 
@@ -125,10 +125,10 @@ class Replica:
         """Blocks of a replica that leaves; how many are held now."""
         return await self._transfers.take_over(offered)
 
-    async def _ask(self, wanted: BlocksWanted) -> BlocksLent:
+    async def _ask(self, wanted: BlocksWanted) -> BlockPayloads:
         response = self._lend.remote(wanted)
         try:
-            lent: BlocksLent = await response
+            lent: BlockPayloads = await response
         except asyncio.CancelledError:
             response.cancel()
             raise

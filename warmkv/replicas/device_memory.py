@@ -13,7 +13,7 @@ import torch
 from warmkv.config import ClusterConfig, Config, EngineConfig, ModelConfig, PrefixCacheConfig
 from warmkv.faults import UserError
 from warmkv.policies import memory_plan
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
 from warmkv.replicas.loading.load import LoadedModel, model_path, resolve_device, resolve_dtype
 
@@ -226,7 +226,7 @@ def measure_attention(model: LoadedModel, chunk: int, peak: Peak) -> float:
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, shape.head_dim, dtype=model.dtype, device=model.device)
 
-    prompt = Prompt(zeros(1, shape.kv_heads, tokens), zeros(1, shape.kv_heads, tokens), q_heads=shape.q_heads)
+    prompt = PrefillState(zeros(1, shape.kv_heads, tokens), zeros(1, shape.kv_heads, tokens), q_heads=shape.q_heads)
     prompt.reuse(tokens - chunk)
     query, key, value = (zeros(1, heads, chunk) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads))
     before = peak.allocated()

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 from warmkv import telemetry
 from warmkv.config import TransferConfig
 from warmkv.policies import budgets
-from warmkv.policies.transfer import TransferTimes, heir
-from warmkv.replicas.block_store.exchange import Lent, Parcel, hottest, lend, seal, take, unseal
+from warmkv.policies.transfer import TransferTimes, choose_successor
+from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
 
@@ -30,10 +30,10 @@ Result = Literal["fetched", "empty", "slower", "late", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksLent:
+class BlockPayloads:
     """What a donor has of the blocks that were wanted, and whether there is more to ask for."""
 
-    parcels: tuple[Parcel, ...] = ()
+    parcels: tuple[BlockPayload, ...] = ()
     more: bool = False
 
 
@@ -42,7 +42,7 @@ class BlocksOffered(ToReplica):
     """Blocks for another replica, from one that is stopped."""
 
     identity: Mapping[str, Any]  # of the KV
-    parcels: tuple[Parcel, ...]
+    parcels: tuple[BlockPayload, ...]
 
 
 class Recorder(Protocol):
@@ -64,7 +64,7 @@ class Transfers:
         engine: Engine,
         name: str,
         config: TransferConfig,
-        ask: Callable[[BlocksWanted], Awaitable[BlocksLent]],
+        ask: Callable[[BlocksWanted], Awaitable[BlockPayloads]],
         recorder: Recorder,
         *,
         clock: Callable[[], float],
@@ -148,8 +148,8 @@ class Transfers:
         policy = budgets.in_force(request.policy, tokens, request.sampling.max_tokens)
         return BlocksWanted(donor, store.identity.document(), keys, tails, budgets.needs_column_sums(policy, tokens))
 
-    def _unpack(self, parcels: Sequence[Parcel]) -> list[Lent]:
-        """Blocks as the first tier keeps them, in a thread beside the engine's. Raises ParcelError."""
+    def _unpack(self, parcels: Sequence[BlockPayload]) -> list[StoredBlock]:
+        """Blocks as the first tier keeps them, in a thread beside the engine's. Raises PayloadError."""
         place, identity = self._engine.store.places[0], self._engine.store.identity
         blocks = [unseal(parcel, identity, ("model", place.tier.storage)) for parcel in parcels]
         return [(header, place.converted(packed)) for header, packed in blocks]
@@ -159,17 +159,17 @@ class Transfers:
 
     # --- who lends
 
-    async def lend(self, wanted: BlocksWanted) -> BlocksLent:
+    async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
         """What another replica may have of the blocks that it wants; nothing if its KV is of another kind."""
         store = self._engine.store
         if not store.enabled or store.identity.differs(wanted.identity):
-            return BlocksLent()
+            return BlockPayloads()
         most = int(self._config.piece_bytes)
         choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
         async with self._lending:
             blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
             parcels = await asyncio.to_thread(_sealed, blocks)
-        return BlocksLent(parcels, more)
+        return BlockPayloads(parcels, more)
 
     # --- who leaves, and who stays
 
@@ -211,7 +211,7 @@ class Transfers:
                 while chains and peers:
                     shares: dict[str, list[tuple[Chain, int]]] = {}
                     for chain in chains:
-                        peer, known = heir(chain, peers, held)
+                        peer, known = choose_successor(chain, peers, held)
                         shares.setdefault(peer, []).append((chain, known))
                         held |= {key: [*held.get(key, ()), peer] for key in chain[known:]}
                     rests = await asyncio.gather(*(give(peer, share) for peer, share in shares.items()))
@@ -223,7 +223,7 @@ class Transfers:
     async def take_over(self, offered: BlocksOffered) -> int:
         """Keep blocks of a replica that leaves, within all limits; how many are held now.
 
-        Raises ParcelError where they are not what they should be.
+        Raises PayloadError where they are not what they should be.
         """
         store = self._engine.store
         if not store.enabled or store.identity.differs(offered.identity):
@@ -234,6 +234,6 @@ class Transfers:
         return taken
 
 
-def _sealed(blocks: Sequence[Lent]) -> tuple[Parcel, ...]:
+def _sealed(blocks: Sequence[StoredBlock]) -> tuple[BlockPayload, ...]:
     """Parcels of blocks. Takes a while where they are on a GPU."""
     return tuple(map(seal, blocks))

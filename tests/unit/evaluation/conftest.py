@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from warmkv.config import ModelConfig
-from warmkv.evaluation.plan import Plan
+from warmkv.evaluation.plan import EvalPlan
 from warmkv.evaluation.tasks import Texts
 from warmkv.replicas.loading.load import LoadedModel, load_tokenizer, prepare
 
@@ -57,8 +57,8 @@ def texts(tokenizer: Any) -> Texts:
 
 
 @pytest.fixture(scope="session")
-def small() -> Plan:
-    return Plan(
+def small() -> EvalPlan:
+    return EvalPlan(
         model="random",
         policies=("window", "h2o", "snapkv", "full+kivi4", "adakv+kivi4"),
         budgets=(0.5, 0.1),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from warmkv.cli import app
 from warmkv.evaluation import tasks
-from warmkv.evaluation.plan import EvalError, Plan, make
+from warmkv.evaluation.plan import EvalError, EvalPlan, make
 from warmkv.policy_spec import split_policies
 
 SMALL = ["--lengths", "256", "--depths", "0.5", "--samples", "1", "--budgets", "0.4,0.2"]
@@ -165,7 +165,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path):
 def test_quick_changes_defaults_only():
     assert make(True, {"samples": 7, "lengths": None}).samples == 7
     assert make(True, {}).lengths == (512, 1024)
-    assert make(False, {"lengths": None}).lengths == Plan().lengths
+    assert make(False, {"lengths": None}).lengths == EvalPlan().lengths
     assert make(True, {}).tasks == tasks.NAMES
 
 
@@ -174,7 +174,7 @@ def test_policies_are_split_at_commas_but_not_within_knobs():
 
 
 def test_labels_are_the_short_form_without_a_budget():
-    plan = Plan(policies=("kivi", "snapkv+ring:window=16", "shotkv", "full", "h2o"))
+    plan = EvalPlan(policies=("kivi", "snapkv+ring:window=16", "shotkv", "full", "h2o"))
     assert list(plan.specs()) == ["full", "full+kivi4:residual=128", "snapkv+ring:window=16", "snapkv+shots", "h2o"]
     with pytest.raises(EvalError, match="leave the budget out"):
-        Plan(policies=("snapkv@100",))
+        EvalPlan(policies=("snapkv@100",))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from warmkv.evaluation import table
-from warmkv.evaluation.plan import Plan
+from warmkv.evaluation.plan import EvalPlan
 from warmkv.evaluation.summary import pareto, stream_summary, summarise
 
 
@@ -52,7 +52,7 @@ def test_the_front_holds_what_nothing_beats():
 
 
 def test_a_block_holds_what_fits_and_names_what_does_not():
-    plan = Plan(policies=("snapkv", "full+kivi4", "window"), budgets=(0.2, 0.5))
+    plan = EvalPlan(policies=("snapkv", "full+kivi4", "window"), budgets=(0.2, 0.5))
     found = entries()
     blocks = dict(table.blocks(plan, list(found.values())))
     assert list(blocks) == [None, 0.5, 0.2]

@@ -15,7 +15,7 @@ from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.policy_store import FolderStore
+from warmkv.platform.live_config_store import FolderStore
 from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Delta, Event, Finished, Started
 

@@ -25,9 +25,9 @@ from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
+from warmkv.platform.live_config_store import FolderStore
 from warmkv.platform.local import free_port
 from warmkv.platform.operator_key import with_operator
-from warmkv.platform.policy_store import FolderStore
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.streaming import stream

@@ -16,7 +16,7 @@ from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.policy_store import FolderStore
+from warmkv.platform.live_config_store import FolderStore
 from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, Started
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.polling import PATIENCE
 from warmkv.config import Config, ConfigError, ControlConfig, load
-from warmkv.platform.control import Control, Follower, Report, StoreError
-from warmkv.platform.policy_store import FolderStore
-from warmkv.platform.policy_versions import StaleVersionError, Version, in_force
+from warmkv.platform.control import Control, LiveConfigFollower, Report, StoreError
+from warmkv.platform.live_config import StaleVersionError, Version, in_force
+from warmkv.platform.live_config_store import FolderStore
 
 START = Config()
 CHANGES = {"pricing.input": 5}
@@ -48,7 +48,7 @@ class Part:
 def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
     async def scenario() -> None:
         actor, parts = control(tmp_path, PATIENT), {name: Part() for name in ("a", "b")}
-        followers = [Follower(actor, name, part.take, PATIENT) for name, part in parts.items()]
+        followers = [LiveConfigFollower(actor, name, part.take, PATIENT) for name, part in parts.items()]
         for follower in followers:
             await follower.start()
         tasks = [asyncio.create_task(follower.run()) for follower in followers]
@@ -67,7 +67,7 @@ def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
 def test_a_part_that_cannot_take_a_version_says_so_and_takes_the_next(tmp_path):
     async def scenario() -> None:
         actor, part = control(tmp_path, PATIENT), Part(cannot=1)
-        follower = Follower(actor, "a", part.take, PATIENT)
+        follower = LiveConfigFollower(actor, "a", part.take, PATIENT)
         await follower.start()
         task = asyncio.create_task(follower.run())
         status = await actor.change(START, CHANGES, "ann", "")
@@ -94,7 +94,7 @@ def test_a_follower_outlives_an_actor_that_does_not_answer(tmp_path, monkeypatch
 
     async def scenario() -> None:
         actor, part = Restarting(PATIENT, FolderStore(tmp_path), "warmkv", clock=lambda: 0.0), Part()
-        follower = Follower(actor, "a", part.take, HASTY)
+        follower = LiveConfigFollower(actor, "a", part.take, HASTY)
         await follower.start()
         assert part.taken == [0]
         task = asyncio.create_task(follower.run())
@@ -114,7 +114,7 @@ def test_start_gives_up_on_an_actor_that_never_answers(tmp_path):
             raise AssertionError
 
     silent = Silent(HASTY, FolderStore(tmp_path), "warmkv")
-    follower = Follower(silent, "a", lambda version: None, ControlConfig(start_seconds=0.01))
+    follower = LiveConfigFollower(silent, "a", lambda version: None, ControlConfig(start_seconds=0.01))
     with pytest.raises(TimeoutError):
         run(follower.start())
 

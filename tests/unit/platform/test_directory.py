@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform import prefix_directory
-from warmkv.platform.prefix_directory import Change, Follower, PrefixDirectory, merged
+from warmkv.platform.prefix_directory import Change, IndexFollower, PrefixDirectory, merged
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.protocol import BlockEvents
 
@@ -23,12 +23,12 @@ def snapshot(number: int, *blocks: bytes) -> BlockEvents:
     return BlockEvents(number, blocks, snapshot=True)
 
 
-def copy(now: float = 0.0) -> tuple[PrefixIndex, Follower]:
+def copy(now: float = 0.0) -> tuple[PrefixIndex, IndexFollower]:
     index = PrefixIndex()
-    return index, Follower(index, Shard(), lambda: now)
+    return index, IndexFollower(index, Shard(), lambda: now)
 
 
-async def catch_up(follower: Follower, directory: PrefixDirectory) -> float | None:
+async def catch_up(follower: IndexFollower, directory: PrefixDirectory) -> float | None:
     return await follower.apply(await directory.follow(follower.epoch, follower.version, 0))
 
 
@@ -217,7 +217,7 @@ def test_shards_together_know_what_one_directory_knows(events, shards, log_block
         config = DirectoryConfig(log_blocks=log_blocks)
         whole, parts = PrefixDirectory(config), [PrefixDirectory(config) for _ in range(shards)]
         (expected, alone), found = copy(), PrefixIndex()
-        followers = [Follower(found, Shard(number, shards), lambda: 0.0) for number in range(shards)]
+        followers = [IndexFollower(found, Shard(number, shards), lambda: 0.0) for number in range(shards)]
         sequences = dict.fromkeys("ab", 0)
         for replica in "ab":
             for directory in (whole, *parts):
@@ -253,7 +253,7 @@ def test_a_shard_that_starts_anew_leaves_the_others_alone():
     async def scenario() -> None:
         keys = [bytes([number]) * 8 for number in range(20)]
         index = PrefixIndex()
-        followers = [Follower(index, Shard(number, 2), lambda: 0.0) for number in range(2)]
+        followers = [IndexFollower(index, Shard(number, 2), lambda: 0.0) for number in range(2)]
         directories = [PrefixDirectory(DirectoryConfig(shards=2)) for _ in range(2)]
         for number, directory in enumerate(directories):
             mine = [key for key in keys if Shard(number, 2).owns(key)]

@@ -17,10 +17,10 @@ from tests.unit.platform.exchanges import Gateway
 from tests.unit.platform.work import work_of
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages import MessagesRequest
-from warmkv.platform.gateway.apis.prompt import Block, Turn, _json_places
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _json_places
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake.parsing import Parsing
-from warmkv.platform.gateway.policy import ChangeBody, RollbackBody
+from warmkv.platform.gateway.live_config import ChangeBody, RollbackBody
 from warmkv.replicas.loading.load import load_tokenizer
 
 SMALL, TIMES, SLACK = 64, 4, 1.1
@@ -254,7 +254,10 @@ def test_tools_are_found_in_one_pass_over_the_prompt(form):
         tools = [{"type": "function", "function": function} for function in functions]
         shown = functions if form == "function" else tools
         text = "\n".join(json.dumps(one, indent=4 if form == "indented" else None) for one in shown)
-        turns = [Turn("tools", tuple(Block(json.dumps(one)) for one in tools)), Turn("user", (Block("x"),))]
+        turns = [
+            Turn("tools", tuple(ContentBlock(json.dumps(one)) for one in tools)),
+            Turn("user", (ContentBlock("x"),)),
+        ]
         Searched.read = 0
         places = _json_places(turns, [Searched(text), Searched("end")])
         assert len(places[0]) == n

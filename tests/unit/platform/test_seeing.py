@@ -19,7 +19,7 @@ from warmkv.logs import LineLimit, RequestFields, about, forward
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.prompt import Prompt
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
-from warmkv.platform.gateway.faults import APIS, Faults, api_of
+from warmkv.platform.gateway.faults import APIS, ErrorLog, api_of
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.tenants import Tenant
@@ -178,10 +178,10 @@ def test_paths_have_one_of_few_names():
     assert {api_of(path) for path in ("/", "/v1", "/v1/messages/x", "/healthz", f"/{SECRET}")} == {"other"}
 
 
-def made(now: list[float], **settings: Any) -> tuple[Faults, Counted]:
+def made(now: list[float], **settings: Any) -> tuple[ErrorLog, Counted]:
     seen = Counted()
     config = load(flags=[f"gateway.{name}={value}" for name, value in settings.items()])
-    return Faults(seen, config.gateway, lambda: now[0]), seen
+    return ErrorLog(seen, config.gateway, lambda: now[0]), seen
 
 
 def test_a_fault_per_request_does_not_fill_a_disk(lines):

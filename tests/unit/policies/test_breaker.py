@@ -27,7 +27,7 @@ class Routing:
         return self.number, self.dispatcher.choose(self.number, [], REPLICAS).order[0]
 
     def end(self, request: int, replica: str | None, outcome: str) -> None:
-        self.dispatcher.bookings.release(request)
+        self.dispatcher.in_flight.release(request)
         self.dispatcher.ended(request, replica, outcome)  # type: ignore[arg-type]
 
     def goes_to(self, requests: int) -> set[str]:

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from warmkv.policies.budgets import (
     column_sums_share,
-    concrete,
     in_force,
     kept_tokens,
     needs_column_sums,
     pyramid,
     recomputed_tokens,
+    resolve_auto,
     resolve_budget,
     slot_capacity,
 )
@@ -123,7 +123,7 @@ TASKS = st.sampled_from(["general", "reasoning", "few_shot"])
 @given(PROMPTS, TASKS, st.sampled_from([0.0, 0.25, 1.0, 2.0, 100.0]))
 def test_auto_chooses_column_sums_only_where_they_are_affordable(prompt, task, scoring):
     spec = PolicySpec(name="auto", task=task, scoring=scoring)
-    chosen = concrete(spec, prompt)
+    chosen = resolve_auto(spec, prompt)
     assert not needs_column_sums(chosen, prompt) or column_sums_share(prompt) <= scoring
     assert chosen.name in ("full", "snapkv", "h2o")
     assert (chosen.name == "full") == (prompt < 8192)
@@ -146,7 +146,7 @@ def test_what_column_sums_add_grows_with_the_prompt_and_shrinks_with_the_model()
 
 @pytest.mark.parametrize(("prompt", "name"), [(8_191, "full"), (8_192, "h2o"), (32_768, "h2o"), (32_769, "snapkv")])
 def test_auto_takes_h2o_where_it_may_take_that_long(prompt, name):
-    assert concrete(PolicySpec.model_validate("auto:scoring=4"), prompt).name == name
+    assert resolve_auto(PolicySpec.model_validate("auto:scoring=4"), prompt).name == name
 
 
 @pytest.mark.parametrize(

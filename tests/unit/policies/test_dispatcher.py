@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, Bookings, Dispatcher, Recent
+from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, Dispatcher, InFlightRequests, Recent
 from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
@@ -32,14 +32,14 @@ def test_a_herd_spreads_once_the_warm_replica_is_overloaded_and_returns_when_it_
     routing.index.add("a", HASHES)
     choices = [routing.choose(str(number), HASHES, REPLICAS) for number in range(64)]
     taken = Counter(choice.order[0] for choice in choices)
-    assert taken == routing.bookings.load
+    assert taken == routing.in_flight.load
     assert [choice.order[0] for choice in choices[:8]] == ["a"] * 8
     assert max(taken.values()) - min(taken[replica] for replica in REPLICAS) <= 8
     assert min(taken[replica] for replica in REPLICAS) > 0
     assert [choices[0].reason, choices[8].reason] == ["warm", "load"]
     for number in range(64):
-        routing.bookings.release(str(number))
-    assert routing.bookings.load == {}
+        routing.in_flight.release(str(number))
+    assert routing.in_flight.load == {}
     assert routing.choose("later", HASHES, REPLICAS).order[0] == "a"
 
 
@@ -48,7 +48,7 @@ def test_without_booking_the_herd_would_not_spread():
     routing.index.add("a", HASHES)
     for number in range(64):
         assert routing.choose(str(number), HASHES, REPLICAS).order[0] == "a"
-        routing.bookings.release(str(number))
+        routing.in_flight.release(str(number))
 
 
 def test_what_other_routers_sent_counts_as_load_too():
@@ -73,13 +73,13 @@ def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does
     routing = dispatcher()
     routing.index.add("a", HASHES)
     assert routing.choose("1", HASHES, REPLICAS).order[0] == "a"
-    routing.bookings.give_up("1")
-    routing.bookings.give_up("never booked")
+    routing.in_flight.give_up("1")
+    routing.in_flight.give_up("never booked")
     again = routing.choose("2", HASHES, REPLICAS)
     assert sorted(again.order) == ["b", "c", "d"]
     assert routing.choose("3", HASHES, REPLICAS, wanted="a").order[0] != "a"
     assert routing.choose("4", HASHES, ["a"]).order == ["a"]  # there is nothing else
-    routing.bookings.release("1")
+    routing.in_flight.release("1")
     assert routing.choose("5", HASHES, REPLICAS).order[0] == "a"
 
 
@@ -100,7 +100,7 @@ def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
     second = routing.choose("2", HASHES, REPLICAS)
     assert second.order[-1] == "a"
     assert second.reason == "least_loaded"
-    assert sum(routing.bookings.load.values()) == 2
+    assert sum(routing.in_flight.load.values()) == 2
 
 
 def test_whoever_gets_a_request_is_told_where_its_prefix_is_warm():
@@ -128,26 +128,26 @@ def test_a_cold_prompt_is_told_as_such():
 
 
 def test_a_booking_counts_once_however_often_it_is_made_or_released():
-    bookings = Bookings()
-    bookings.book("x", "a")
-    bookings.book("x", "b")  # Serve took another replica than the first choice
-    bookings.book("y", "b")
-    assert bookings.load == {"b": 2}
-    bookings.release("x")
-    bookings.release("x")
-    bookings.release("unknown")
-    assert bookings.load == {"b": 1}
-    bookings.release("y")
-    assert bookings.load == {}
+    in_flight = InFlightRequests()
+    in_flight.book("x", "a")
+    in_flight.book("x", "b")  # Serve took another replica than the first choice
+    in_flight.book("y", "b")
+    assert in_flight.load == {"b": 2}
+    in_flight.release("x")
+    in_flight.release("x")
+    in_flight.release("unknown")
+    assert in_flight.load == {"b": 1}
+    in_flight.release("y")
+    assert in_flight.load == {}
 
 
 def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_token():
     routing = dispatcher(load_weight=0.0, prefill_weight=1.0)
     assert routing.choose("long", HASHES, REPLICAS).order[0] == "a"
-    assert routing.bookings.prefill == {"a": 100}
+    assert routing.in_flight.prefill == {"a": 100}
     assert [routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)] == ["a"] * 4
-    routing.bookings.began("long")
-    assert routing.bookings.prefill == {}
+    routing.in_flight.began("long")
+    assert routing.in_flight.prefill == {}
     assert "a" in {routing.choose(str(turn), [], REPLICAS).order[0] for turn in range(100)}
 
 
@@ -183,9 +183,9 @@ def test_what_is_warm_or_can_be_fetched_is_not_computed():
     routing = dispatcher(overload=1)
     routing.index.add("a", HASHES[:60])
     assert [routing.choose(str(turn), HASHES, ["a", "b"]).order[0] for turn in range(2)] == ["a", "b"]
-    assert routing.bookings.prefill == {"a": 40, "b": 40}
-    routing.bookings.book("1", "c")  # Serve took another replica
-    assert routing.bookings.prefill == {"a": 40, "c": 40}
+    assert routing.in_flight.prefill == {"a": 40, "b": 40}
+    routing.in_flight.book("1", "c")  # Serve took another replica
+    assert routing.in_flight.prefill == {"a": 40, "c": 40}
 
 
 class BookingMachine(RuleBasedStateMachine):
@@ -205,33 +205,33 @@ class BookingMachine(RuleBasedStateMachine):
 
     @rule(request=st.integers(0, 9).map(str))
     def begins(self, request: str) -> None:
-        self.routing.bookings.began(request)
+        self.routing.in_flight.began(request)
         self.begun.add(request)
 
     @rule(request=st.integers(0, 9).map(str), replica=st.sampled_from(REPLICAS))
     def routed_elsewhere(self, request: str, replica: str) -> None:
         if request not in self.booked:
             self.begun.add(request)  # nobody said what there is to compute
-        self.routing.bookings.book(request, replica)
+        self.routing.in_flight.book(request, replica)
         self.booked[request] = replica
 
     @rule(request=st.integers(0, 9).map(str), replica=st.sampled_from([*REPLICAS, None]))
     def ends(self, request: str, replica: str | None) -> None:
-        self.routing.bookings.release(request, replica)
+        self.routing.in_flight.release(request, replica)
         if replica in (None, self.booked.get(request)):
             self.booked.pop(request, None)
 
     @precondition(lambda self: self.booked)
     @rule(replica=st.sampled_from(REPLICAS))
     def dies(self, replica: str) -> None:
-        self.routing.bookings.drop(replica)
+        self.routing.in_flight.drop(replica)
         self.booked = {request: at for request, at in self.booked.items() if at != replica}
 
     @invariant()
     def balances(self) -> None:
-        assert self.routing.bookings.load == Counter(self.booked.values())
+        assert self.routing.in_flight.load == Counter(self.booked.values())
         waiting = [replica for request, replica in self.booked.items() if request not in self.begun]
-        assert self.routing.bookings.prefill == {replica: 7 * n for replica, n in Counter(waiting).items()}
+        assert self.routing.in_flight.prefill == {replica: 7 * n for replica, n in Counter(waiting).items()}
 
 
 TestBookings = BookingMachine.TestCase
@@ -242,11 +242,11 @@ def test_a_prefix_that_is_being_computed_draws_those_that_come_meanwhile():
     first = routing.choose("1", HASHES, REPLICAS, leaves=100)
     assert first.reason == "cold"
     second = routing.choose("2", [*HASHES[:90], b"other" * 4], REPLICAS, leaves=91)
-    assert (second.order[0], second.reason, second.matched) == (first.order[0], "coming", 0)
+    assert (second.order[0], second.reason, second.matched) == (first.order[0], "in_flight_prefixes", 0)
     assert second.fetch is None  # what is not there yet can be fetched nowhere
-    assert routing.bookings.prefill == {first.order[0]: 101}
-    routing.bookings.release("1")
-    routing.bookings.release("2")
+    assert routing.in_flight.prefill == {first.order[0]: 101}
+    routing.in_flight.release("1")
+    routing.in_flight.release("2")
     assert routing.choose("3", HASHES, REPLICAS).reason == "cold"  # the index does not know that it is there
 
 
@@ -260,16 +260,16 @@ def test_a_prefix_that_is_being_computed_overloads_nobody():
     routing = dispatcher(overload=3)
     chosen = [routing.choose(str(number), HASHES, REPLICAS, leaves=100).order[0] for number in range(32)]
     assert chosen[:3] == [chosen[0]] * 3
-    assert max(routing.bookings.load.values()) - min(routing.bookings.load.values()) <= 3
-    assert sorted(routing.bookings.load) == REPLICAS
+    assert max(routing.in_flight.load.values()) - min(routing.in_flight.load.values()) <= 3
+    assert sorted(routing.in_flight.load) == REPLICAS
 
 
 def test_where_serve_sends_a_request_its_prefix_comes():
     routing = dispatcher()
     order = routing.choose("1", HASHES, REPLICAS, leaves=100).order
-    routing.bookings.book("1", order[-1])
+    routing.in_flight.book("1", order[-1])
     assert routing.choose("2", HASHES, REPLICAS, leaves=100).order[0] == order[-1]
-    routing.bookings.drop(order[-1])
+    routing.in_flight.drop(order[-1])
     assert routing.choose("3", HASHES, REPLICAS, leaves=100).reason == "cold"
 
 
@@ -279,21 +279,21 @@ def test_a_request_that_is_routed_again_does_not_follow_itself():
     routing.choose("1", HASHES, REPLICAS, leaves=100)
     again = routing.choose("1", HASHES, REPLICAS, leaves=100)
     assert again.reason == "cold"
-    assert routing.bookings.prefill == {again.order[0]: 100}
+    assert routing.in_flight.prefill == {again.order[0]: 100}
 
 
 def test_the_busier_the_replicas_the_less_a_wait_weighs_against_what_is_warm():
     routing = dispatcher(overload=1000)
     routing.index.add("a", HASHES[:20])
-    routing.bookings.book("long", "a", 60)
+    routing.in_flight.book("long", "a", 60)
     assert routing.choose("idle", HASHES, REPLICAS).reason == "load"
     for number, name in enumerate("bcd"):
-        routing.bookings.book(f"busy{number}", name, 1)
+        routing.in_flight.book(f"busy{number}", name, 1)
     for _ in range(10 * BUSY_DECISIONS):
         routing.choose("idle", HASHES, REPLICAS)
     assert routing.choose("idle", HASHES, REPLICAS).reason == "warm"
     for number in range(3):
-        routing.bookings.release(f"busy{number}")
+        routing.in_flight.release(f"busy{number}")
     for _ in range(10 * BUSY_DECISIONS):
         routing.choose("idle", HASHES, REPLICAS)
     assert routing.choose("idle", HASHES, REPLICAS).reason == "load"

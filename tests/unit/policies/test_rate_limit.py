@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import LimitsConfig
-from warmkv.policies.rate_limit import MINUTE, Admission, Quota, RateLimiter, RateLimitError
+from warmkv.policies.rate_limit import MINUTE, LimitedRequest, Quota, RateLimiter, RateLimitError
 
 
 def limiter(gateways: int = 1, queue: int = 10, most: int = 100) -> RateLimiter:
     return RateLimiter(gateways, queue, most)
 
 
-def begin(limits: RateLimiter, tenant: str, now: float, **settings: float) -> Admission:
+def begin(limits: RateLimiter, tenant: str, now: float, **settings: float) -> LimitedRequest:
     admission = limits.admission(tenant, LimitsConfig(**settings), now)
     admission.begin(now)
     return admission

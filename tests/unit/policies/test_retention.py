@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from warmkv.policies import eviction
 from warmkv.policies.eviction import PrefillCost, Reuse
-from warmkv.policies.retention import BlockLedger
+from warmkv.policies.retention import TierIndex
 
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 TTLS = st.sampled_from([1.0, 4.0, 10.0, math.inf])
@@ -33,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(0, 25), order=st.sampled_from(sorted(ORDERS)))
     def start(self, capacity, order):
         self.order = ORDERS[order]
-        self.ledger, self.capacity, self.now = BlockLedger(capacity, self.order), capacity, 0.0
+        self.ledger, self.capacity, self.now = TierIndex(capacity, self.order), capacity, 0.0
         self.model = {}
         self.pinned = []
         self.ticks, self.floor = 0, 0.0
@@ -184,7 +184,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 def test_churn_leaves_nothing_behind():
-    ledger = BlockLedger(2)
+    ledger = TierIndex(2)
     for number in range(10_000):
         ledger.store([b"%d" % (number % 5)], [1], 3600.0, float(number) / 100)
     assert len(ledger) == 2
@@ -193,7 +193,7 @@ def test_churn_leaves_nothing_behind():
 
 
 def test_reads_slide_the_lifetime():
-    ledger = BlockLedger(10)
+    ledger = TierIndex(10)
     ledger.store([b"a"], [1], 5.0, 0.0)
     for now in (4.0, 8.0, 12.0):
         assert ledger.match([b"a"], now) == 1
@@ -203,7 +203,7 @@ def test_reads_slide_the_lifetime():
 
 
 def test_a_long_mark_keeps_its_blocks_when_short_stores_follow():
-    ledger = BlockLedger(10)
+    ledger = TierIndex(10)
     ledger.store([b"a", b"b"], [1, 1], 3600.0, 0.0)
     ledger.mark(b"b", 3600.0, 0.0)
     ledger.store([b"a", b"b", b"c"], [1, 1, 1], 300.0, 10.0)
@@ -212,7 +212,7 @@ def test_a_long_mark_keeps_its_blocks_when_short_stores_follow():
 
 
 def test_a_pinned_entry_outlives_its_ttl_and_goes_when_unpinned():
-    ledger = BlockLedger(10)
+    ledger = TierIndex(10)
     ledger.store([b"a"], [1], 5.0, 0.0)
     held = ledger.pin([b"a"])
     assert ledger.expire(9.0) == []
@@ -223,19 +223,19 @@ def test_a_pinned_entry_outlives_its_ttl_and_goes_when_unpinned():
 
 
 def test_the_head_of_a_chain_that_is_too_long_is_kept():
-    ledger = BlockLedger(3)
+    ledger = TierIndex(3)
     admission = ledger.store([b"a", b"b", b"c", b"d"], [1] * 4, 5.0, 0.0)
     assert admission.stored == [b"a", b"b", b"c"]
 
 
 def test_marking_what_is_not_there_is_a_key_error():
     with pytest.raises(KeyError):
-        BlockLedger(1).mark(b"a", 5.0, 0.0)
+        TierIndex(1).mark(b"a", 5.0, 0.0)
 
 
 def evicted(order, script):
     """What goes when one more block comes to a full ledger."""
-    ledger = BlockLedger(4, ORDERS[order])
+    ledger = TierIndex(4, ORDERS[order])
     script(ledger)
     return [entry.key for entry in ledger.store([b"new"], [1], 99.0, 50.0).evicted]
 
@@ -259,7 +259,7 @@ def test_each_order_gives_up_another_block():
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_the_ends_of_chains_by_worth_are_the_reverse_of_their_eviction(order):
-    ledger = BlockLedger(5, ORDERS[order])
+    ledger = TierIndex(5, ORDERS[order])
     history(ledger)
     ledger.store([b"x"], [1], 99.0, 7.0)
     ends = [entry.key for entry in ledger.by_worth()]
@@ -271,7 +271,7 @@ def test_the_ends_of_chains_by_worth_are_the_reverse_of_their_eviction(order):
 
 
 def test_what_is_dear_to_compute_stays_longer_by_cost():
-    ledger = BlockLedger(200, ORDERS["cost"])
+    ledger = TierIndex(200, ORDERS["cost"])
     ledger.store([b"a", b"ab", b"abc"], [10, 10, 10], 99.0, 0.0, tokens=[8, 8, 8])
     ledger.store([b"x"], [10], 99.0, 1.0, tokens=[8])
     ledger.store([b"heavy"], [160], 99.0, 2.0, tokens=[8])  # as many tokens in more bytes
@@ -280,7 +280,7 @@ def test_what_is_dear_to_compute_stays_longer_by_cost():
 
 
 def test_reuse_is_learnt_from_what_was_read_and_what_left():
-    reuse, ledger = Reuse(), BlockLedger(10)
+    reuse, ledger = Reuse(), TierIndex(10)
     assert reuse.probability(0) == 0.5
     for block in (b"a", b"b", b"c"):
         ledger.store([block], [1], 10.0, 0.0)
@@ -292,7 +292,7 @@ def test_reuse_is_learnt_from_what_was_read_and_what_left():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lost_block_hides_what_follows_it_until_it_is_stored_again(order):
-    ledger = BlockLedger(10, ORDERS[order])
+    ledger = TierIndex(10, ORDERS[order])
     ledger.store([b"a", b"ab", b"abc"], [1, 1, 1], 9.0, 0.0)
     ledger.lose(b"ab")
     assert ledger.match([b"a", b"ab", b"abc"], 1.0) == 1
@@ -306,7 +306,7 @@ def test_a_lost_block_hides_what_follows_it_until_it_is_stored_again(order):
 
 def test_nobody_is_evicted_below_the_own_share_by_others():
     random_ = random.Random(4)
-    ledger, now = BlockLedger(100, share=0.25), 0.0
+    ledger, now = TierIndex(100, share=0.25), 0.0
     sizes = {}
     for step in range(3_000):
         now += 1.0
@@ -326,7 +326,7 @@ def test_nobody_is_evicted_below_the_own_share_by_others():
 
 
 def test_beyond_the_shares_who_holds_most_gives_way():
-    ledger = BlockLedger(10, share=0.1)
+    ledger = TierIndex(10, share=0.1)
     ledger.store([b"%d" % i for i in range(6)], [1] * 6, 9.0, 0.0, tenant="large")
     ledger.store([b"x0", b"x1", b"x2", b"x3"], [1] * 4, 9.0, 1.0, tenant="small")
     for number in range(2):
@@ -338,7 +338,7 @@ def test_beyond_the_shares_who_holds_most_gives_way():
 
 
 def test_a_share_is_not_evicted_even_if_the_newcomer_gets_nothing():
-    ledger = BlockLedger(10, share=0.5)
+    ledger = TierIndex(10, share=0.5)
     for tenant in "ab":
         ledger.store([tenant.encode() + b"%d" % i for i in range(5)], [1] * 5, 9.0, 0.0, tenant=tenant)
     assert ledger.store([b"c"], [1], 9.0, 1.0, tenant="c").stored == []
@@ -347,7 +347,7 @@ def test_a_share_is_not_evicted_even_if_the_newcomer_gets_nothing():
 
 
 def test_making_room_for_a_lost_block_does_not_take_the_block_itself():
-    ledger = BlockLedger(4)
+    ledger = TierIndex(4)
     ledger.store([b"a", b"ab"], [1, 1], 9.0, 0.0)
     ledger.store([b"x"], [2], 9.0, 1.0)
     ledger.lose(b"a")

@@ -22,7 +22,7 @@ def device(**blocks):
 
 
 def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
-    known = {name: settings.pop(name) for name in ("prefill", "recent", "spare") if name in settings}
+    known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share") if name in settings}
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
     view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config), **known)
     return rank(view, config, random.Random(seed))
@@ -141,11 +141,13 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
     st.booleans(),
     st.floats(0, 1),
 )
-def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, spare):
+def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, idle_share):
     weights = {"load_weight": 0.5, "queue_weight": 2.0, "prefill_weight": 0.25, "recent_weight": 3.0}
     settings = {**weights, "overload": 6, "transfer": transfer}
     config = RoutingConfig(**settings)
-    ranking = order(warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, spare=spare, **settings)
+    ranking = order(
+        warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, idle_share=idle_share, **settings
+    )
 
     def cost(replica):
         busy, depths = load.get(replica, 0), warm.get(replica, (0, 0, 0))
@@ -154,9 +156,9 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
         if transfer and lacking >= config.transfer_min_blocks:
             left = min(left, left - lacking + config.transfer_start + config.transfer_block * lacking)
         overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
-        waiting = 2.0 * max(0, busy - slots) + spare * 0.25 * prefill.get(replica, 0)
+        waiting = 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))
-        return overloaded, left + spare * 0.5 * busy + waiting + 3.0 * share
+        return overloaded, left + idle_share * 0.5 * busy + waiting + 3.0 * share
 
     costs = [cost(replica) for replica in ranking]
     for (behind, lower), (further_behind, higher) in pairwise(costs):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig, TransferConfig
 from warmkv.policies.routing import View, rank
-from warmkv.policies.transfer import Fetch, RunningLine, TransferTimes, heir, plan
+from warmkv.policies.transfer import Fetch, RunningLine, TransferTimes, choose_successor, plan
 
 REPLICAS = ["a", "b", "c"]
 DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
@@ -52,7 +52,7 @@ CHAINS = st.lists(st.binary(min_size=2, max_size=2), min_size=1, max_size=8, uni
 @given(CHAINS, st.dictionaries(st.sampled_from([*REPLICAS, "gone"]), st.integers(1, 8)))
 def test_who_holds_most_of_a_chain_takes_it_over(chain, depths):
     holders = {key: [name for name, depth in depths.items() if depth > at] for at, key in enumerate(chain)}
-    peer, held = heir(chain, REPLICAS, holders)
+    peer, held = choose_successor(chain, REPLICAS, holders)
     known = {name: min(len(chain), depths.get(name, 0)) for name in REPLICAS}
     assert held == known[peer] == max(known.values())
 
@@ -62,10 +62,10 @@ def test_chains_that_begin_alike_stay_together_and_all_are_spread():
     taken = []
     for _ in range(300):
         first = chance.randbytes(16)
-        heirs = {heir([first, *rest], REPLICAS, {}) for rest in ([], [b"x"], [b"y", b"z"])}
+        heirs = {choose_successor([first, *rest], REPLICAS, {}) for rest in ([], [b"x"], [b"y", b"z"])}
         assert len(heirs) == 1
         taken.append(heirs.pop()[0])
-        assert heir([first], [*REPLICAS, "d"], {})[0] in (taken[-1], "d")  # few move when there is one more
+        assert choose_successor([first], [*REPLICAS, "d"], {})[0] in (taken[-1], "d")  # few move when there is one more
     assert min(taken.count(name) for name in REPLICAS) > 70
 
 

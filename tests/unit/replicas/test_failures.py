@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
-from warmkv.replicas.engine.faults import FAILURES_IN_A_ROW, Faults, is_out_of_memory, is_sticky
+from warmkv.replicas.engine.faults import FAILURES_IN_A_ROW, FailureCounts, is_out_of_memory, is_sticky
 from warmkv.replicas.engine.inbox import ClosedError
 from warmkv.replicas.protocol import Failed, Finished
 
@@ -59,7 +59,7 @@ def test_errors_are_told_apart(error, sticky, memory):
 
 
 def test_one_prompt_is_one_failure_in_a_row_however_often_it_comes():
-    faults = Faults()
+    faults = FailureCounts()
     for _ in range(50):
         faults.failed("request", "the same")
     assert not faults.lost

@@ -63,7 +63,7 @@ class Case:
     head_dim: int
     capacity: int
     lengths: tuple[int, ...]
-    beside: int
+    uncompressed_tail: int
     splits: int
     seed: int
 
@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from([16, 32, 64, 80, 128])),
         capacity=capacity,
         lengths=tuple(draw(st.sampled_from([0, 1, capacity, draw(st.integers(0, capacity))])) for _ in range(rows)),
-        beside=draw(st.sampled_from([0, 0, 1, 5, 40])),
+        uncompressed_tail=draw(st.sampled_from([0, 0, 1, 5, 40])),
         splits=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -98,13 +98,13 @@ class Inputs:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     lengths: Tensor
-    beside: tuple[Tensor, Tensor, Tensor] | None
+    uncompressed_tail: tuple[Tensor, Tensor, Tensor] | None
     scale: float
 
     def attend(self, case: Case, **given: Any) -> Tensor:
         from warmkv.replicas.slots.kernels import launch
 
-        parts = self.query, case.codec, self.keys, self.values, self.lengths, self.beside, self.scale
+        parts = self.query, case.codec, self.keys, self.values, self.lengths, self.uncompressed_tail, self.scale
         return launch.attend(*parts, splits=case.splits, **given)
 
 
@@ -131,14 +131,16 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
 
     shape = n, case.capacity, case.head_dim
     keys, values = case.codec.encode_keys(normal(*shape)), case.codec.encode_values(normal(*shape))
-    beside = None
-    if case.beside:
-        mask = torch.rand(n, case.beside, generator=random) < 0.6
-        fresh = [normal(n, case.beside, case.head_dim).masked_fill(~mask[..., None], garbage) for _ in range(2)]
-        beside = fresh[0].to(device), fresh[1].to(device), mask.to(device)
+    uncompressed_tail = None
+    if case.uncompressed_tail:
+        mask = torch.rand(n, case.uncompressed_tail, generator=random) < 0.6
+        fresh = [
+            normal(n, case.uncompressed_tail, case.head_dim).masked_fill(~mask[..., None], garbage) for _ in range(2)
+        ]
+        uncompressed_tail = fresh[0].to(device), fresh[1].to(device), mask.to(device)
     query = normal(n, case.group, case.head_dim).to(device)
     lengths = torch.tensor(case.lengths, device=device)
-    return Inputs(query, stored(keys, 2), stored(values, 3), lengths, beside, case.head_dim**-0.5)
+    return Inputs(query, stored(keys, 2), stored(values, 3), lengths, uncompressed_tail, case.head_dim**-0.5)
 
 
 def slow(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -147,12 +149,12 @@ def slow(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
     keys = own.from_basis(own.decode_keys(tuple(part.cpu() for part in inputs.keys), torch.float32)).double()
     values = own.from_basis(own.decode_values(tuple(part.cpu() for part in inputs.values), torch.float32)).double()
     out = torch.zeros(case.rows, case.group, case.head_dim, dtype=torch.float64)
-    received = torch.zeros(case.rows, case.capacity + case.beside, dtype=torch.float64)
+    received = torch.zeros(case.rows, case.capacity + case.uncompressed_tail, dtype=torch.float64)
     for row, length in enumerate(case.lengths):
         seen = [(i, keys[row, i], values[row, i]) for i in range(length)]
-        if inputs.beside:
-            more_keys, more_values, mask = (tensor[row].cpu() for tensor in inputs.beside)
-            waiting = [i for i in range(case.beside) if mask[i]]
+        if inputs.uncompressed_tail:
+            more_keys, more_values, mask = (tensor[row].cpu() for tensor in inputs.uncompressed_tail)
+            waiting = [i for i in range(case.uncompressed_tail) if mask[i]]
             seen += [(case.capacity + i, more_keys[i].double(), more_values[i].double()) for i in waiting]
         for head in range(case.group if seen else 0):
             query = inputs.query[row, head].cpu().double()
@@ -182,8 +184,8 @@ def test_rows_attend_to_what_they_see_and_to_nothing_else(device, case):
 def test_the_attention_received_comes_out_of_the_same_pass(device, case, adds):
     inputs = make(case, device, garbage=math.nan)
     wanted, shares = slow(case, inputs)
-    scores = torch.full((case.rows, case.capacity + case.beside + 3), 2.0, device=device)
-    received = scores[:, : case.capacity + case.beside]
+    scores = torch.full((case.rows, case.capacity + case.uncompressed_tail + 3), 2.0, device=device)
+    received = scores[:, : case.capacity + case.uncompressed_tail]
     assert_near(inputs.attend(case, received=received, adds=adds), wanted, case.dtype)
     assert_near(received, shares + 2.0 * adds, case.dtype)
     assert (scores[:, received.shape[1] :] == 2).all()
@@ -193,19 +195,25 @@ def test_the_attention_received_comes_out_of_the_same_pass(device, case, adds):
 @settings(max_examples=40)
 def test_the_result_is_that_of_the_path_without_kernels(device, case):
     inputs = make(case, device, garbage=0.0)
-    n, entries = case.rows, case.capacity + case.beside
+    n, entries = case.rows, case.capacity + case.uncompressed_tail
     got, wanted = torch.ones(n, entries, device=device), torch.ones(n, entries, device=device)
     out = inputs.attend(case, received=got, adds=True)
     seen = torch.arange(case.capacity, device=device) < inputs.lengths[:, None]
-    if inputs.beside:
-        seen = torch.cat([seen, inputs.beside[2]], dim=1)
+    if inputs.uncompressed_tail:
+        seen = torch.cat([seen, inputs.uncompressed_tail[2]], dim=1)
     some = seen.any(dim=1)  # attention.py has no rows that see nothing
     bias = torch.zeros(seen.shape, dtype=case.dtype, device=device).masked_fill_(~seen, -math.inf)
-    given = inputs.query, case.codec, inputs.keys, inputs.values, inputs.beside and inputs.beside[:2]
+    given = (
+        inputs.query,
+        case.codec,
+        inputs.keys,
+        inputs.values,
+        inputs.uncompressed_tail and inputs.uncompressed_tail[:2],
+    )
     plain, shares = attention.attend_packed(*given, bias, inputs.scale)
     assert_near(out[some], plain[some], case.dtype)
     assert_near(got[some], (wanted + shares.sum(dim=1))[some].cpu(), case.dtype)
-    if case.storage == "model" and not inputs.beside:
+    if case.storage == "model" and not inputs.uncompressed_tail:
         rows = attention.attend_rows(inputs.query, inputs.keys[0], inputs.values[0], bias, inputs.scale)
         assert_near(out[some], rows[some], case.dtype)
 
@@ -390,15 +398,15 @@ def test_a_captured_call_follows_what_changes_in_its_inputs(storage):
     device = torch.device("cuda")
     case = Case(storage, torch.float16, 3, 4, 128, 4096, (4096, 0, 96), 40, 4, 1)
     inputs = make(case, device, garbage=0.0)
-    received = torch.zeros(3, case.capacity + case.beside, device=device)
+    received = torch.zeros(3, case.capacity + case.uncompressed_tail, device=device)
     inputs.attend(case, received=received)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = inputs.attend(case, received=received)
-    assert inputs.beside is not None
+    assert inputs.uncompressed_tail is not None
     for lengths in ((32, 4096, 0), (4064, 64, 1024)):
         inputs.lengths.copy_(torch.tensor(lengths))
-        inputs.beside[2].logical_not_()
+        inputs.uncompressed_tail[2].logical_not_()
         graph.replay()
         now = Case(storage, torch.float16, 3, 4, 128, 4096, lengths, 40, 1, 1)
         fresh = torch.zeros_like(received)

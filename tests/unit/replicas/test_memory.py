@@ -19,12 +19,12 @@ from tests.unit.replicas.test_matrix import POLICIES
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.loading.packed_weights import packed_bytes
 from warmkv.replicas.slots.rows import FREE
-from warmkv.replicas.slots.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype_bytes=4)
 MORE = ["rocketkv@10:window=4,kernel=3", "full", *POLICIES]
@@ -38,9 +38,9 @@ def tensor_bytes(slots: SlotPool) -> int:
     return sum(tensor.nbytes for slab in slots.slabs for tensor in slab.tensors())
 
 
-def fake_prompt(tokens: int) -> Prompt:
+def fake_prompt(tokens: int) -> PrefillState:
     keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
-    return Prompt(keys, keys, q_heads=4)
+    return PrefillState(keys, keys, q_heads=4)
 
 
 def selections(counts: list[list[int]]) -> list[Selection]:
@@ -59,9 +59,9 @@ def selections(counts: list[list[int]]) -> list[Selection]:
 @given(tokens=st.integers(1, 300), new=st.integers(2, 200), seed=st.integers(0, 1000))
 def test_allocated_bytes_are_those_of_the_tensors_and_within_what_was_promised(policy, tokens, new, seed):
     spec = budgets.in_force(PolicySpec.model_validate(policy), tokens, new)
-    demand, slots = Demand(spec, tokens, new), pool()
+    slot_request, slots = SlotRequest(spec, tokens, new), pool()
     promised = slot_bytes(spec, SHAPE, tokens, new)
-    slot = slots.claim(demand, 1 << 40)
+    slot = slots.claim(slot_request, 1 << 40)
     assert slot is not None
     if budgets.follows_content(spec, tokens):  # any split of the budget over layers and heads
         kept, heads = budgets.kept_tokens(spec, tokens), SHAPE.layers * SHAPE.kv_heads
@@ -83,12 +83,12 @@ def test_allocated_bytes_are_those_of_the_tensors_and_within_what_was_promised(p
 def test_heads_that_keep_less_take_less():
     spec = PolicySpec.model_validate("adakv@100:window=4")
     slots = pool()
-    slot = slots.claim(Demand(spec, 1000, 20), 1 << 40)
+    slot = slots.claim(SlotRequest(spec, 1000, 20), 1 << 40)
     assert slot is not None
     slots.fill(slot, fake_prompt(1000), selections([[20, 180], [100, 100], [4, 196]]))
     sizes = {(slab.layers[0], slab.kind.capacity): int((slab.state.owner == slot.id).sum()) for slab in slots.slabs}
     assert sizes == {(0, 48): 1, (0, 224): 1, (1, 128): 2, (2, 32): 1, (2, 224): 1}
-    pyramid = slots.claim(Demand(PolicySpec.model_validate("pyramidkv@100:window=4"), 1000, 20), 1 << 40)
+    pyramid = slots.claim(SlotRequest(PolicySpec.model_validate("pyramidkv@100:window=4"), 1000, 20), 1 << 40)
     assert pyramid is not None
     assert [slab.kind.capacity for slab, _ in pyramid.places] == sorted(
         (slab.kind.capacity for slab, _ in pyramid.places), reverse=True
@@ -142,7 +142,7 @@ def test_no_rule_takes_more_than_the_full_cache_beside_it_at_32k_tokens(name):
     random = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(layers, kv_heads, tokens, head_dim, generator=random) for _ in range(2))
     full = keys.nbytes + values.nbytes
-    computed = Prompt(
+    computed = PrefillState(
         keys,
         values,
         q_heads=kv_heads * group,
@@ -221,9 +221,9 @@ def test_every_row_gets_the_keys_of_its_own_head_whatever_the_others_keep():
     counts = [[20, 40, 20, 20, 40, 40], [30, 30, 30, 29, 30, 31]]
     keys = torch.arange(12.0).view(2, 6, 1, 1).expand(2, 6, 100, 8).contiguous()
     for _ in range(2):
-        slot = slots.claim(Demand(spec, 100, 8), 1 << 30)
+        slot = slots.claim(SlotRequest(spec, 100, 8), 1 << 30)
         assert slot is not None
-        slots.fill(slot, Prompt(keys, keys, q_heads=6), selections(counts))
+        slots.fill(slot, PrefillState(keys, keys, q_heads=6), selections(counts))
     for slab in slots.slabs:
         for row in np.flatnonzero(slab.state.owner != FREE):
             head, layer = int(slab.state.head[row]), slab.layers[0]
@@ -259,7 +259,7 @@ def test_a_large_prompt_is_admitted_though_an_idle_slab_of_its_kind_holds_the_ro
 
 
 def test_an_allocation_that_fails_leaves_no_row_behind(monkeypatch):
-    slots, demand = pool(), Demand(PolicySpec.model_validate("pyramidkv@60:window=4"), 200, 20)
+    slots, slot_request = pool(), SlotRequest(PolicySpec.model_validate("pyramidkv@60:window=4"), 200, 20)
     allocate, calls = SlotPool._allocate, []
 
     def failing(*args: Any) -> Any:
@@ -270,9 +270,9 @@ def test_an_allocation_that_fails_leaves_no_row_behind(monkeypatch):
 
     monkeypatch.setattr(SlotPool, "_allocate", failing)
     with pytest.raises(RuntimeError):
-        slots.claim(demand, 1 << 30)
+        slots.claim(slot_request, 1 << 30)
     assert slots.fit(0)
-    assert slots.claim(demand, 1 << 30) is not None
+    assert slots.claim(slot_request, 1 << 30) is not None
 
 
 @pytest.mark.parametrize(
@@ -293,15 +293,15 @@ def test_a_ring_always_has_room_behind_its_sinks(models, policy):
 
 def test_a_slot_never_lies_in_a_slab_that_was_given_back():
     """Two slabs of a kind with idle rows, room for neither as they are: what is claimed counts, and is in the pool."""
-    demand = Demand(PolicySpec.model_validate("snapkv@16:window=4"), 100, 8)
+    slot_request = SlotRequest(PolicySpec.model_validate("snapkv@16:window=4"), 100, 8)
     slots = pool()
-    held = [slots.claim(demand, 1 << 30) for _ in range(5)]  # a slab of four slots, and one of four more
+    held = [slots.claim(slot_request, 1 << 30) for _ in range(5)]  # a slab of four slots, and one of four more
     assert len(slots.slabs) == 2
     for slot in held[1:]:
         assert slot is not None
         slots.release(slot)
-    room = slot_bytes(demand.spec, SHAPE, 100, 8) * 3
-    fresh = slots.claim(demand, room)
+    room = slot_bytes(slot_request.spec, SHAPE, 100, 8) * 3
+    fresh = slots.claim(slot_request, room)
     assert fresh is not None
     assert all(slab in slots.slabs for slab, _ in fresh.places)
     assert slots.allocated_bytes <= room
@@ -309,12 +309,12 @@ def test_a_slot_never_lies_in_a_slab_that_was_given_back():
 
 @pytest.mark.parametrize("policy", ["snapkv@16:window=4", "pyramidkv@60:window=4"])
 def test_rows_of_a_kind_are_taken_or_given_back_as_room_allows(policy):
-    demand, slots = Demand(PolicySpec.model_validate(policy), 200, 20), pool()
-    one = slot_bytes(demand.spec, SHAPE, 200, 20)
-    held = [slots.claim(demand, 1 << 30) for _ in range(6)]
+    slot_request, slots = SlotRequest(PolicySpec.model_validate(policy), 200, 20), pool()
+    one = slot_bytes(slot_request.spec, SHAPE, 200, 20)
+    held = [slots.claim(slot_request, 1 << 30) for _ in range(6)]
     assert None not in held
     for slot in held[:2] + held[3:]:
         slots.release(slot)  # type: ignore[arg-type]
-    assert slots.claim(demand, one) is None  # the one that is left takes that much
-    assert slots.claim(demand, 2 * one) is not None
+    assert slots.claim(slot_request, one) is None  # the one that is left takes that much
+    assert slots.claim(slot_request, 2 * one) is not None
     assert slots.allocated_bytes == 2 * one

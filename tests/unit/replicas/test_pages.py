@@ -9,11 +9,11 @@ import torch
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4)
 GROUP, SCALE = 3, 8**-0.5
@@ -50,7 +50,7 @@ def test_a_step_reads_the_pages_that_can_match_best(budget, others):
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     slots, caches = [], []
     for i in range(1 + others):  # slots of other budgets beside it, whose pages differ in size and number
-        mine = Demand(spec if not i else PolicySpec(name="rocketkv", budget=budget + 3 * i, window=3), tokens, new)
+        mine = SlotRequest(spec if not i else PolicySpec(name="rocketkv", budget=budget + 3 * i, window=3), tokens, new)
         slot = pool.claim(mine, 1 << 30)
         assert slot is not None
         keys, values = (
@@ -58,7 +58,7 @@ def test_a_step_reads_the_pages_that_can_match_best(budget, others):
         )
         left = budgets.kept_tokens(mine.spec, tokens)
         positions = torch.stack([torch.randperm(tokens, generator=random)[:left].sort().values for _ in range(2)])
-        pool.fill(slot, Prompt(keys, values, q_heads=2 * GROUP), [Selection(positions)] * SHAPE.layers)
+        pool.fill(slot, PrefillState(keys, values, q_heads=2 * GROUP), [Selection(positions)] * SHAPE.layers)
         slots.append(slot)
         if not i:
             caches = [

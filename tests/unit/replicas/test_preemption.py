@@ -110,7 +110,7 @@ def test_requests_that_are_set_aside_can_be_cancelled(models):
     driver.submit(of("modest", 9, new=200))
     while not driver.engine.scheduler.preempted:
         assert driver.engine.step()
-    parked = next(sequence for sequence in driver.engine.scheduler.waiting if sequence.parked)
+    parked = next(sequence for sequence in driver.engine.scheduler.waiting if sequence.swapped)
     driver.engine.cancel(parked.request.id)
     while driver.engine.step():
         pass

@@ -10,7 +10,7 @@ import pytest
 
 from tests.clocks import run
 from warmkv.config import DirectoryConfig
-from warmkv.platform.prefix_directory import Follower, PrefixDirectory
+from warmkv.platform.prefix_directory import IndexFollower, PrefixDirectory
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.publisher import Publisher
 
@@ -68,7 +68,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
                 tasks.append(asyncio.create_task(publisher.run()))
 
         copy = PrefixIndex()
-        followers = [Follower(copy, Shard(shard, shards), lambda: 0.0) for shard in range(shards)]
+        followers = [IndexFollower(copy, Shard(shard, shards), lambda: 0.0) for shard in range(shards)]
 
         async def follow() -> None:
             for follower, directory in zip(followers, directories, strict=True):

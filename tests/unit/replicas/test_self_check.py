@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.replicas.conftest import Driver
 from tests.unit.replicas.families import tiny_model
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.replicas.loading import self_check, supported
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.loading.self_check import check_engine, compare, differing, tolerance
@@ -53,14 +53,14 @@ def tamper_with_decode(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tamper_with_chunks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk but the first attends to itself only."""
-    right = Prompt.attend
+    right = PrefillState.attend
 
-    def wrong(self: Prompt, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def wrong(self: PrefillState, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
         if self.computed:
             self.keys[layer, :, : self.computed] = 0
         return right(self, layer, query, *rest)
 
-    monkeypatch.setattr(Prompt, "attend", wrong)
+    monkeypatch.setattr(PrefillState, "attend", wrong)
 
 
 @pytest.mark.parametrize("tamper", [tamper_with_decode, tamper_with_chunks])
@@ -139,7 +139,7 @@ def test_a_warm_up_that_fails_stops_the_start(monkeypatch):
     def failing(*_: Any) -> None:
         raise ValueError("no such layer")
 
-    monkeypatch.setattr(Prompt, "attend", failing)
+    monkeypatch.setattr(PrefillState, "attend", failing)
     with pytest.raises(RuntimeError, match=r"its warm-up request failed \(ValueError\)"):
         broken.engine.warm_up()
 

@@ -23,7 +23,7 @@ from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.streaming import stream
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
-from warmkv.replicas.transfer import BlocksLent, BlocksOffered, Transfers
+from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)
 ALWAYS = {"token_seconds": 100.0, "start_seconds": 0.0, "byte_seconds": 0.0, "timeout_seconds": 60.0}
@@ -61,10 +61,10 @@ class Pair:
         )
         self.ask: Callable[[BlocksWanted], Any] = self.a.lend
 
-    async def _ask(self, wanted: BlocksWanted) -> BlocksLent:
+    async def _ask(self, wanted: BlocksWanted) -> BlockPayloads:
         """As through a network: nothing is shared."""
         self.asked += 1
-        lent: BlocksLent = pickle.loads(pickle.dumps(await self.ask(pickle.loads(pickle.dumps(wanted)))))
+        lent: BlockPayloads = pickle.loads(pickle.dumps(await self.ask(pickle.loads(pickle.dumps(wanted)))))
         return lent
 
     async def run(self, at: int, request: GenerateRequest) -> tuple[list[int], Started]:
@@ -181,7 +181,7 @@ def test_who_gives_up_waiting_does_not_stop_the_fetch_for_others(models):
             await replicas.run(0, first())
             asked, go = asyncio.Event(), asyncio.Event()
 
-            async def slowly(wanted: BlocksWanted) -> BlocksLent:
+            async def slowly(wanted: BlocksWanted) -> BlockPayloads:
                 asked.set()
                 await go.wait()
                 return await replicas.a.lend(wanted)
@@ -200,21 +200,21 @@ def test_who_gives_up_waiting_does_not_stop_the_fetch_for_others(models):
     asyncio.run(run())
 
 
-async def raises(wanted: BlocksWanted) -> BlocksLent:
+async def raises(wanted: BlocksWanted) -> BlockPayloads:
     raise ConnectionError("the donor has died")
 
 
-async def never(wanted: BlocksWanted) -> BlocksLent:
+async def never(wanted: BlocksWanted) -> BlockPayloads:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def nothing(wanted: BlocksWanted) -> BlocksLent:
-    return BlocksLent()
+async def nothing(wanted: BlocksWanted) -> BlockPayloads:
+    return BlockPayloads()
 
 
 def spoilt(replicas: Pair) -> Callable[[BlocksWanted], Any]:
-    async def lend(wanted: BlocksWanted) -> BlocksLent:
+    async def lend(wanted: BlocksWanted) -> BlockPayloads:
         lent = await replicas.a.lend(wanted)
         return replace(lent, parcels=tuple(replace(one, arrays=(one.arrays[0][:-1],)) for one in lent.parcels))
 
@@ -222,7 +222,7 @@ def spoilt(replicas: Pair) -> Callable[[BlocksWanted], Any]:
 
 
 def shuffled(replicas: Pair) -> Callable[[BlocksWanted], Any]:
-    async def lend(wanted: BlocksWanted) -> BlocksLent:
+    async def lend(wanted: BlocksWanted) -> BlockPayloads:
         return replace(lent := await replicas.a.lend(wanted), parcels=lent.parcels[::-1], more=True)
 
     return lend
@@ -301,7 +301,7 @@ def test_a_replica_asks_nobody_for_what_it_has_or_computes_faster(models):
             assert (replicas.asked, replicas.recorded.fetches()) == (0, {"slower": 1})
         async with pair(models, enabled=False) as replicas:
             await replicas.b.prepare(second())
-            assert await replicas.a.lend(BlocksWanted("a", {}, (), (), False)) == BlocksLent()
+            assert await replicas.a.lend(BlocksWanted("a", {}, (), (), False)) == BlockPayloads()
             assert replicas.asked == 0
 
     asyncio.run(run())
@@ -327,7 +327,7 @@ def test_only_so_many_fetches_run_at_a_time(models):
             for number in range(6):
                 await replicas.run(0, make_request([number, *TOKENS], new=1, name=f"write {number}"))
 
-            async def lend(wanted: BlocksWanted) -> BlocksLent:
+            async def lend(wanted: BlocksWanted) -> BlockPayloads:
                 nonlocal running, most
                 running, most = running + 1, max(most, running + 1)
                 lent = await replicas.a.lend(wanted)

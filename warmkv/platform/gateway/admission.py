@@ -9,7 +9,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, from_exception
 from warmkv.replicas.protocol import Admitted, Event, Started
 
 
-class Admission:
+class SubmittedRequest:
     """A request that was sent: `queued` waits for a replica's queue to take it, `begin` for its first token.
 
     `began` makes the answer of Started. `gone` is called exactly once if there is none, with the type of the error if

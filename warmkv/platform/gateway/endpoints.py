@@ -13,10 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
-from warmkv.platform.control import Follower, PolicyControl
+from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
-from warmkv.platform.gateway.access.limits import EndLeases, Lease, Limits
-from warmkv.platform.gateway.admission import Admission
+from warmkv.platform.gateway.access.limits import EndLeases, Lease, TenantLimits
+from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.apis.schema import ParsedRequest
@@ -24,10 +24,10 @@ from warmkv.platform.gateway.faults import api_of
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
+from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
-from warmkv.platform.gateway.policy import add_policy_endpoints
 from warmkv.platform.gateway.request_ids import RequestIds
-from warmkv.platform.gateway.service import Arrival, Policy, Service
+from warmkv.platform.gateway.service import Arrival, LiveConfig, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, EventStream
 from warmkv.platform.tenants_file import Outcome, Tenants
 
@@ -43,7 +43,7 @@ def create_app(
     status: ReplicaStatus,
     drop: DropPrefixes,
     started_at: float,
-    control: PolicyControl,
+    control: LiveConfigControl,
     name: str,
     taking: Callable[[], int],
 ) -> FastAPI:
@@ -61,8 +61,8 @@ def create_app(
         service.recorder.add(telemetry.TENANTS_READ, 1, result=outcome)
 
     tenants = Tenants(config.gateway, secret, tenants_read)
-    limits = Limits(config, service.clock, service.wall_clock)
-    follower = Follower(control, name, service.take, config.control)
+    limits = TenantLimits(config, service.clock, service.wall_clock)
+    follower = LiveConfigFollower(control, name, service.take, config.control)
 
     @asynccontextmanager
     async def following(_: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +89,7 @@ def create_app(
         told = service.faults.report(error, api_of(request.url.path))
         return error_response(request, told, service.backlog.retry_after())
 
-    async def start(api: str, arrival: Arrival, lease: Lease, asked: ParsedRequest) -> Admission:
+    async def start(api: str, arrival: Arrival, lease: Lease, asked: ParsedRequest) -> SubmittedRequest:
         """Send a request within the limits of its tenant."""
         lease.reserve(len(asked.prompt.tokens), asked.sampling.max_tokens)
         explicit = api == "messages"
@@ -139,7 +139,9 @@ def create_app(
     async def create_completion(request: Request) -> Response:
         return await complete("completions", request, parsing.completion)
 
-    async def complete(api: str, request: Request, parse: Callable[[Policy, bytes, Any], ParsedRequest]) -> Response:
+    async def complete(
+        api: str, request: Request, parse: Callable[[LiveConfig, bytes, Any], ParsedRequest]
+    ) -> Response:
         arrival = service.arrive(request.state.context)
         lease = admitted(request)
         asked = await intake.take(request, partial(parse, arrival.policy))

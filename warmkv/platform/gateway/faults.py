@@ -29,7 +29,7 @@ class Counters(Protocol):
     def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
 
 
-class Faults:
+class ErrorLog:
     """Counts errors by type, status and API, refusals by reason, and logs both at a bounded rate.
 
     A client's mistake is a line at level info that says where it was found and repeats nothing the client sent; a

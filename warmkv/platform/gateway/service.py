@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig, Prices
 from warmkv.platform.gateway.access.rights import check_options
-from warmkv.platform.gateway.admission import Admission
+from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import Answer, Status
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.schema import ParsedRequest
-from warmkv.platform.gateway.faults import Faults
+from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.resume import Send, resumed
-from warmkv.platform.policy_versions import Version, in_force
+from warmkv.platform.live_config import Version, in_force
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import pricing
 from warmkv.policies.prefix_cache import Lifetimes
@@ -31,7 +31,7 @@ from warmkv.request_context import RequestContext
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class LiveConfig:
     """What is in force: the configuration under a version, and what follows from it for a request."""
 
     config: Config
@@ -39,7 +39,7 @@ class Policy:
     terms: Terms
 
     @classmethod
-    def of(cls, start: Config, version: Version) -> Policy:
+    def of(cls, start: Config, version: Version) -> LiveConfig:
         """Return the policy of a version. Raises ConfigError where it does not fit the configuration of the start."""
         config = in_force(start, version)
         terms = Terms(version.number, Lifetimes.of(config.prefix_cache), config.routing)
@@ -53,7 +53,7 @@ class Arrival:
     context: RequestContext
     begun: float
     time: float
-    policy: Policy
+    policy: LiveConfig
 
     @property
     def id(self) -> str:
@@ -85,7 +85,7 @@ class Service:
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers = Writers()
         self.backlog = Backlog(clock)  # requests without a first token
-        self.faults = Faults(recorder, config.gateway, clock)
+        self.faults = ErrorLog(recorder, config.gateway, clock)
         self.take(Version())
 
     @property
@@ -105,7 +105,7 @@ class Service:
 
     def take(self, version: Version) -> None:
         """Bring a version into force for requests that come from now on. Raises ConfigError; then nothing changes."""
-        self.policy = Policy.of(self.config, version)
+        self.policy = LiveConfig.of(self.config, version)
         self._recorder.set(telemetry.POLICY_VERSION, version.number)
 
     def arrive(self, context: RequestContext) -> Arrival:
@@ -132,7 +132,7 @@ class Service:
         *,
         explicit: bool,
         begun: Callable[[Answer], None],
-    ) -> Admission:
+    ) -> SubmittedRequest:
         """Send a request and wait until a replica has queued it. Raises ApiError.
 
         `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read. `begun` is called
@@ -169,7 +169,7 @@ class Service:
             self._writers.left(request.id)
             self._unanswered(api, arrival, request, status, error)
 
-        admission = Admission(request.id, events, began, gone, lambda error: self.faults.report(error, api))
+        admission = SubmittedRequest(request.id, events, began, gone, lambda error: self.faults.report(error, api))
         self.backlog.joined()
         self._recorder.set(telemetry.GATEWAY_WAITING, self.backlog.waiting)
         if explicit:  # who is billed by breakpoints

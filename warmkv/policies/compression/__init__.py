@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from warmkv.policies.compression.base import Policy
-    from warmkv.policies.compression.prompt import TokenClasses
+    from warmkv.policies.compression.prefill_state import TokenClasses
 
 # name -> class, one file a method
 _REGISTRY: dict[PolicyName, str] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warmkv.policies.compression.base import NONE
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import best
 from warmkv.policies.compression.snapkv import SnapKV
 
@@ -20,7 +20,7 @@ class AdaKV(SnapKV):
     What a head keeps is interpolated between its part of the layer's best votes and an even share (section 3.3).
     """
 
-    def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: Prompt) -> Tensor:
+    def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState) -> Tensor:
         assert self.spec.floor is not None
         first, last = ends
         heads, tokens = scores.shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from warmkv.policies import budgets
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policies.compression.snapkv import SnapKV
 
@@ -19,7 +19,7 @@ class Adaptive(SnapKV):
     The mean over layers and KV heads decides. `budget` is the most that is kept, `least` the smallest share.
     """
 
-    def layer_budgets(self, prompt: Prompt) -> list[int]:
+    def layer_budgets(self, prompt: PrefillState) -> list[int]:
         most = budgets.kept_tokens(self.spec, prompt.tokens)
         assert self.spec.window is not None
         assert self.spec.target is not None
@@ -41,7 +41,7 @@ class Adaptive(SnapKV):
         return [min(most, max(least, enough + window))] * prompt.layers
 
     @staticmethod
-    def _queries(prompt: Prompt) -> int:
+    def _queries(prompt: PrefillState) -> int:
         """Query heads of a KV head."""
         assert prompt.queries is not None
         return prompt.queries.shape[1] // prompt.kv_heads

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.base import Policy, Selection
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 
 
 class Auto(Policy):
     """Hands every prompt to the policy that its length calls for."""
 
-    def select(self, prompt: Prompt) -> list[Selection]:
-        return compression.build(budgets.concrete(self.spec, prompt.tokens)).select(prompt)
+    def select(self, prompt: PrefillState) -> list[Selection]:
+        return compression.build(budgets.resolve_auto(self.spec, prompt.tokens)).select(prompt)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warmkv.policies import budgets
 from warmkv.policies.compression import shotkv, structural
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import best, window_sums
 from warmkv.policy_spec import PolicySpec
 
@@ -42,15 +42,15 @@ class Policy:
         """Tokens at the beginning and at the end of the prompt that are always kept, of a budget of so many."""
         return 0, 0
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         """How much each token of a layer is worth keeping: float32 [kv_heads, T]."""
         raise NotImplementedError
 
-    def layer_budgets(self, prompt: Prompt) -> list[int]:
+    def layer_budgets(self, prompt: PrefillState) -> list[int]:
         """Tokens per KV head (the average where heads differ) that each layer keeps."""
         return budgets.layer_budgets(self.spec, prompt.tokens, prompt.layers)
 
-    def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: Prompt) -> Tensor:
+    def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState) -> Tensor:
         """Positions [kv_heads, n], ascending, of the best tokens between the ends and of the ends themselves."""
         first, last = ends
         tokens = scores.shape[1]
@@ -63,7 +63,7 @@ class Policy:
         rows = len(scores)
         return torch.cat([head.expand(rows, -1), chosen + first, tail.expand(rows, -1)], dim=-1)
 
-    def select(self, prompt: Prompt) -> list[Selection]:
+    def select(self, prompt: PrefillState) -> list[Selection]:
         """What each layer keeps of a prompt."""
         compressed = budgets.is_compressed(self.spec, prompt.tokens)
         kept = self.layer_budgets(prompt) if compressed else [prompt.tokens] * prompt.layers
@@ -71,7 +71,7 @@ class Policy:
             self._select_in(prompt.in_window(layer), layer, budget, compressed) for layer, budget in enumerate(kept)
         ]
 
-    def _select_in(self, prompt: Prompt, layer: int, budget: int, compressed: bool) -> Selection:
+    def _select_in(self, prompt: PrefillState, layer: int, budget: int, compressed: bool) -> Selection:
         """Select among the tokens that a layer's window shows."""
         if compressed:
             positions = self.select_layer(prompt, layer, min(budget, prompt.tokens))
@@ -82,7 +82,7 @@ class Policy:
             return selection
         return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))
 
-    def select_layer(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def select_layer(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         """Positions [kv_heads, n] that a layer keeps of a prompt that exceeds its budget."""
         budget = min(budget, prompt.tokens)
         first, last = self.protected_ends(budget)
@@ -107,7 +107,7 @@ class Policy:
         first, _ = structural.protect((0, 0), self.spec.protect, budget)
         return min(self.spec.window, budget - first)
 
-    def _with_attention(self, prompt: Prompt, layer: int, positions: Tensor) -> Selection:
+    def _with_attention(self, prompt: PrefillState, layer: int, positions: Tensor) -> Selection:
         if self.spec.decode != "argmin":
             return Selection(positions)
         received = received_attention(self.spec, prompt, layer)
@@ -120,7 +120,7 @@ def _ends(tokens: int, ends: tuple[int, int], device: torch.device) -> tuple[Ten
     return torch.arange(first, device=device), torch.arange(tokens - last, tokens, device=device)
 
 
-def received_attention(spec: PolicySpec, prompt: Prompt, layer: int) -> Tensor:
+def received_attention(spec: PolicySpec, prompt: PrefillState, layer: int) -> Tensor:
     """What each token received so far, float32 [kv_heads, T]: from all queries or from those the policy observes.
 
     Summed over the query heads of each KV head, or over all heads where these keep the same tokens.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import pool_positions, window_moments
 
 
@@ -20,7 +20,7 @@ class Cake(Policy):
     def ends(self, budget: int) -> tuple[int, int]:
         return 0, self.votes_window(budget)
 
-    def layer_budgets(self, prompt: Prompt) -> list[int]:
+    def layer_budgets(self, prompt: PrefillState) -> list[int]:
         budget = budgets.kept_tokens(self.spec, prompt.tokens)
         assert self.spec.window is not None
         window = min(self.spec.window, budget)
@@ -31,7 +31,7 @@ class Cake(Policy):
         layers = [window + n for n in divide(prompt.layers * (budget - window), preferences, room)]
         return budgets.with_room(self.spec, layers, budget)
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         assert self.spec.gamma is not None
         assert self.spec.kernel is not None
         assert self.spec.pooling is not None
@@ -40,7 +40,7 @@ class Cake(Policy):
         scores = (mean + self.spec.gamma * variance).sum(dim=1)
         return F.pad(pool_positions(scores, self.spec.kernel, self.spec.pooling), (0, window))
 
-    def _preference(self, prompt: Prompt, layer: int, window: int) -> float:
+    def _preference(self, prompt: PrefillState, layer: int, window: int) -> float:
         """How much a layer asks for: both factors are summed over heads and tokens before the window."""
         assert self.spec.tau1 is not None
         assert self.spec.tau2 is not None

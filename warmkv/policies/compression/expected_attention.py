@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 
 PIECE = 4096
 """Keys that are looked at together."""
@@ -25,7 +25,7 @@ class ExpectedAttention(Policy):
     def ends(self, budget: int) -> tuple[int, int]:
         return min(self.spec.sinks or 0, budget), 0
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         assert self.spec.window is not None
         assert prompt.inv_freq is not None
         assert self.spec.horizon is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from warmkv.policies.budgets import share
 from warmkv.policies.compression.adakv import padded_positions
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import best
 
 HEAVY = RECENT = 0.3
@@ -21,10 +21,10 @@ class FastGen(Policy):
     (section 4). The last token is always kept.
     """
 
-    def layer_budgets(self, prompt: Prompt) -> list[int]:
+    def layer_budgets(self, prompt: PrefillState) -> list[int]:
         return [prompt.tokens] * prompt.layers
 
-    def select_layer(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def select_layer(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         assert prompt.column_sums is not None
         assert self.spec.recovery is not None
         sums = prompt.column_sums[layer]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from warmkv.policies.budgets import recent_entries
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 
 
 class H2O(Policy):
@@ -19,6 +19,6 @@ class H2O(Policy):
     def ends(self, budget: int) -> tuple[int, int]:
         return 0, recent_entries(self.spec, budget)
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         assert prompt.column_sums is not None
         return prompt.column_sums[layer]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.hook import ATTENTION
-from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 
@@ -51,7 +51,7 @@ def compute_prompt(
     *,
     classes: TokenClasses | None = None,
     chunk: int = CHUNK,
-) -> Prompt:
+) -> PrefillState:
     """Run a prompt through a transformers causal LM and keep what the policy's rule looks at.
 
     Raises ValueError if input_ids [T] or [1, T] are not exactly one prompt.
@@ -69,7 +69,7 @@ def compute_prompt(
         dtype=model.get_input_embeddings().weight.dtype,
         device=model.device,
     )
-    prompt = Prompt(
+    prompt = PrefillState(
         keys,
         torch.empty_like(keys),
         q_heads=shape.q_heads,

@@ -12,7 +12,7 @@ from torch import Tensor
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, causal, weigh
 
 if TYPE_CHECKING:
-    from warmkv.policies.compression.prompt import Prompt
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 
 def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterator[Tensor]:
@@ -37,18 +37,18 @@ def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterato
         yield weigh(logits, None if sinks is None else sinks.expand(-1, -1, count))
 
 
-def window_sums(prompt: Prompt, layer: int, window: int) -> Tensor:
+def window_sums(prompt: PrefillState, layer: int, window: int) -> Tensor:
     """What each token receives from the last `window` queries, summed over them and over the group: [kv_heads, T]."""
     return sum_pieces(rows.sum(dim=(1, 2)) for rows in prompt.window_attention(layer, window))
 
 
-def window_votes(prompt: Prompt, layer: int, window: int) -> Tensor:
+def window_votes(prompt: PrefillState, layer: int, window: int) -> Tensor:
     """The same of a prompt's last `window` queries, for the tokens before them: [kv_heads, T - window]."""
     sums = window_sums(prompt, layer, window)
     return sums[:, : prompt.tokens - window]
 
 
-def window_moments(prompt: Prompt, layer: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def window_moments(prompt: PrefillState, layer: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and entropy of the attention of the last `window` queries on the tokens before them.
 
     Mean and variance are over these queries, float64 [kv_heads, group, T - window]; the variance is that of a sample

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.scoring import pool_positions, window_votes
 
 
@@ -20,7 +20,7 @@ class SnapKV(Policy):
     def ends(self, budget: int) -> tuple[int, int]:
         return 0, self.votes_window(budget)
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         assert self.spec.kernel is not None
         assert self.spec.pooling is not None
         window = self.votes_window(budget)

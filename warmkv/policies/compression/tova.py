@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from warmkv.policies.compression.base import Policy, received_attention
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 
 
 class TOVA(Policy):
@@ -15,5 +15,5 @@ class TOVA(Policy):
     token is safe, the newest included, as in the authors' code. With `per_head` each KV head goes by its own attention.
     """
 
-    def score(self, prompt: Prompt, layer: int, budget: int) -> Tensor:
+    def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
         return received_attention(self.spec, prompt, layer)

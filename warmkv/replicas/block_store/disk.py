@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from warmkv.config import BlockStorage
-from warmkv.policies.retention import BlockLedger, Entry
+from warmkv.policies.retention import Entry, TierIndex
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
@@ -40,7 +40,7 @@ class BlockFileError(ValueError):
     """A file that is damaged, or not what its name says."""
 
 
-class FolderError(ValueError):
+class DiskTierError(ValueError):
     """A folder that cannot be used; the message says why."""
 
 
@@ -142,19 +142,19 @@ class Folder:
         _replace(self.path / MANIFEST, (json.dumps(self.manifest() | more, indent=2) + "\n").encode())
 
     def check(self) -> dict[str, Any]:
-        """Its manifest. Raises FolderError if it cannot be read or belongs to other KV."""
+        """Its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
         try:
             found = json.loads((self.path / MANIFEST).read_bytes())
         except (OSError, ValueError) as error:
-            raise FolderError(f"{self.path} has no manifest that can be read: {error}") from None
+            raise DiskTierError(f"{self.path} has no manifest that can be read: {error}") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise FolderError(f"{self.path} is not of format {FORMAT}")
+            raise DiskTierError(f"{self.path} is not of format {FORMAT}")
         identity = found.get("identity")
         if unlike := self.identity.differs(identity):
             named = identity.get("model") if isinstance(identity, dict) else "an unknown model"
-            raise FolderError(f"{self.path} holds KV of {named}, not of {self.identity.model}: {unlike}")
+            raise DiskTierError(f"{self.path} holds KV of {named}, not of {self.identity.model}: {unlike}")
         if found.get("storage") != self.storage:
-            raise FolderError(f"{self.path} is kept as {found.get('storage')!r}, not as {self.storage!r}")
+            raise DiskTierError(f"{self.path} is kept as {found.get('storage')!r}, not as {self.storage!r}")
         return found
 
     def claim(self) -> bool:
@@ -237,7 +237,7 @@ def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
     """The first of the folders 0, 1, ... in `path` that is free and holds KV of this kind, or nothing yet.
 
     So replicas of one machine do not meet, and one that starts again finds what another left. Folders of other models
-    are reported and skipped. Raises FolderError if all are taken, OSError if the path cannot be written.
+    are reported and skipped. Raises DiskTierError if all are taken, OSError if the path cannot be written.
     """
     for number in range(MOST_FOLDERS):
         folder = Folder(path / str(number), identity, storage)
@@ -248,15 +248,15 @@ def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
             return folder
         try:
             folder.check()
-        except FolderError as error:
+        except DiskTierError as error:
             log.warning("skipped: %s", error)
             folder.release()
         else:
             return folder
-    raise FolderError(f"{path} has no folder left for a replica: delete what is not needed there")
+    raise DiskTierError(f"{path} has no folder left for a replica: delete what is not needed there")
 
 
-def restore(folder: Folder, ledger: BlockLedger, now: float, wall: float) -> int:
+def restore(folder: Folder, ledger: TierIndex, now: float, wall: float) -> int:
     """Take up the blocks of a folder that still live, with the chain before them, and remove the files of the others.
 
     `now` is the ledger's time at the Unix time `wall`. Returns how many files were damaged.

@@ -22,15 +22,15 @@ from warmkv.replicas.block_store.formats import Packed, pack
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.store import BlockStore
 
-Lent = tuple[Header, Packed]
+StoredBlock = tuple[Header, Packed]
 
 
-class ParcelError(ValueError):
+class PayloadError(ValueError):
     """A parcel that is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class BlockPayload:
     """A block as it travels. Times in the header are seconds that are left."""
 
     header: Header
@@ -43,11 +43,11 @@ class Parcel:
         return sum(array.nbytes for array in self.arrays)
 
 
-def seal(lent: Lent) -> Parcel:
+def seal(lent: StoredBlock) -> BlockPayload:
     """A block as a parcel. It shares the memory of a block on a CPU, and copies from a GPU."""
     header, packed = lent
     parts = [part.cpu().contiguous() for part in packed.parts]
-    return Parcel(
+    return BlockPayload(
         header,
         tuple(part.view(-1).view(torch.uint8).numpy() for part in parts),
         tuple(str(part.dtype).removeprefix("torch.") for part in parts),
@@ -55,26 +55,26 @@ def seal(lent: Lent) -> Parcel:
     )
 
 
-def unseal(parcel: Parcel, identity: Identity, formats: Sequence[str]) -> Lent:
+def unseal(parcel: BlockPayload, identity: Identity, formats: Sequence[str]) -> StoredBlock:
     """The block of a parcel, in memory of its own.
 
-    Raises ParcelError unless it is a block of this identity in one of these formats, of exactly the right size.
+    Raises PayloadError unless it is a block of this identity in one of these formats, of exactly the right size.
     """
     header = parcel.header
     whole = 0 < header.tokens <= identity.block_size and header.plain == header.tokens * identity.shape.token_bytes
     if header.tokens and not (whole and header.storage in formats):
-        raise ParcelError(f"{header.tokens} tokens in {header.plain} bytes as {header.storage} are no block of ours")
+        raise PayloadError(f"{header.tokens} tokens in {header.plain} bytes as {header.storage} are no block of ours")
     for time in (header.ttl, header.expires_at, header.mark_ttl, header.mark_expires_at):
         if time is not None and not math.isfinite(time):
-            raise ParcelError("its lives are no times")
+            raise PayloadError("its lives are no times")
     kinds = tuple(zip(parcel.dtypes, parcel.shapes, strict=True))
     if kinds != _kinds(header, identity):
-        raise ParcelError(f"{kinds} is not what {header.tokens} tokens up to {header.end} consist of")
+        raise PayloadError(f"{kinds} is not what {header.tokens} tokens up to {header.end} consist of")
     parts = []
     for array, (dtype, shape) in zip(parcel.arrays, kinds, strict=True):
         size = math.prod(shape) * getattr(torch, dtype).itemsize
         if array.dtype != np.uint8 or array.shape != (size,):
-            raise ParcelError(f"{array.shape} bytes are not {size}")
+            raise PayloadError(f"{array.shape} bytes are not {size}")
         own = torch.empty(size, dtype=torch.uint8)
         cast("np.ndarray[Any, Any]", own.numpy())[:] = array  # what came may be read-only and in shared memory
         parts.append(own.view(getattr(torch, dtype)).view(shape))
@@ -90,13 +90,13 @@ def _kinds(header: Header, identity: Identity) -> tuple[tuple[str, tuple[int, ..
     else:
         parts = (torch.empty(shape.layers, shape.kv_heads, header.end),)
         if header.storage != "model" or header.plain != parts[0].nbytes:
-            raise ParcelError(f"{header.plain} bytes are no column sums of {header.end} tokens")
+            raise PayloadError(f"{header.plain} bytes are no column sums of {header.end} tokens")
     return tuple((str(part.dtype).removeprefix("torch."), tuple(part.shape)) for part in parts)
 
 
 def lend(
     store: BlockStore, keys: Sequence[bytes], tails: Sequence[bytes], most: int, *, sums: bool = False
-) -> tuple[list[Lent], bool]:
+) -> tuple[list[StoredBlock], bool]:
     """Consecutive blocks of a chain that are in memory, up to the first that is not, and at last tails behind them.
 
     At most `most` bytes of blocks, but at least one; then there may be more, which the second value tells. With `sums`,
@@ -112,7 +112,7 @@ def lend(
         beside += summed.values()
         if not summed:
             return [], False
-    found: list[Lent] = []
+    found: list[StoredBlock] = []
     total = 0
     for key in keys[:present]:
         lent = _find(store, key)
@@ -125,7 +125,7 @@ def lend(
     return found + beside, False
 
 
-def take(store: BlockStore, blocks: Sequence[Lent]) -> int:
+def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
     """Keep blocks of another replica, each behind the one before it, within all limits; how many are held now.
 
     What does not follow anything that is in memory here is left out.
@@ -142,13 +142,13 @@ def take(store: BlockStore, blocks: Sequence[Lent]) -> int:
     return sum(key in store.tiers for key in arrived)
 
 
-def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, Lent]]:
+def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, StoredBlock]]:
     """Chains in memory, what would be evicted last first, and their entries, together at most `most` bytes.
 
     Of the chain that does not fit there is the beginning.
     """
     chains: list[tuple[bytes, ...]] = []
-    found: dict[bytes, Lent] = {}
+    found: dict[bytes, StoredBlock] = {}
     ledgers = [ledger for place, ledger in zip(store.places, store.tiers.ledgers, strict=True) if place.folder is None]
     for end in (end for ledger in ledgers for end in ledger.by_worth()):
         chain = [entry.key for entry in end.path()]
@@ -167,7 +167,7 @@ def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict
     return chains, found
 
 
-def _find(store: BlockStore, key: bytes) -> Lent | None:
+def _find(store: BlockStore, key: bytes) -> StoredBlock | None:
     """A living entry whose bytes are in memory."""
     packed, entry, now = store.find(key), _entry(store, key), store.clock()
     if packed is None or entry is None:

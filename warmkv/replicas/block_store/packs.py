@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from warmkv.faults import UserError
-from warmkv.policies.retention import BlockLedger
-from warmkv.replicas.block_store.disk import BlockFileError, Folder, FolderError, Header, entry
+from warmkv.policies.retention import TierIndex
+from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, entry
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
-from warmkv.replicas.block_store.tiers import Place
+from warmkv.replicas.block_store.tiers import TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
         manifest = folder.check()
         headers = [found for found in folder.scan() if isinstance(found, Header)]
         if len(headers) != manifest.get("blocks"):
-            raise FolderError(f"{path} should have {manifest.get('blocks')} blocks, {len(headers)} can be read")
+            raise DiskTierError(f"{path} should have {manifest.get('blocks')} blocks, {len(headers)} can be read")
         headers.sort(key=lambda header: header.end)
         return [folder.read(bytes.fromhex(header.key)) for header in headers]
-    except (FolderError, BlockFileError) as error:
+    except (DiskTierError, BlockFileError) as error:
         raise PackError(f"the pack does not fit or is damaged: {error}") from None
 
 
-def load(path: Path, identity: Identity, places: Sequence[Place], ledgers: Sequence[BlockLedger]) -> set[bytes]:
+def load(path: Path, identity: Identity, places: Sequence[TierStorage], ledgers: Sequence[TierIndex]) -> set[bytes]:
     """Keep a pack's blocks for good, in the first tier in memory that has room for all of them; their keys.
 
     Raises PackError if it does not fit the model or the memory.

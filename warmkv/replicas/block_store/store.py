@@ -23,8 +23,8 @@ from warmkv.replicas.block_store import disk, packs
 from warmkv.replicas.block_store.disk import Folder, Header
 from warmkv.replicas.block_store.formats import Packed, pack, unpack
 from warmkv.replicas.block_store.identity import Identity
-from warmkv.replicas.block_store.lanes import Lane, Lanes, Threads
-from warmkv.replicas.block_store.tiers import Move, Place
+from warmkv.replicas.block_store.io_threads import IOThreads, Lane, Threads
+from warmkv.replicas.block_store.tiers import Move, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class BlockStore:
         *,
         wake: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
-        lanes: Lanes | None = None,
+        lanes: IOThreads | None = None,
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
@@ -81,7 +81,7 @@ class BlockStore:
         self.evictions = {tier.name: 0 for tier in tiers}  # blocks and tails that left a tier so far, to make room
         self.expiries = {tier.name: 0 for tier in tiers}  # or by their TTL; the keys never change
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
-        self.places = [Place(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
+        self.places = [TierStorage(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
         for place in self.places:
             place.pinned = place.tier.name == "host" and device.type == "cuda"
             if place.tier.name == "disk":

@@ -22,7 +22,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class Place:
+class TierStorage:
     """The blocks of a tier: in memory, or on disk where there is a `folder`."""
 
     tier: Tier

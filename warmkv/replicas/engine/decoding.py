@@ -22,7 +22,7 @@ Batch = Items[tuple[Slot, Sequence]]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class StepOutcome:
     """What came of a step: next tokens, errors that sequences fail with, and those that left for want of memory."""
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -39,17 +39,17 @@ def decode(
     inv_freq: Tensor,
     leave: Callable[[Sequence, Exception], None],
     retrying: Callable[[], None],
-) -> Drawn:
+) -> StepOutcome:
     """Draw a token for every sequence.
 
     If that fails, halves of the batch go on with the same step, down to the sequences that fail alone. If memory runs
     out, the youngest are ended by `leave` until it suffices. `retrying` is called before a step is repeated.
     Raises errors after which the device cannot be used any more.
     """
-    drawn = Drawn()
+    step_outcome = StepOutcome()
 
     def end(sequence: Sequence, error: Exception) -> None:
-        drawn.left.append(sequence)
+        step_outcome.left.append(sequence)
         leave(sequence, error)
 
     for slot, sequence in list(decoding.items()):
@@ -82,13 +82,13 @@ def decode(
 
     if decoding:
         outcome = isolate(list(decoding.items()), next_tokens, lambda: empty_cache(inv_freq.device), shed)
-        drawn.failed.extend((sequence, error) for (_, sequence), error in outcome.failed)
+        step_outcome.failed.extend((sequence, error) for (_, sequence), error in outcome.failed)
         for (_, sequence), token in outcome.results:
             if token == NO_TOKEN:
-                drawn.failed.append((sequence, NotFiniteError()))
+                step_outcome.failed.append((sequence, NotFiniteError()))
             else:
-                drawn.tokens.append((sequence, token))
-    return drawn
+                step_outcome.tokens.append((sequence, token))
+    return step_outcome
 
 
 def empty_cache(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.logs import about
 from warmkv.policies import budgets, compression
-from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.storage_bytes import head_dim_multiple
@@ -33,15 +33,15 @@ from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.decoding import decode, empty_cache
 from warmkv.replicas.engine.faults import (
+    FailureCounts,
     FailureKind,
-    Faults,
     NotFiniteError,
     describe,
     is_out_of_memory,
     is_sticky,
     let_go,
 )
-from warmkv.replicas.engine.forward import CompiledForward, Forward
+from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.sampling import NO_TOKEN, sample
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
-TURNING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
+REROTATING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
 
 
 class Engine:
@@ -96,8 +96,8 @@ class Engine:
             engine, model.kv_shape, self.max_context, model.vocabulary, self.pool, self.memory.kv
         )
         self._weight_bytes = model.weight_bytes()
-        self._forward = Forward(model)
-        self._step_forward: Forward | CompiledForward = self._forward
+        self._forward = ModelRunner(model)
+        self._step_forward: ModelRunner | CompiledForward = self._forward
         if compiles(engine, model.device):
             self._step_forward = CompiledForward(model)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
@@ -107,7 +107,7 @@ class Engine:
         )
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
-        self.faults = Faults()
+        self.faults = FailureCounts()
         self._publish_stats()
 
     # --- from any thread
@@ -121,7 +121,7 @@ class Engine:
         policy = compression.build(
             budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
         )
-        if policy.spec.name in TURNING and not self.model.fixed_rotation:
+        if policy.spec.name in REROTATING and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
         multiple = head_dim_multiple(policy.spec.storage)
         if self.model.kv_shape.head_dim % multiple:
@@ -311,7 +311,7 @@ class Engine:
         keys = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
         values = torch.empty_like(keys)
         spec = sequence.policy.spec
-        sequence.prefill = prompt = Prompt(
+        sequence.prefill = prompt = PrefillState(
             keys,
             values,
             q_heads=self.model.q_heads,
@@ -460,21 +460,21 @@ class Engine:
         then: the slot, what a policy evicts from it and the random numbers come out as they were.
         """
         sequence.number = None
-        if sequence.drawn < len(sequence.request.resume):
-            token = sequence.request.resume[sequence.drawn]
+        if sequence.num_output_tokens < len(sequence.request.resume):
+            token = sequence.request.resume[sequence.num_output_tokens]
         sequence.last_token = token
-        sequence.drawn += 1
+        sequence.num_output_tokens += 1
         if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
             self._finish(sequence, "end")
             return
         self._tell(sequence, token)
-        if sequence.drawn == sequence.request.sampling.max_tokens:
+        if sequence.num_output_tokens == sequence.request.sampling.max_tokens:
             self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if reason != "cancelled":
             self.faults.succeeded()
-        self._end(sequence, Finished(reason, sequence.drawn))
+        self._end(sequence, Finished(reason, sequence.num_output_tokens))
 
     def _end_here(self, sequence: Sequence, error: Exception) -> None:
         """End a request for want of something that another replica may have."""

@@ -94,7 +94,7 @@ def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     return any(text in message for text in texts)
 
 
-class Faults:
+class FailureCounts:
     """The failures of an engine: how many of each kind so far, and those without a success between."""
 
     def __init__(self) -> None:

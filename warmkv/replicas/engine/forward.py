@@ -15,7 +15,7 @@ from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.loading.packed_weights import packed_bytes
 
 
-class Forward:
+class ModelRunner:
     """The model as it is, for chunks of prompts and for decode steps."""
 
     def __init__(self, model: LoadedModel) -> None:
@@ -49,7 +49,7 @@ class CompiledForward:
             raise ValueError("packed weights cannot be compiled: load the model with packed=False")
         self._device = model.device
         self._relay = _Relay()
-        self._compiled: Any = torch.compile(Forward(model), fullgraph=True)
+        self._compiled: Any = torch.compile(ModelRunner(model), fullgraph=True)
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
         """Logits [batch, vocabulary] of ids and positions [batch, 1]."""

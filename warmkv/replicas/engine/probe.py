@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from warmkv.policies import compression
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.faults import NotFiniteError, is_sticky
-from warmkv.replicas.engine.forward import CompiledForward, Forward
+from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Demand, SlotPool
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
 
 log = logging.getLogger(__name__)
 TOKENS = 16
 
 
 def works(
-    model: LoadedModel, pool: SlotPool, forward: Forward, step_forward: Forward | CompiledForward, limit: int
+    model: LoadedModel, pool: SlotPool, forward: ModelRunner, step_forward: ModelRunner | CompiledForward, limit: int
 ) -> bool:
     """Tell whether a device computes what is known to be sound. Raises errors after which it never will again."""
     try:
@@ -35,7 +35,7 @@ def works(
 
 
 def probe(
-    model: LoadedModel, pool: SlotPool, forward: Forward, step_forward: Forward | CompiledForward, limit: int
+    model: LoadedModel, pool: SlotPool, forward: ModelRunner, step_forward: ModelRunner | CompiledForward, limit: int
 ) -> None:
     """Compute a prompt and, if a slot fits within `limit` bytes of slabs, a decode step; not while a step is halfway.
 
@@ -45,13 +45,13 @@ def probe(
     tokens = min(TOKENS, model.max_context // 2, model.vocabulary)
     keys = torch.zeros(shape.layers, shape.kv_heads, tokens, shape.head_dim, dtype=model.dtype, device=device)
     values = torch.zeros_like(keys)
-    prompt = Prompt(keys, values, q_heads=model.q_heads, inv_freq=model.inv_freq, windows=shape.windows)
+    prompt = PrefillState(keys, values, q_heads=model.q_heads, inv_freq=model.inv_freq, windows=shape.windows)
     prompt.begin_chunk(tokens)
     positions = torch.arange(tokens, device=device)[None]
     _check(forward(positions, positions, prompt))
     prompt.end_chunk()
     spec = PolicySpec()
-    slot = pool.claim(Demand(spec, tokens, 2), limit)
+    slot = pool.claim(SlotRequest(spec, tokens, 2), limit)
     if slot is None:
         return
     try:

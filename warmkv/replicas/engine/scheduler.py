@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warmkv.config import EngineConfig
 from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
@@ -24,7 +24,7 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.slots.slots import Demand, Parked, Slot, SlotPool
+from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest, SwappedSlot
 
 EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
 Emit = Callable[[EngineEvent], None]
@@ -40,15 +40,15 @@ class Sequence:
     arrived: float
     random: np.random.Generator
     slot: Slot | None = None
-    parked: Parked | None = None  # its slot while another tenant's request has the room
+    swapped: SwappedSlot | None = None  # its slot while another tenant's request has the room
     queued: float = 0.0  # when it began to wait
     match: WarmPrefix | None = None
     reused: int = 0  # prompt tokens whose KV was attached
-    prefill: Prompt | None = None
+    prefill: PrefillState | None = None
     column_sums: dict[int, Tensor] = field(default_factory=dict)  # copies for the store, by prompt position
     admitted: float = 0.0
     number: float | None = None  # random number of the next token, kept until that is drawn: a step may be repeated
-    drawn: int = 0  # tokens drawn so far
+    num_output_tokens: int = 0  # tokens drawn so far
     last_token: int = 0
 
     @property
@@ -63,10 +63,10 @@ class Sequence:
         return self.number
 
     @property
-    def demand(self) -> Demand | None:
+    def slot_request(self) -> SlotRequest | None:
         """What its slot must hold; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
-        return Demand(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
+        return SlotRequest(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
 
 
 @dataclass(slots=True)
@@ -94,16 +94,16 @@ class Scheduler:
         given = (*sequence.request.token_ids, *sequence.request.resume)
         if not tokens or not all(0 <= token < self.vocabulary for token in given):
             raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
-        demand = sequence.demand
-        if demand is not None and demand.is_endless(self.max_context):
+        slot_request = sequence.slot_request
+        if slot_request is not None and slot_request.is_endless(self.max_context):
             new = 1
         if tokens + new > self.max_context:
             raise UnservableRequestError(
                 f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
         needed = self.workspace_bytes(sequence)
-        if demand is not None:
-            needed += slot_bytes(demand.spec, self.shape, tokens, demand.new_tokens)
+        if slot_request is not None:
+            needed += slot_bytes(slot_request.spec, self.shape, tokens, slot_request.new_tokens)
         if needed > self.kv.bytes:
             raise UnservableRequestError(f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.kv}")
         if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
@@ -133,9 +133,9 @@ class Scheduler:
             if not self._fits(sequence) and not (self._preempt(sequence, now) and self._fits(sequence)):
                 return None
             self.waiting.pop()
-            if sequence.slot is None or sequence.parked is None:
+            if sequence.slot is None or sequence.swapped is None:
                 return sequence
-            sequence.parked = None
+            sequence.swapped = None
             self.decoding[sequence.slot] = sequence
         return None
 
@@ -143,15 +143,15 @@ class Scheduler:
         """Whether a request has its slot now, and is the one to compute."""
         if len(self.decoding) >= self.config.max_slots:
             return False
-        if sequence.parked:
-            sequence.slot = self.pool.resume(sequence.parked, self.kv.bytes)
+        if sequence.swapped:
+            sequence.slot = self.pool.resume(sequence.swapped, self.kv.bytes)
             return sequence.slot is not None
         # Already the prefilling one when memory is asked for: whatever goes wrong goes wrong with this request alone.
         self.prefilling = sequence
         room = self.kv.bytes - self.workspace_bytes(sequence)
-        if demand := sequence.demand:
-            sequence.slot = self.pool.claim(demand, room)
-        if sequence.slot or (demand is None and self.pool.fit(room)):
+        if slot_request := sequence.slot_request:
+            sequence.slot = self.pool.claim(slot_request, room)
+        if sequence.slot or (slot_request is None and self.pool.fit(room)):
             return True
         self.prefilling = None
         return False
@@ -170,12 +170,12 @@ class Scheduler:
             held[other.request.tenant] = held.get(other.request.tenant, 0) + slot.resident_bytes
         needed = self._slot_bytes(sequence)
         greedy = max(held, key=lambda name: held[name])
-        room = self.config.parked_bytes - sum(s.parked.host_bytes for s in self.waiting if s.parked)
+        room = self.config.parked_bytes - sum(s.swapped.host_bytes for s in self.waiting if s.swapped)
         for slot, victim in reversed(self.decoding.items()):
             if victim.request.tenant == greedy and slot.resident_bytes <= room:
                 if greedy == tenant or held[greedy] - slot.resident_bytes < held.get(tenant, 0) + needed:
                     return False
-                victim.parked, victim.slot = self.pool.park(slot), None
+                victim.swapped, victim.slot = self.pool.swap_out(slot), None
                 del self.decoding[slot]
                 victim.queued = now
                 self.waiting.push(victim, greedy, 0, behind_next=True)  # its work was counted when it came
@@ -184,10 +184,14 @@ class Scheduler:
         return False
 
     def _slot_bytes(self, sequence: Sequence) -> int:
-        if sequence.parked:
-            return sequence.parked.slot_bytes
-        demand = sequence.demand
-        return slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens) if demand else 0
+        if sequence.swapped:
+            return sequence.swapped.slot_bytes
+        slot_request = sequence.slot_request
+        return (
+            slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
+            if slot_request
+            else 0
+        )
 
     def everyone(self) -> list[Sequence]:
         return [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
@@ -200,7 +204,7 @@ class Scheduler:
         if sequence is self.prefilling:
             self.prefilling = None
         self.waiting.remove(sequence)
-        sequence.parked = None
+        sequence.swapped = None
         if sequence.slot is not None:
             self.decoding.pop(sequence.slot, None)
             self.pool.release(sequence.slot)

@@ -14,7 +14,7 @@ from warmkv.config import ModelConfig
 from warmkv.models import tiny
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape, rotation
-from warmkv.policies.compression.prompt import TokenClasses
+from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas.loading import supported
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes

@@ -52,7 +52,7 @@ def attend_packed(
     codec: Codec,
     keys: Parts,
     values: Parts,
-    beside: tuple[Tensor, Tensor] | None,
+    uncompressed_tail: tuple[Tensor, Tensor] | None,
     bias: Tensor | None,
     scale: float,
     softcap: float | None = None,
@@ -60,8 +60,9 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """The same on entries as they are stored, brought back block by block inside the attention.
 
-    keys, values: parts [n, packed / group, ...] of the codec; `beside` keys and values [n, m, d] in the model's dtype
-    that follow them; bias [n, packed + m]. Returns the output and the probabilities float32 [n, group, packed + m].
+    keys, values: parts [n, packed / group, ...] of the codec; `uncompressed_tail` keys and values [n, m, d] in the
+    model's dtype that follow them; bias [n, packed + m]. Returns the output and the probabilities
+    float32 [n, group, packed + m].
     """
     packed = keys[0].shape[1] * codec.group
     block = BLOCK // codec.group
@@ -72,8 +73,8 @@ def attend_packed(
         turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), torch.float32).transpose(1, 2)
         for at in groups
     ]
-    if beside:
-        logits.append(scaled @ beside[0].float().transpose(1, 2))
+    if uncompressed_tail:
+        logits.append(scaled @ uncompressed_tail[0].float().transpose(1, 2))
     shares = cap(torch.cat(logits, dim=-1), softcap)
     if bias is not None:
         shares += bias[:, None]
@@ -85,8 +86,8 @@ def attend_packed(
         first = at * codec.group
         out += weights[..., first : first + entries.shape[1]] @ entries
     out = codec.from_basis(out)
-    if beside:
-        out = out + weights[..., packed:] @ beside[1]
+    if uncompressed_tail:
+        out = out + weights[..., packed:] @ uncompressed_tail[1]
     return out, shares
 
 

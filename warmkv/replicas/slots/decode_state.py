@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warmkv.replicas.slots.rows import Bools, advance, take_due
-from warmkv.replicas.slots.slab_step import Numbers, Step
+from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
+from warmkv.replicas.slots.rows import Bools, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slots import Slot, SlotPool
 
@@ -20,7 +20,7 @@ class _Part:
     """What one slab does in a step."""
 
     slab: Slab
-    step: Step
+    step: AttentionMetadata
     whole: bool  # whether its rows are just those of the batch, in order
     others: Tensor | None  # rows in use that are not in the batch; None if there are none
 
@@ -56,7 +56,8 @@ class DecodeState:
         try:
             _, active = self._in_batch(slots)
             self._dues = [
-                take_due(slab.state, active[span]) if slab.kind.grouped else [] for slab, span in self._spans()
+                take_pending_packs(slab.state, active[span]) if slab.kind.grouped else []
+                for slab, span in self._spans()
             ]
             self._done = advance(state, active)
             self._plan(slots, {})
@@ -87,7 +88,7 @@ class DecodeState:
         ends = np.cumsum([slab.rows for slab in slabs]).tolist()
         return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]
 
-    def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, Step]) -> None:
+    def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, AttentionMetadata]) -> None:
         """Lay out what every slab does for these slots, whose rows have advanced; `failed` are steps to go on with."""
         pool, done = self._pool, self._done
         state = pool.rows
@@ -100,14 +101,14 @@ class DecodeState:
         shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
         index = at * pool.shape.kv_heads + state.head
         lengths = np.where(active, done.lengths, 1)
-        host = Numbers(
+        host = RowMetadata(
             entries=np.where(active, done.entries, 0),
             lengths=lengths,
             before=done.before,
             packed=np.where(state.grouped > 0, state.packed, lengths),
             ages=ages,
             oldest=ages - state.recent,
-            turned=np.where(active, ages - shifts + 1 - lengths, 0),
+            rerotated=np.where(active, ages - shifts + 1 - lengths, 0),
             pages=np.maximum(state.pages, 1),
             source=np.where(active, index, 0),
             target=np.where(active, index, self._rows),
@@ -121,8 +122,8 @@ class DecodeState:
                 continue
             of = slice(span.start, span.start + int(used[-1]) + 1)
             step = slab.plan(
-                Numbers(*(column[of] for column in host)),
-                Numbers(*numbers[:, of].unbind()),
+                RowMetadata(*(column[of] for column in host)),
+                RowMetadata(*numbers[:, of].unbind()),
                 active[of],
                 (active & done.full)[of],
                 [mine for mine in (each.of(active[span]) for each in due) if len(mine.rows)],

@@ -23,12 +23,12 @@ Bools = npt.NDArray[np.bool_]
 FREE = -1
 """The owner of a row that nobody has."""
 ADVANCED = ("count", "packed", "cursor", "tail_start", "waiting")
-"""Columns of `RowState` that a decode step changes."""
+"""Columns of `RowTable` that a decode step changes."""
 APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))
 
 
 @dataclass(slots=True)
-class RowState:
+class RowTable:
     """What is known of some rows, each int64 [rows]."""
 
     owner: Ints  # id of the slot that the row belongs to, or FREE
@@ -50,7 +50,7 @@ class RowState:
     sinks: Ints  # entries that a ring never overwrites
 
     @classmethod
-    def of_kind(cls, kind: RowKind, rows: int) -> RowState:
+    def of_kind(cls, kind: RowKind, rows: int) -> RowTable:
         """Free rows."""
         state = cls.over(np.zeros((len(fields(cls)), rows), dtype=np.int64))
         state.owner[:] = FREE
@@ -59,12 +59,12 @@ class RowState:
         return state
 
     @classmethod
-    def over(cls, matrix: Ints) -> RowState:
+    def over(cls, matrix: Ints) -> RowTable:
         """Views of a matrix [fields, rows]."""
         return cls(*matrix)
 
     @classmethod
-    def join(cls, states: Sequence[RowState]) -> tuple[RowState, list[RowState]]:
+    def join(cls, states: Sequence[RowTable]) -> tuple[RowTable, list[RowTable]]:
         """All rows of some states in one, and each of these as views of it."""
         if not states:
             return cls.over(np.zeros((len(fields(cls)), 0), dtype=np.int64)), []
@@ -88,13 +88,13 @@ class RowState:
         for name, column in zip(ADVANCED, before, strict=True):
             getattr(self, name)[:] = column
 
-    def first(self, rows: int) -> RowState:
+    def first(self, rows: int) -> RowTable:
         """The same of the first rows only, as views."""
-        return RowState(*(getattr(self, field.name)[:rows] for field in fields(self)))
+        return RowTable(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
-    def chosen(self, rows: Sequence[int]) -> RowState:
+    def chosen(self, rows: Sequence[int]) -> RowTable:
         """The same of some rows, as copies."""
-        return RowState.over(self._matrix()[:, list(rows)])
+        return RowTable.over(self._matrix()[:, list(rows)])
 
     def free(self, row: int) -> None:
         """Forget what a row held."""
@@ -102,7 +102,7 @@ class RowState:
             getattr(self, field.name)[row] = 0
         self.owner[row] = FREE
 
-    def take(self, rows: Sequence[int], other: RowState, which: Sequence[int]) -> None:
+    def take(self, rows: Sequence[int], other: RowTable, which: Sequence[int]) -> None:
         """What `which` rows of another state held is in these rows now; they keep their owner."""
         for field in fields(self)[1:]:
             getattr(self, field.name)[list(rows)] = getattr(other, field.name)[list(which)]
@@ -137,7 +137,7 @@ class Advance:
     full: Bools  # rows that are at their limit
 
 
-def advance(state: RowState, active: Bools) -> Advance:
+def advance(state: RowTable, active: Bools) -> Advance:
     """Put a token into every active row. Tails that are full must have been packed before."""
     grouped, front = state.grouped > 0, state.count < state.front
     full = active & (state.count >= state.limit)
@@ -156,7 +156,7 @@ def advance(state: RowState, active: Bools) -> Advance:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class PendingPack:
     """Rows whose tail is full, and the group that leaves it."""
 
     rows: Ints  # [m]
@@ -164,14 +164,14 @@ class Due:
     groups: Ints | None  # [m] where they go; None: over the entries with the lowest scores
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
 
-    def of(self, active: Bools) -> Due:
+    def of(self, active: Bools) -> PendingPack:
         """Return the same for active rows only."""
         kept = active[self.rows]
         groups = None if self.groups is None else self.groups[kept]
-        return Due(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
+        return PendingPack(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
 
 
-def take_due(state: RowState, active: Bools) -> list[Due]:
+def take_pending_packs(state: RowTable, active: Bools) -> list[PendingPack]:
     """Make room in the tails that are full."""
     due = np.flatnonzero(active & (state.grouped > 0) & (state.waiting >= state.tail_limit))
     if not len(due):
@@ -186,13 +186,13 @@ def take_due(state: RowState, active: Bools) -> list[Due]:
     state.cursor[turned] = (state.cursor[turned] + KIVI_GROUP) % np.maximum(state.packed_limit[turned], 1)
     placed = room | (state.decode[due] != ARGMIN)
     return [
-        Due(due[these], waiting[these], groups[these] if these is placed else None, state.packed[due[these]])
+        PendingPack(due[these], waiting[these], groups[these] if these is placed else None, state.packed[due[these]])
         for these in (placed, ~placed)
         if these.any()
     ]
 
 
-def seen_beside(state: RowState, active: Bools, kind: RowKind) -> Bools:
+def seen_uncompressed(state: RowTable, active: Bools, kind: RowKind) -> Bools:
     """Which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
     tail = np.arange(kind.tail)
     in_front = np.where(active, np.minimum(state.count, kind.front), 0)

@@ -21,8 +21,8 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
-from warmkv.replicas.slots.rows import FREE, Bools, Due, Ints, RowState, seen_beside
-from warmkv.replicas.slots.slab_step import Numbers, Packing, Progress, Step
+from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Packing, Progress, RowMetadata
+from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
 RECENT = 1e30
 """Added to the score of recent entries, so that argmin takes them last."""
@@ -52,7 +52,7 @@ class Slab:
             tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in parts)
             for parts in (self.codec.encode_keys(example), self.codec.encode_values(example))
         )
-        self.beside_keys, self.beside_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
+        self.uncompressed_keys, self.uncompressed_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
         self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
         scored = kind.capacity if kind.decode == "argmin" else 0
         self._scores = torch.zeros(len(layers), rows, scored, dtype=torch.float32, device=device)
@@ -63,7 +63,7 @@ class Slab:
         # Kernels take every entry in use, by a plain softmax.
         self._fused = kernels.reads(self.codec, dtype, device) and shape.plain_softmax and not kind.window
         self._counting = torch.arange(max(rows, kind.packed), device=device)
-        self.state = RowState.of_kind(kind, rows)
+        self.state = RowTable.of_kind(kind, rows)
 
     @property
     def allocated_bytes(self) -> int:
@@ -71,8 +71,14 @@ class Slab:
 
     def tensors(self) -> list[Tensor]:
         """Everything that is allocated."""
-        beside = [self.beside_keys, self.beside_values, self._sink_keys, self._scores, self._ages]
-        return [*self.keys, *self.values, *beside, self._lowest, self._highest]
+        uncompressed_tail = [
+            self.uncompressed_keys,
+            self.uncompressed_values,
+            self._sink_keys,
+            self._scores,
+            self._ages,
+        ]
+        return [*self.keys, *self.values, *uncompressed_tail, self._lowest, self._highest]
 
     @property
     def is_empty(self) -> bool:
@@ -92,13 +98,13 @@ class Slab:
             tensor[:, row].zero_()
 
     @torch.inference_mode()
-    def take_out(self, rows: list[int]) -> tuple[RowState, list[Tensor]]:
+    def take_out(self, rows: list[int]) -> tuple[RowTable, list[Tensor]]:
         """Copies of what some rows hold, in host memory."""
         index = torch.tensor(rows, device=self._device)
         return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
 
     @torch.inference_mode()
-    def put_in(self, rows: list[int], state: RowState, tensors: Sequence[Tensor], which: list[int]) -> None:
+    def put_in(self, rows: list[int], state: RowTable, tensors: Sequence[Tensor], which: list[int]) -> None:
         """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
         index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
         for mine, tensor in zip(self.tensors(), tensors, strict=True):
@@ -116,11 +122,11 @@ class Slab:
 
         # All are made before any is taken: memory may run out half way.
         keys, values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
-        beside = chosen(self.beside_keys), chosen(self.beside_values)
+        uncompressed_tail = chosen(self.uncompressed_keys), chosen(self.uncompressed_values)
         counted = chosen(self._sink_keys), chosen(self._scores), chosen(self._ages)
         bounds = chosen(self._lowest), chosen(self._highest)
         self.keys, self.values = keys, values
-        self.beside_keys, self.beside_values = beside
+        self.uncompressed_keys, self.uncompressed_values = uncompressed_tail
         self._sink_keys, self._scores, self._ages = counted
         self._lowest, self._highest = bounds
         self.state, self.rows = self.state.chosen(used), len(used)
@@ -137,16 +143,16 @@ class Slab:
         front = min(kept, kind.front)
         packed = int(self.state.packed[rows.start]) if kind.grouped else kept
         body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
-        for parts, beside, given, encode in (
-            (self.keys, self.beside_keys, keys, self.codec.encode_keys),
-            (self.values, self.beside_values, values, self.codec.encode_values),
+        for parts, uncompressed_tail, given, encode in (
+            (self.keys, self.uncompressed_keys, keys, self.codec.encode_keys),
+            (self.values, self.uncompressed_values, values, self.codec.encode_values),
         ):
             if packed:
                 for part, fresh in zip(parts, encode(given[:, body]), strict=True):
                     part[at, rows, : fresh.shape[1]] = fresh
-            beside[at, rows, :front] = given[:, :front]
-            beside[at, rows, tail] = given[:, front + packed :]
-            beside[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
+            uncompressed_tail[at, rows, :front] = given[:, :front]
+            uncompressed_tail[at, rows, tail] = given[:, front + packed :]
+            uncompressed_tail[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
         if kind.rebased and not kind.front:
             self._sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, : kind.sinks]
         about = [(self._ages, ages)] if kind.aged else []
@@ -174,47 +180,51 @@ class Slab:
         index = torch.tensor(rows, device=self._device)
         for at in range(len(self.layers)):
             keys = self.codec.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
-            fresh = self.codec.encode_keys(rotate(self.codec.from_basis(keys), -angles).to(self.beside_keys.dtype))
+            fresh = self.codec.encode_keys(
+                rotate(self.codec.from_basis(keys), -angles).to(self.uncompressed_keys.dtype)
+            )
             for mine, part in zip(self.keys, fresh, strict=True):
                 mine[at, index] = part
             first = self.kind.front if self.kind.rebased else 0
-            beside = self.beside_keys[at, index, first:].float()
-            self.beside_keys[at, index, first:] = rotate(beside, -angles).to(self.beside_keys.dtype)
+            uncompressed_tail = self.uncompressed_keys[at, index, first:].float()
+            self.uncompressed_keys[at, index, first:] = rotate(uncompressed_tail, -angles).to(
+                self.uncompressed_keys.dtype
+            )
 
     # --- a decode step
 
     def plan(
         self,
-        host: Numbers[Ints],
-        device: Numbers[Tensor],
+        host: RowMetadata[Ints],
+        device: RowMetadata[Tensor],
         active: Bools,
         full: Bools,
-        due: Sequence[Due],
+        due: Sequence[PendingPack],
         inv_freq: Tensor,
-    ) -> Step:
+    ) -> AttentionMetadata:
         """What the step does with the first n rows, whose bookkeeping has advanced already; active, full bool [n]."""
         kind, n = self.kind, len(active)
         reach = int(host.packed.max())
-        beside = self._upload(seen_beside(self.state.first(n), active, kind)) if kind.grouped else None
+        uncompressed_tail = self._upload(seen_uncompressed(self.state.first(n), active, kind)) if kind.grouped else None
         bias: Tensor | None = None
         if not (self._fused or kind.page) and (kind.grouped or reach > host.packed.min()):
             packed = self._counting[:reach] < device.packed[:, None]
-            seen = packed if beside is None else torch.cat([packed, beside], dim=1)
+            seen = packed if uncompressed_tail is None else torch.cat([packed, uncompressed_tail], dim=1)
             bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
             bias.masked_fill_(~seen, float("-inf"))
-        return Step(
+        return AttentionMetadata(
             numbers=device,
             rows=self._counting[:n],
             full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
             bias=bias,
-            beside=beside,
-            angles=device.turned.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
+            uncompressed_tail=uncompressed_tail,
+            angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_pages=int(host.pages.max()) if kind.page else 0,
             packing=tuple(self._packing(each, device) for each in due),
         )
 
-    def _packing(self, due: Due, numbers: Numbers[Tensor]) -> Packing:
+    def _packing(self, due: PendingPack, numbers: RowMetadata[Tensor]) -> Packing:
         rows = self._upload(due.rows)
         return Packing(
             rows,
@@ -242,7 +252,7 @@ class Slab:
     def attend(
         self,
         layer: int,
-        step: Step,
+        step: AttentionMetadata,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -273,10 +283,10 @@ class Slab:
             if self._fused:
                 return kernels.attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
             return attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale, softcap, sinks)
-        beside = (self.beside_keys[at, :n], self.beside_values[at, :n]) if kind.grouped else None
-        if beside and step.angles is not None:
-            first = rotate(beside[0][:, : kind.front], step.angles[:, None])
-            beside = torch.cat([first, beside[0][:, kind.front :]], dim=1), beside[1]
+        uncompressed_tail = (self.uncompressed_keys[at, :n], self.uncompressed_values[at, :n]) if kind.grouped else None
+        if uncompressed_tail and step.angles is not None:
+            first = rotate(uncompressed_tail[0][:, : kind.front], step.angles[:, None])
+            uncompressed_tail = torch.cat([first, uncompressed_tail[0][:, kind.front :]], dim=1), uncompressed_tail[1]
         scores = None
         if kind.decode == "argmin":
             scores = self._scores[at, :n]
@@ -287,23 +297,27 @@ class Slab:
         if kind.aged and not done.attended:
             self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
         if self._fused:
-            out = self._attend_fused(at, step, query, beside, scores, scale)
+            out = self._attend_fused(at, step, query, uncompressed_tail, scores, scale)
         else:
-            out = self._attend_plain(at, step, query, beside, scores, scale, softcap, sinks)
+            out = self._attend_plain(at, step, query, uncompressed_tail, scores, scale, softcap, sinks)
         done.attended = True
         return out
 
     def _attend_fused(
         self,
         at: int,
-        step: Step,
+        step: AttentionMetadata,
         query: Tensor,
-        beside: tuple[Tensor, Tensor] | None,
+        uncompressed_tail: tuple[Tensor, Tensor] | None,
         scores: Tensor | None,
         scale: float,
     ) -> Tensor:
         keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
-        masked = (*beside, step.beside) if beside and step.beside is not None else None
+        masked = (
+            (*uncompressed_tail, step.uncompressed_tail)
+            if uncompressed_tail and step.uncompressed_tail is not None
+            else None
+        )
         out = kernels.attend(
             query,
             self.codec,
@@ -323,9 +337,9 @@ class Slab:
     def _attend_plain(
         self,
         at: int,
-        step: Step,
+        step: AttentionMetadata,
         query: Tensor,
-        beside: tuple[Tensor, Tensor] | None,
+        uncompressed_tail: tuple[Tensor, Tensor] | None,
         scores: Tensor | None,
         scale: float,
         softcap: float | None,
@@ -336,7 +350,7 @@ class Slab:
         keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
         if self.kind.storage == "model" and scores is None:
             return attend_rows(query, keys[0], values[0], bias, scale, softcap, sinks)
-        out, shares = attend_packed(query, self.codec, keys, values, beside, bias, scale, softcap, sinks)
+        out, shares = attend_packed(query, self.codec, keys, values, uncompressed_tail, bias, scale, softcap, sinks)
         if scores is not None:
             received = shares.sum(dim=1)
             if self.kind.alike:
@@ -348,7 +362,7 @@ class Slab:
                 mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
 
-    def _in_window(self, at: int, step: Step) -> Tensor:
+    def _in_window(self, at: int, step: AttentionMetadata) -> Tensor:
         """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
         ages = self._ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
@@ -356,7 +370,7 @@ class Slab:
         bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self._dtype, device=self._device)
         return bias.masked_fill(left, float("-inf"))
 
-    def _places(self, at: int, step: Step) -> Tensor:
+    def _places(self, at: int, step: AttentionMetadata) -> Tensor:
         """Return the entry for the new token of every row [n]: in rows full by argmin, that of the lowest score."""
         if step.full is None:
             return step.numbers.entries
@@ -364,12 +378,12 @@ class Slab:
         least = self._least(at, step.rows, numbers.before, numbers.oldest, numbers.ages, 1)[:, 0]
         return torch.where(step.full, least, step.numbers.entries)
 
-    def _write(self, at: int, step: Step, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _write(self, at: int, step: AttentionMetadata, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the new token of every row to its place; returns the entries [n] that hold it."""
         kind = self.kind
         if kind.grouped:
-            self.beside_keys[at, step.rows, entries] = key
-            self.beside_values[at, step.rows, entries] = value
+            self.uncompressed_keys[at, step.rows, entries] = key
+            self.uncompressed_values[at, step.rows, entries] = value
             return kind.packed + entries
         index = (at, step.rows, entries)
         _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(key[:, None])))
@@ -397,7 +411,10 @@ class Slab:
     def _pack_group(self, at: int, packing: Packing) -> None:
         """Pack waiting entries of some rows."""
         rows, front = packing.rows[:, None], self.kind.front
-        keys, values = (beside[at, rows, front + packing.waiting] for beside in (self.beside_keys, self.beside_values))
+        keys, values = (
+            uncompressed_tail[at, rows, front + packing.waiting]
+            for uncompressed_tail in (self.uncompressed_keys, self.uncompressed_values)
+        )
         if packing.groups is not None:
             entries = packing.groups[:, None] * KIVI_GROUP + torch.arange(KIVI_GROUP, device=self._device)
             index: tuple[Any, ...] = (at, packing.rows, packing.groups)
@@ -420,7 +437,7 @@ class Slab:
         for mine, moved in zip(about, counted, strict=True):
             mine[at, rows, entries] = moved
 
-    def _widen_page(self, at: int, step: Step, key: Tensor) -> None:
+    def _widen_page(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
         """Take the new keys into the bounds of their pages."""
         page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
         for bounds, wider in ((self._lowest, torch.minimum), (self._highest, torch.maximum)):

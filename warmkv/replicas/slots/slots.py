@@ -15,10 +15,10 @@ from torch import Tensor
 
 from warmkv.policies import budgets, sliding
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt
+from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots.rows import FREE, Ints, RowState
+from warmkv.replicas.slots.rows import FREE, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
 Row = tuple[RowKind, int, int]
@@ -31,7 +31,7 @@ SLAB_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class SlotRequest:
     """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
 
     spec: PolicySpec
@@ -60,7 +60,7 @@ class Slot:
     """A request's rows, or before its hand-off the bytes set aside for them."""
 
     id: int
-    demand: Demand
+    slot_request: SlotRequest
     reserved: int = 0  # bytes
     limit: int = 0  # bytes that all slabs may take once it is filled
     places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
@@ -78,15 +78,15 @@ class Piece:
 
     layers: range
     kind: RowKind
-    state: RowState
+    state: RowTable
     tensors: list[Tensor]  # in host memory
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class SwappedSlot:
     """A slot that gave up its rows, and goes on when it has others."""
 
-    demand: Demand
+    slot_request: SlotRequest
     tokens: int
     shift: int
     pieces: list[Piece]
@@ -104,13 +104,13 @@ class SlotPool:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
-        self._rows: RowState | None = None  # of all slabs, in their order
+        self._rows: RowTable | None = None  # of all slabs, in their order
 
     @property
-    def rows(self) -> RowState:
+    def rows(self) -> RowTable:
         """The bookkeeping of all rows, slab after slab."""
         if self._rows is None:
-            self._rows, parts = RowState.join([slab.state for slab in self.slabs])
+            self._rows, parts = RowTable.join([slab.state for slab in self.slabs])
             for slab, part in zip(self.slabs, parts, strict=True):
                 slab.state = part
         return self._rows
@@ -120,13 +120,13 @@ class SlotPool:
         """Bytes of all slabs, and those set aside."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
-    def claim(self, demand: Demand, limit: int) -> Slot | None:
+    def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
         """A slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
         Empty slabs of other sizes are given back before the answer is None.
         """
-        slot = self._new_slot(demand)
+        slot = self._new_slot(slot_request)
         claimed = False
         try:
             claimed = self._claim(slot, limit)
@@ -135,30 +135,30 @@ class SlotPool:
                 self.release(slot)
         return slot if claimed else None
 
-    def _new_slot(self, demand: Demand) -> Slot:
-        slot = Slot(next(number for number in itertools.count() if number not in self.slots), demand)
+    def _new_slot(self, slot_request: SlotRequest) -> Slot:
+        slot = Slot(next(number for number in itertools.count() if number not in self.slots), slot_request)
         self.slots[slot.id] = slot
         return slot
 
     def _claim(self, slot: Slot, limit: int) -> bool:
-        demand = slot.demand
-        if budgets.follows_content(demand.spec, demand.prompt_tokens):
-            needed = slot_bytes(demand.spec, self.shape, demand.prompt_tokens, demand.new_tokens)
+        slot_request = slot.slot_request
+        if budgets.follows_content(slot_request.spec, slot_request.prompt_tokens):
+            needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
             if not self.fit(limit - needed):
                 return False
             slot.reserved, slot.limit = needed, limit
             return True
-        layers = budgets.layer_budgets(demand.spec, demand.prompt_tokens, self.shape.layers)
+        layers = budgets.layer_budgets(slot_request.spec, slot_request.prompt_tokens, self.shape.layers)
         rows = [
-            self._row(demand, layer, demand.in_window(kept, self.shape.window(layer)))
+            self._row(slot_request, layer, slot_request.in_window(kept, self.shape.window(layer)))
             for layer, kept in enumerate(layers)
         ]
         if len(set(rows)) == 1:
             return self._claim_uniform(slot, rows[0][0], limit)
         return self._claim_ragged(slot, _wanted([[row] * self.shape.kv_heads for row in rows]), limit)
 
-    def _row(self, demand: Demand, layer: int, kept: int) -> Row:
-        return *demand.row(kept, self.shape.window(layer)), kept
+    def _row(self, slot_request: SlotRequest, layer: int, kept: int) -> Row:
+        return *slot_request.row(kept, self.shape.window(layer)), kept
 
     def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
         """Neighbouring rows for all KV heads, in a slab over all layers."""
@@ -261,37 +261,37 @@ class SlotPool:
                 slab.release(row)
         slot.places, slot.reserved = [], 0
 
-    def park(self, slot: Slot) -> Parked:
+    def swap_out(self, slot: Slot) -> SwappedSlot:
         """Copy a slot that decodes to host memory, and free it."""
         pieces = [Piece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
-        parked = Parked(slot.demand, slot.tokens, slot.shift, pieces, slot.resident_bytes)
+        swapped = SwappedSlot(slot.slot_request, slot.tokens, slot.shift, pieces, slot.resident_bytes)
         self.release(slot)
-        return parked
+        return swapped
 
-    def resume(self, parked: Parked, limit: int) -> Slot | None:
+    def resume(self, swapped: SwappedSlot, limit: int) -> Slot | None:
         """The slot again, in whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
-        slot = self._new_slot(parked.demand)
+        slot = self._new_slot(swapped.slot_request)
         resumed = False
         try:
-            resumed = self._claim_again(slot, parked.pieces, limit)
+            resumed = self._claim_again(slot, swapped.pieces, limit)
             if resumed:
-                self._put_back(slot, parked)
+                self._put_back(slot, swapped)
         finally:
             if not resumed:
                 self.release(slot)
         return slot if resumed else None
 
     @staticmethod
-    def _put_back(slot: Slot, parked: Parked) -> None:
+    def _put_back(slot: Slot, swapped: SwappedSlot) -> None:
         for slab, rows in slot.places:
-            for piece in parked.pieces:
+            for piece in swapped.pieces:
                 if (piece.kind, piece.layers) == (slab.kind, slab.layers):
                     heads = piece.state.head.tolist()
                     mine = [row for row in rows if slab.state.head[row] in heads]
                     if mine:  # rows of one kind and layer may come from several slabs, and return to others
                         which = [heads.index(slab.state.head[row]) for row in mine]
                         slab.put_in(mine, piece.state, piece.tensors, which)
-        slot.tokens, slot.shift = parked.tokens, parked.shift
+        slot.tokens, slot.shift = swapped.tokens, swapped.shift
 
     def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
         if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
@@ -314,27 +314,27 @@ class SlotPool:
             slab.rebase(rows, back * inv_freq)
         slot.shift += back
 
-    def fill(self, slot: Slot, prompt: Prompt, selections: Sequence[Selection]) -> None:
+    def fill(self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection]) -> None:
         """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on."""
-        demand = slot.demand
+        slot_request = slot.slot_request
         counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
         if slot.reserved:
-            asked = [[self._row(demand, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
+            asked = [[self._row(slot_request, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
             slot.reserved = 0
             alike = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
             if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
                 claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
-        budget = budgets.resolve_budget(demand.spec, prompt.tokens)
+        budget = budgets.resolve_budget(slot_request.spec, prompt.tokens)
         pages = 0
-        if demand.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
+        if slot_request.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
             pages = budget // budgets.rocket_page(budget, prompt.tokens)
         for slab, rows in slot.places:
             window = self.shape.window(slab.layers[0])
-            spec = demand.in_layer(window)
+            spec = slot_request.in_layer(window)
             for row in rows:
                 kept = counts[slab.layers[0]][slab.state.head[row]]
-                _, limit = demand.row(kept, window)
+                _, limit = slot_request.row(kept, window)
                 slab.state.start(
                     row,
                     slab.kind,

@@ -25,7 +25,7 @@ class Removals:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class BlockTransfer:
     """Blocks on their way from one replica to another."""
 
     nbytes: int
@@ -112,7 +112,7 @@ class ReplicaCache:
         device, host, _ = found
         return device, max(device, host), max(found)
 
-    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
+    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> BlockTransfer:
         """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
 
         At most `most` bytes, but at least a block. With the last of them come tails that may be read; with `sums`, no
@@ -133,7 +133,7 @@ class ReplicaCache:
             nbytes += entry.size
             if count and nbytes > most:
                 end = first + count
-                return Parcel(nbytes - entry.size, end, True, [path[:end]])
+                return BlockTransfer(nbytes - entry.size, end, True, [path[:end]])
         chains = [path, *([*path[:end], entry] for end, entry in beside)]
         if sums:
             behind = {entry.key: [*path[:end], entry] for end, entry in beside}
@@ -141,9 +141,9 @@ class ReplicaCache:
             chains += [[*behind[key], entry] for _, key, entry in summed if key in behind]
             nbytes += sum(entry.size for _, key, entry in summed if key in behind)
         nbytes += sum(entry.size for _, entry in beside)
-        return Parcel(nbytes, len(path), False, [chain for chain in chains if chain])
+        return BlockTransfer(nbytes, len(path), False, [chain for chain in chains if chain])
 
-    def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
+    def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
         """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
         self.take_over(parcel.chains, now)
         for ledger in self._cache.tiers.ledgers:

@@ -23,7 +23,7 @@ from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.index import TIERS, Depths
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import Parcel, Removals
+from warmkv.simulator.cache.replica_cache import BlockTransfer, Removals
 
 Hashes = tuple[bytes, ...]
 Ints = NDArray[np.int64]
@@ -87,7 +87,7 @@ def _before(values: Ints, firsts: Ints) -> Ints:
 
 
 @dataclass(slots=True)
-class Place:
+class TierSpace:
     """A tier: how much is free, and what it holds."""
 
     free: int  # blocks
@@ -119,7 +119,7 @@ class RunCache:
     ) -> None:
         self._runs, self._ttl, self._stored, self._removals = runs, ttl, stored, removals
         self._places = [
-            Place(room, block_bytes, level, [0] * len(layout.lengths))
+            TierSpace(room, block_bytes, level, [0] * len(layout.lengths))
             for (room, block_bytes), level in zip(rooms, levels, strict=True)
         ]
         self._lengths, self._parents = layout.lengths, layout.parents
@@ -225,7 +225,7 @@ class RunCache:
         device, host, anywhere = self.depths(self._runs[record.id])
         return min(device, most), min(host, most), min(anywhere, most)
 
-    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> Parcel:
+    def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> BlockTransfer:
         """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
 
         At most `most` bytes, but at least a block.
@@ -240,11 +240,11 @@ class RunCache:
         for at in range(first, end):
             size = next(size for count, size in held if at < count)
             if at > first and nbytes + size > most:
-                return Parcel(nbytes, at, more=True)
+                return BlockTransfer(nbytes, at, more=True)
             nbytes += size
-        return Parcel(nbytes, end)
+        return BlockTransfer(nbytes, end)
 
-    def adopt(self, record: RequestRecord, parcel: Parcel, now: float) -> None:
+    def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
         """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
         runs, count = self._begun(self._runs[record.id], parcel.blocks)
         for tier in range(len(self._places)):
@@ -261,7 +261,7 @@ class RunCache:
             found += 1
         return runs[: found + 1], blocks
 
-    def _leading(self, place: Place, runs: Runs) -> int:
+    def _leading(self, place: TierSpace, runs: Runs) -> int:
         """Leading blocks of a chain that a tier holds."""
         held, lengths, count = place.held, self._lengths, 0
         for run in runs:
@@ -317,7 +317,7 @@ class RunCache:
                     self._keep(tier + 1, self._path(run), blocks)
         return whole
 
-    def _make_room(self, place: Place, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
+    def _make_room(self, place: TierSpace, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
         """Evict until so many blocks are free, or nothing else can go; notes runs with the blocks they had."""
         pinned, held, order, missing = place.pinned, place.held, place.order, blocks - place.free
         while missing > 0:
@@ -345,7 +345,7 @@ class RunCache:
             run = self._parents[run]
         return tuple(reversed(path))
 
-    def _shorten(self, place: Place, run: int, blocks: int) -> None:
+    def _shorten(self, place: TierSpace, run: int, blocks: int) -> None:
         place.held[run] -= blocks
         place.free += blocks
         place.untold -= blocks

@@ -155,7 +155,7 @@ class Cluster:
     def _began(self, job: Job) -> None:
         """The prompt is computed. Now the bill is made: whoever came before a prefix was there writes it, too."""
         gateway = self._gateways[job.gateway]
-        gateway.bookings.began(job.number)
+        gateway.in_flight.began(job.number)
         if job.resumptions:
             return
         self._fleet.transfers[job.replica].computed(job)
@@ -169,7 +169,7 @@ class Cluster:
 
     def _over(self, job: Job) -> None:
         gateway = self._gateways[job.gateway]
-        gateway.bookings.release(job.number)
+        gateway.in_flight.release(job.number)
         self._fleet.in_flight(-1)
         if job.shares:
             gateway.writers.left(job.key)

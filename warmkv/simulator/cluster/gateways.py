@@ -27,7 +27,7 @@ class Gateway:
 
     def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock=lambda: 0.0)
-        self.bookings = self._dispatcher.bookings
+        self.in_flight = self._dispatcher.in_flight
         self._warm, self._alone = warm, alone
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
         self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
@@ -48,13 +48,13 @@ class Gateway:
 
     def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
         """A replica took a job, and told how many requests it has, whoever sent them."""
-        self.bookings.book(job.number, replica)
+        self.in_flight.book(job.number, replica)
         if not self._alone:
             self._told[replica] = (now, in_flight)
 
     def drop(self, replica: str) -> None:
         """Forget a replica that is gone."""
-        self.bookings.drop(replica)
+        self.in_flight.drop(replica)
         self._told.pop(replica, None)
 
     def _queues(self, now: float) -> Mapping[str, int]:

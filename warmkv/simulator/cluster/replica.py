@@ -87,7 +87,7 @@ class Job:
 class Load:
     """Sequences that decode at one cost, in numbers that advance without touching them."""
 
-    roofs: Sequence[StepCost]  # of that cost
+    roofline_terms: Sequence[StepCost]  # of that cost
     batch: int = 0
     context: int = 0  # entries they hold
     growing: int = 0  # how many take one more entry per step
@@ -274,8 +274,8 @@ class Replica:
     def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
         """What the steps of a kind take, and its load: that of all kinds which decode at the same cost."""
         costs = self._times.of(kind)
-        alike = (load for _, load in self._kinds.values() if load.roofs == costs.decode.roofs)
-        found = self._kinds[kind] = (costs, next(alike, None) or Load(costs.decode.roofs))
+        alike = (load for _, load in self._kinds.values() if load.roofline_terms == costs.decode.roofline_terms)
+        found = self._kinds[kind] = (costs, next(alike, None) or Load(costs.decode.roofline_terms))
         return found
 
     def _hand_off(self, job: Job) -> None:
@@ -337,17 +337,17 @@ class Replica:
     def _lines(self) -> list[Line]:
         """Under each roof the seconds of the batch's next decode step, and what every further one takes more."""
         loads = self._loads
-        if len(loads) == 1 and len(loads[0].roofs) == 1:  # as below, in fewer steps, for what there mostly is
+        if len(loads) == 1 and len(loads[0].roofline_terms) == 1:  # as below, in fewer steps, for what there mostly is
             (load,) = loads
-            (cost,) = load.roofs
+            (cost,) = load.roofline_terms
             entry = cost.c + cost.d * load.batch
             first = cost.a + (cost.b * load.batch + entry * (load.context + load.growing))
             return [(first, entry * load.growing)]
         lines: list[Line] = []
-        for roof, _ in enumerate(loads[0].roofs):
+        for roof, _ in enumerate(loads[0].roofline_terms):
             empty = added = growth = 0.0
             for load in loads:  # `batch_seconds`, which this is, would take generators for every run
-                cost, batch = load.roofs[roof], load.batch
+                cost, batch = load.roofline_terms[roof], load.batch
                 entry = cost.c + cost.d * batch  # seconds for each entry of a slot
                 if cost.a > empty:
                     empty = cost.a
@@ -364,7 +364,7 @@ class Replica:
         """Seconds of the next whole chunks of a prompt; each reads all of the prompt up to its own end."""
         chunk = self._config.prefill_chunk
         end = job.computed + chunk
-        roofs = job.costs.prefill.roofs
+        roofs = job.costs.prefill.roofline_terms
         return run_seconds([(cost.seconds(chunk, end), (cost.c + cost.d * chunk) * chunk) for cost in roofs], count)
 
     def _last_chunk_seconds(self, job: Job, tokens: int) -> float:

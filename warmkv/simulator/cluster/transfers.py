@@ -15,7 +15,7 @@ import simpy
 
 from warmkv.config import TransferConfig
 from warmkv.policies.retention import Entry
-from warmkv.policies.transfer import Fetch, TransferTimes, heir
+from warmkv.policies.transfer import Fetch, TransferTimes, choose_successor
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, Replica
@@ -220,7 +220,7 @@ def hand_over(
         shares: dict[str, list[Part]] = {name: [] for name in names}
         for chain in chains:
             keys = [entry.key for entry in chain]
-            name, known = heir(keys, names, holders)
+            name, known = choose_successor(keys, names, holders)
             shares[name].append(Part(chain, known, len(chain)))
             for key in keys[known:]:
                 holders[key] = [*holders[key], name]

@@ -220,11 +220,11 @@ def _folders(out: Path | None, grid: Sequence[variants.Variant]) -> list[Path | 
         return [None] * len(grid)
     if missing := [name for name in ("pyarrow", "matplotlib") if find_spec(name) is None]:
         fail("replay", f"--out needs {' and '.join(missing)}; install with: pip install 'warmkv[eval]'")
-    from warmkv.simulator.reports.run_folder import FolderError, check
+    from warmkv.simulator.reports.run_folder import RunFolderError, check
 
     try:
         check(out)
-    except FolderError as error:
+    except RunFolderError as error:
         fail("replay", str(error))
     if len(grid) == 1:
         return [out]

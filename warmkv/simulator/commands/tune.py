@@ -96,7 +96,7 @@ def tune(
     set_ = [*machine(gpu, model), *set_]
     base = read_config(config, set_)
 
-    def configured(settings: dict[str, Any]) -> grids.Point:
+    def configured(settings: dict[str, Any]) -> grids.GridPoint:
         return grids.point(settings, lambda flags: load(config, flags=[*set_, *flags]))
 
     try:

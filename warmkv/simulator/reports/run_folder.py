@@ -47,18 +47,18 @@ REQUESTS = pa.schema(
 """One row for every request, in the order of the trace."""
 
 
-class FolderError(UserError):
+class RunFolderError(UserError):
     """A folder that a run cannot be written to; the message says why."""
 
 
 def check(folder: Path) -> None:
-    """Raises FolderError if there is something in the folder already."""
+    """Raises RunFolderError if there is something in the folder already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderError(f"{folder} is there and not empty; choose another --out")
+        raise RunFolderError(f"{folder} is there and not empty; choose another --out")
 
 
 def write(folder: Path, run: Run, meta: Mapping[str, Any], prices: Prices) -> None:
-    """Write a run, into a new folder or an empty one. Raises FolderError, and OSError as the disk does."""
+    """Write a run, into a new folder or an empty one. Raises RunFolderError, and OSError as the disk does."""
     check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     series = timeseries(run)

@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, NullLocator
 from warmkv.chart_style import COLOURS, MARKERS, STYLE
 from warmkv.report_page import svg
 from warmkv.simulator.studies.grid import label, shown
-from warmkv.simulator.studies.sweep import Row
+from warmkv.simulator.studies.sweep import SweepRow
 
 PANELS = ("hit_rate_tokens", "dollars", "ttft_p50", "ttft_p99", "tpot_p50", "e2e_p99")
 MOST_LINES = 10  # with more of them a legend says nothing: they are drawn alike, under their mean
@@ -35,9 +35,9 @@ def looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def against(rows: Sequence[Row], path: str, name: str) -> str:
+def against(rows: Sequence[SweepRow], path: str, name: str) -> str:
     """Six figures against what a setting is set to, a line for every choice of the others."""
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         if path in row.settings:
             lines.setdefault(label({other: v for other, v in row.settings.items() if other != path}), []).append(row)
@@ -64,7 +64,7 @@ def against(rows: Sequence[Row], path: str, name: str) -> str:
         return svg(figure, name)
 
 
-def pareto_front(rows: Sequence[Row], names: Sequence[str]) -> str:
+def pareto_front(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
     """A panel for each figure but the first, against the first. What is on the front is filled."""
     look = looks([row.policy for row in rows])
     first, *others = names
@@ -76,7 +76,7 @@ def pareto_front(rows: Sequence[Row], names: Sequence[str]) -> str:
         return svg(figure, "pareto")
 
 
-def against_quality(rows: Sequence[Row], names: Sequence[str]) -> str:
+def against_quality(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
     """A panel for each of the figures against measured quality, of the points whose quality is known."""
     rows = [row for row in rows if row.figures["quality"] is not None]
     look = looks([row.policy for row in rows])
@@ -88,7 +88,7 @@ def against_quality(rows: Sequence[Row], names: Sequence[str]) -> str:
         return svg(figure, "quality")
 
 
-def _scatter(ax: Axes, rows: Sequence[Row], x: str, y: str, look: Look) -> None:
+def _scatter(ax: Axes, rows: Sequence[SweepRow], x: str, y: str, look: Look) -> None:
     named: dict[tuple[float, float], list[str]] = {}
     for row in sorted(rows, key=lambda row: row.front):  # the front is drawn over the others
         here, there = row.figures.get(x), row.figures.get(y)
@@ -116,7 +116,7 @@ def _plot_mean(ax: Axes, points: Sequence[tuple[float, float]]) -> None:
     ax.plot(list(at), means, color=COLOURS[0], marker=MARKERS[0], markersize=4)
 
 
-def _places(rows: Sequence[Row], path: str) -> tuple[Callable[[Row], float], dict[float, str]]:
+def _places(rows: Sequence[SweepRow], path: str) -> tuple[Callable[[SweepRow], float], dict[float, str]]:
     """Where a row stands on the axis of a setting, and the ticks: its numbers, or one place after the other."""
     with_path = [row for row in rows if path in row.values]
     names = {row.values[path]: shown(row.settings[path]) for row in with_path}

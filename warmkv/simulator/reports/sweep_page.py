@@ -18,7 +18,7 @@ from rich.table import Table
 from warmkv.report_page import page
 from warmkv.simulator.reports import sweep_charts as charts
 from warmkv.simulator.studies.grid import short_names, shown
-from warmkv.simulator.studies.sweep import Row, names_of
+from warmkv.simulator.studies.sweep import SweepRow, names_of
 
 MOST_LINES = 40  # of the table in the terminal; with more points it shows those on the front
 COLUMNS = (
@@ -32,17 +32,17 @@ HEADS = {
 UNKNOWN = "unknown"
 
 
-def paths_of(rows: Sequence[Row]) -> list[str]:
+def paths_of(rows: Sequence[SweepRow]) -> list[str]:
     """Every path that a point sets, in the order of the grid."""
     return list(dict.fromkeys(path for row in rows for path in row.settings))
 
 
-def varied(rows: Sequence[Row]) -> list[str]:
+def varied(rows: Sequence[SweepRow]) -> list[str]:
     """Those that have more than one value."""
     return [path for path in paths_of(rows) if len({row.values.get(path) for row in rows}) > 1]
 
 
-def show(rows: Sequence[Row], front: Sequence[str], idle: Sequence[str], console: Console) -> None:
+def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], console: Console) -> None:
     """Print the table in the order of the grid; of many points only those on the front."""
     listed = rows if len(rows) <= MOST_LINES else [row for row in rows if row.front]
     paths = paths_of(rows)
@@ -66,7 +66,7 @@ def show(rows: Sequence[Row], front: Sequence[str], idle: Sequence[str], console
         console.print(f"made no difference: {path}", highlight=False, markup=False)
 
 
-def text(row: Row, name: str) -> str:
+def text(row: SweepRow, name: str) -> str:
     """A figure for people."""
     value = row.figures.get(name)
     if value is None:
@@ -82,7 +82,7 @@ def text(row: Row, name: str) -> str:
     return f"{value:,.0f}" if value >= 1e4 or value == int(value) else f"{value:.4g}"
 
 
-def write_parquet(rows: Sequence[Row], file: Path) -> None:
+def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
     """A row for every point; a setting is a column named by its path, a number where all points have numbers there."""
     columns: dict[str, Any] = {
         "number": pa.array([row.number for row in rows], pa.int32()),
@@ -102,7 +102,7 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
     os.replace(scratch, file)
 
 
-def render(meta: dict[str, Any], rows: Sequence[Row], front: Sequence[str], idle: Sequence[str]) -> str:
+def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str]) -> str:
     """The page: the front, cost against quality, every varied setting, all points."""
     trace = meta["trace"]
     parts = [
@@ -124,7 +124,7 @@ def render(meta: dict[str, Any], rows: Sequence[Row], front: Sequence[str], idle
     return page(f"warmkv sweep: {trace['file']}", parts)
 
 
-def _quality(rows: Sequence[Row], cost: str) -> list[str]:
+def _quality(rows: Sequence[SweepRow], cost: str) -> list[str]:
     unknown = sum(row.figures["quality"] is None for row in rows)
     if unknown == len(rows):
         return ["<p>Unknown: no measured results of these policies at these budgets were given (--quality).</p>"]
@@ -137,7 +137,7 @@ def _quality(rows: Sequence[Row], cost: str) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[SweepRow]) -> str:
     paths = paths_of(rows)
     names = names_of(rows)
     head = "".join(f"<th>{escape(name)}</th>" for name in ["#", *paths, *names])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from warmkv.faults import UserError
 from warmkv.policies.eviction import Order
-from warmkv.policies.retention import BlockLedger
+from warmkv.policies.retention import TierIndex
 from warmkv.simulator.cache.stack_distance import needs
 from warmkv.simulator.studies.quantities import Unit
 from warmkv.simulator.traces import Trace
@@ -136,10 +136,10 @@ def by_order(
     keys, lengths, bounds = trace.blocks.view("S8").tolist(), sizes.tolist(), trace.offsets.tolist()
     room = int(min(capacity, sizes.sum()))  # a ledger counts in whole numbers
     tokens = blocks = 0
-    owner, ledger = None, BlockLedger(room, order)
+    owner, ledger = None, TierIndex(room, order)
     for i, (now, mine) in enumerate(zip(trace.arrival.tolist(), owners.tolist(), strict=True)):
         if mine != owner:
-            owner, ledger = mine, BlockLedger(room, order)
+            owner, ledger = mine, TierIndex(room, order)
         start, end = bounds[i], bounds[i + 1]
         chain, held = keys[start:end], lengths[start:end]
         if len(set(chain)) < len(chain):  # no chain of hashes, and a ledger holds nothing else

@@ -24,7 +24,7 @@ class CompareError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """Settings as a tree, figures by name; None is unknown."""
 
     name: str
@@ -54,14 +54,14 @@ class Comparison:
         return asdict(self)
 
 
-def read(text: str) -> Run:
+def read(text: str) -> ComparedRun:
     """A run: its folder; a point of a sweep as `FOLDER:NUMBER`, or as its file in `points/`. Raises CompareError."""
     path = Path(text)
     if (path / "summary.json").is_file():
         meta = _tree(path / "meta.json") if (path / "meta.json").exists() else {}
         config = meta.pop("config", {})
         settings = {**meta, **config} if isinstance(config, dict) else meta
-        return Run(text, settings, _numbers(path / "summary.json", _tree(path / "summary.json")))
+        return ComparedRun(text, settings, _numbers(path / "summary.json", _tree(path / "summary.json")))
     if path.is_file():
         return _point(text, path)
     folder, number = (Path(match[1]), int(match[2])) if (match := _POINT.fullmatch(text)) else (path, 0)
@@ -73,10 +73,10 @@ def read(text: str) -> Run:
         raise CompareError(f"{text}: the sweep has points 1 to {len(points)}; write {folder}:1")
     chosen = points[number - 1]
     run = _point(text, folder / "points" / f"{chosen['key']}.json")
-    return Run(text, run.settings, _numbers(results, chosen["figures"]))
+    return ComparedRun(text, run.settings, _numbers(results, chosen["figures"]))
 
 
-def compare(a: Run, b: Run) -> Comparison:
+def compare(a: ComparedRun, b: ComparedRun) -> Comparison:
     """Effects are ordered by |ln(b / a)|, so that doubling counts as much as halving; from or to 0 counts most."""
     known_a = {name: value for name, value in a.figures.items() if value is not None}
     known_b = {name: value for name, value in b.figures.items() if value is not None}
@@ -101,12 +101,12 @@ def _size(a: float, b: float) -> float:
     return abs(math.log(b / a)) if a and b and (a < 0) == (b < 0) else math.inf
 
 
-def _point(name: str, file: Path) -> Run:
+def _point(name: str, file: Path) -> ComparedRun:
     tree = _tree(file)
     if not isinstance(tree.get("figures"), dict):
         raise CompareError(f"{file} is no point of a sweep")
     own = {key: value for key, value in tree.get("settings", {}).items() if "." not in key}  # ttl
-    return Run(name, {**tree.get("config", {}), **own}, _numbers(file, tree["figures"]))
+    return ComparedRun(name, {**tree.get("config", {}), **own}, _numbers(file, tree["figures"]))
 
 
 def _numbers(file: Path, tree: Mapping[str, Any]) -> dict[str, float | None]:

@@ -36,7 +36,7 @@ class GridError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class GridPoint:
     """One choice of settings. `ttl` in seconds; None leaves lifetimes as recorded and configured."""
 
     settings: Settings  # configuration path or `ttl`: the value as written
@@ -94,7 +94,7 @@ def axes(document: Mapping[str, Any]) -> dict[str, list[Any]]:
     return choices
 
 
-def point(settings: Settings, configure: Configure) -> Point:
+def point(settings: Settings, configure: Configure) -> GridPoint:
     """A point with its configuration, checked. Raises GridError, for an unknown path with the nearest known one."""
     roots = [*Config.model_fields, TTL]
     for path in settings:
@@ -108,7 +108,7 @@ def point(settings: Settings, configure: Configure) -> Point:
     flags = [f"{path}={yaml.safe_dump(value, default_flow_style=True)}" for path, value in settings.items()]
     try:
         ttl = _ttl(settings[TTL]) if TTL in settings else None
-        return Point(settings, configure([flag for flag in flags if not flag.startswith(f"{TTL}=")]), ttl)
+        return GridPoint(settings, configure([flag for flag in flags if not flag.startswith(f"{TTL}=")]), ttl)
     except (ConfigError, VariantError, quantities.QuantityError) as error:
         raise GridError(f"{label(settings)}: {error}") from None
 

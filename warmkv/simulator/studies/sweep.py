@@ -23,7 +23,7 @@ from warmkv.policies.costs import StepCost, StepTimes
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.studies import step_times, sweep_quality
 from warmkv.simulator.studies.figures import Figures, sense
-from warmkv.simulator.studies.grid import Point, digest
+from warmkv.simulator.studies.grid import GridPoint, digest
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.replay import recorded_policy, replay
 from warmkv.simulator.studies.summary import figures
@@ -39,7 +39,7 @@ ROOFLINE_SETTINGS = ("gpu", "roofline")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SweepTask:
     """A point as a worker gets it: no files are needed beside the trace."""
 
     key: str
@@ -49,12 +49,12 @@ class Task:
     times: StepTimes
 
 
-Runner = Callable[[Sequence[Task]], Iterator[tuple[Task, Figures]]]
+Runner = Callable[[Sequence[SweepTask]], Iterator[tuple[SweepTask, Figures]]]
 """Does tasks and yields each with its figures, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """A point and what came of it."""
 
     number: int  # from 1, in the order of the grid
@@ -87,7 +87,9 @@ def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dic
     }
 
 
-def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times, as_recorded: bool) -> list[Task]:
+def tasks_of(
+    points: Sequence[GridPoint], trace: Trace, base: Config, source: Times, as_recorded: bool
+) -> list[SweepTask]:
     """A task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
@@ -106,7 +108,7 @@ def tasks_of(points: Sequence[Point], trace: Trace, base: Config, source: Times,
             known[chosen], _ = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
         key = digest(point.settings, *([_own_times(point.config)] if own else []))
         variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
-        tasks.append(Task(key, point.label, point.config, variant, known[chosen]))
+        tasks.append(SweepTask(key, point.label, point.config, variant, known[chosen]))
     return tasks
 
 
@@ -127,7 +129,7 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
 # --- doing it ---------------------------------------------------------------------------------------------------
 
 
-def run_task(requests: Requests, task: Task) -> Figures:
+def run_task(requests: Requests, task: SweepTask) -> Figures:
     """Raises SweepError with the point that cannot be replayed."""
     try:
         (result,) = replay(
@@ -151,7 +153,7 @@ def processes(trace: Trace, base: Config, workers: int) -> Iterator[Runner]:
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
     source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, base.model_dump_json())
 
-    def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, Figures]]:
+    def run(tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Figures]]:
         try:
             running = {pool.submit(_run_in_worker, *source, task): task for task in tasks}
             for done in as_completed(running):
@@ -165,7 +167,7 @@ def processes(trace: Trace, base: Config, workers: int) -> Iterator[Runner]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_in_worker(source: Source, sha256: str, base: str, task: Task) -> Figures:
+def _run_in_worker(source: Source, sha256: str, base: str, task: SweepTask) -> Figures:
     return run_task(_requests(source, sha256, base), task)
 
 
@@ -179,8 +181,8 @@ def _requests(source: Source, sha256: str, base: str) -> Requests:
 
 
 def sweep(
-    points: Sequence[Point],
-    tasks: Sequence[Task],
+    points: Sequence[GridPoint],
+    tasks: Sequence[SweepTask],
     folder: SweepFolder,
     runner: Runner,
     progress: Callable[[int], None] = lambda done: None,
@@ -213,12 +215,12 @@ def prompt_lengths(requests: Requests) -> Counter[int]:
 
 
 def rows_of(
-    points: Sequence[Point],
-    tasks: Sequence[Task],
+    points: Sequence[GridPoint],
+    tasks: Sequence[SweepTask],
     results: Sequence[Figures],
     quality: Quality,
     prompts: Mapping[int, int],
-) -> list[Row]:
+) -> list[SweepRow]:
     """The table of a sweep, with the quality of each point's policy; None where it was not measured."""
     rows = []
     for number, (point, task, result) in enumerate(zip(points, tasks, results, strict=True), start=1):
@@ -226,7 +228,7 @@ def rows_of(
         kept = None if policy is None else sweep_quality.retention(quality, policy, prompts)
         values = {path: point.value(path) for path in point.settings}
         found: dict[str, float | None] = {**result, "quality": kept}
-        rows.append(Row(number, task.key, point.settings, values, task.variant.label, found))
+        rows.append(SweepRow(number, task.key, point.settings, values, task.variant.label, found))
     return rows
 
 
@@ -236,7 +238,7 @@ def known_figures(configs: Iterable[Config]) -> list[str]:
     return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
 
 
-def names_of(rows: Iterable[Row]) -> list[str]:
+def names_of(rows: Iterable[SweepRow]) -> list[str]:
     """The names of the figures that any row has."""
     return list(dict.fromkeys(name for row in rows for name in row.figures))
 
@@ -254,18 +256,18 @@ def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
             raise SweepError(f"--front {name}: neither more nor less of it is better")
 
 
-def with_front(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+def with_front(rows: Sequence[SweepRow], names: Sequence[str]) -> list[SweepRow]:
     """The rows, each told whether it is on the Pareto front of these figures."""
     on = front([[row.figures.get(name) for name in names] for row in rows], [sense(name) for name in names])
     return [replace(row, front=one) for row, one in zip(rows, on, strict=True)]
 
 
-def without_effect(rows: Sequence[Row]) -> list[str]:
+def without_effect(rows: Sequence[SweepRow]) -> list[str]:
     """Paths that vary between points which are otherwise alike, and never change a figure by that."""
     paths = dict.fromkeys(path for row in rows for path in row.settings)
     idle = []
     for path in paths:
-        groups: dict[str, list[Row]] = {}
+        groups: dict[str, list[SweepRow]] = {}
         for row in rows:
             if path not in row.settings:
                 continue

@@ -12,7 +12,7 @@ from ray.util import ActorPool
 
 from warmkv.faults import UserError
 from warmkv.simulator.studies.figures import Figures
-from warmkv.simulator.studies.sweep import Runner, Task, run_task
+from warmkv.simulator.studies.sweep import Runner, SweepTask, run_task
 from warmkv.simulator.studies.sweep_folder import SweepError
 from warmkv.simulator.workload.requests import Requests
 
@@ -25,7 +25,7 @@ class Worker:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def run(self, number: int, task: Task) -> tuple[int, Figures]:
+    def run(self, number: int, task: SweepTask) -> tuple[int, Figures]:
         return number, run_task(self._requests, task)
 
 
@@ -45,7 +45,7 @@ def on_ray(requests: Requests, workers: int) -> Iterator[Runner]:
     actor = ray.remote(num_cpus=1)(Worker)
     actors = [actor.remote(shared) for _ in range(min(workers, free))]
 
-    def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, Figures]]:
+    def run(tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Figures]]:
         try:
             submit = lambda one, item: one.run.remote(*item)  # noqa: E731
             for number, result in ActorPool(actors).map_unordered(submit, list(enumerate(tasks))):

@@ -18,14 +18,14 @@ from tests.unit.replicas.slow_methods import rotation
 from warmkv.policies.budgets import in_force, kept_tokens, slot_limit
 from warmkv.policies.compression import build
 from warmkv.policies.compression.base import Selection
-from warmkv.policies.compression.prompt import Prompt, add_column_sums
+from warmkv.policies.compression.prefill_state import PrefillState, add_column_sums
 from warmkv.policies.compression.scoring import best, pool_positions
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.attention import attend_rows
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Demand, Slot, SlotPool
+from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest
 
 DIM = 8
 UNITS = torch.eye(DIM)
@@ -44,11 +44,11 @@ def handed_over(policy: str, keys: Tensor, received: list[float]) -> tuple[SlotP
     tokens = len(keys)
     spec = in_force(PolicySpec.model_validate(policy), tokens, 10)
     pool = SlotPool(KVShape(1, 1, DIM, 4), torch.float32, torch.device("cpu"))
-    slot = pool.claim(Demand(spec, tokens, 10), 1 << 30)
+    slot = pool.claim(SlotRequest(spec, tokens, 10), 1 << 30)
     assert slot is not None
     values = UNITS[None, None, :tokens]
     selection = Selection(torch.arange(tokens)[None], torch.tensor([received]))
-    pool.fill(slot, Prompt(keys[None, None], values, q_heads=1), [selection])
+    pool.fill(slot, PrefillState(keys[None, None], values, q_heads=1), [selection])
     return pool, slot
 
 
@@ -170,7 +170,7 @@ def test_greedy_choice_covers_most_attention_and_more_than_its_bound_promises():
 # --- SnapKV: section 5.2, math entry 3, algorithm 2
 
 
-def prompt_with(votes: list[float], window: int) -> Prompt:
+def prompt_with(votes: list[float], window: int) -> PrefillState:
     """A prompt whose last `window` queries give these votes to the tokens before them.
 
     Keys are unit vectors, so a query is the logarithm of its attention. A query of a head has 1 to give and the
@@ -183,7 +183,7 @@ def prompt_with(votes: list[float], window: int) -> Prompt:
     queries = torch.zeros(1, 2, tokens, tokens)
     queries[:, :, -window:] = attention.log()
     keys = torch.eye(tokens)[None, None]
-    prompt = Prompt(torch.empty(1, *keys.shape[1:]), torch.empty(1, *keys.shape[1:]), q_heads=2, observed=window)
+    prompt = PrefillState(torch.empty(1, *keys.shape[1:]), torch.empty(1, *keys.shape[1:]), q_heads=2, observed=window)
     prompt.begin_chunk(tokens)
     prompt.attend(0, queries, keys, keys, 1.0)
     prompt.end_chunk()
@@ -286,7 +286,7 @@ def test_streaming_trace_with_2_sinks_and_3_recent_over_7_tokens():
 
 
 def test_streaming_hands_over_the_sinks_and_the_recent_tokens_of_a_longer_prompt():
-    prompt = Prompt(torch.zeros(1, 1, 6, DIM), torch.zeros(1, 1, 6, DIM), q_heads=1)
+    prompt = PrefillState(torch.zeros(1, 1, 6, DIM), torch.zeros(1, 1, 6, DIM), q_heads=1)
     (selection,) = build("streaming_llm@5:sinks=2").select(prompt)
     assert selection.positions.tolist() == [[0, 1, 3, 4, 5]]
 

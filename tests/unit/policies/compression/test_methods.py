@@ -13,7 +13,7 @@ from tests.unit.replicas import slow_methods
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.adakv import safeguarded
-from warmkv.policies.compression.prompt import Prompt, TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policy_spec import PolicySpec
 
 LAYERS, HEAD_DIM = 3, 8
@@ -75,7 +75,7 @@ SPECS = [
 
 def computed(
     seed: int, tokens: int, kv_heads: int, group: int, spec: PolicySpec, chunk: int
-) -> tuple[Prompt, Any, Any]:
+) -> tuple[PrefillState, Any, Any]:
     """A prompt of random queries, keys and values, the same for the slow definitions, and its token classes."""
     random = torch.Generator().manual_seed(seed)
 
@@ -86,7 +86,7 @@ def computed(
     ids = torch.randint(0, 20, (tokens,), generator=random).tolist()
     vocabulary = torch.arange(20)
     classes = TokenClasses(vocabulary < 1, (vocabulary > 0) & (vocabulary < 4), vocabulary == 5)
-    prompt = Prompt(
+    prompt = PrefillState(
         torch.empty_like(keys),
         torch.empty_like(values),
         q_heads=kv_heads * group,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.retention import BlockLedger
+from warmkv.policies.retention import TierIndex
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import BlockStore, Identity, WarmPrefix
@@ -251,7 +251,7 @@ class Harness:
             assert all(entry.pins == (entry.key in store._packed_keys) for entry in each._entries.values())
 
 
-def check_ledger(ledger: BlockLedger) -> None:
+def check_ledger(ledger: TierIndex) -> None:
     """What a ledger keeps beside its entries follows from them."""
     entries = ledger._entries.values()
     assert ledger.bytes == sum(entry.size for entry in entries)

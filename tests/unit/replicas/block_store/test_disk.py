@@ -14,7 +14,7 @@ import torch
 from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, ByHand, Harness, Prompt
 from warmkv.config import PrefixCacheConfig
 from warmkv.replicas.block_store import BlockStore, disk
-from warmkv.replicas.block_store.disk import BlockFileError, Folder, FolderError, Header
+from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header
 from warmkv.replicas.block_store.formats import Packed, pack
 
 KEY = bytes(range(16))
@@ -124,7 +124,7 @@ def test_folders_of_others_are_left_alone_and_reported(tmp_path, caplog):
     assert folder.file(KEY).exists()
     for wrong in ([], {"format": 2}):
         (tmp_path / "0" / "manifest.json").write_text(json.dumps(wrong))
-        with pytest.raises(FolderError, match="format 1"):
+        with pytest.raises(DiskTierError, match="format 1"):
             folder.check()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, Prompt
 from warmkv.config import PrefixCacheConfig
 from warmkv.replicas.block_store import BlockStore
-from warmkv.replicas.block_store.exchange import ParcelError, lend, seal, take, unseal
+from warmkv.replicas.block_store.exchange import PayloadError, lend, seal, take, unseal
 
 LIVES = {"5m": 30.0, "1h": 200.0}
 
@@ -128,7 +128,7 @@ def test_a_format_arrives_as_it_is(storage):
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(here.parts, there.parts, strict=True)
         )
     assert other.tier_bytes == donor.tier_bytes
-    with pytest.raises(ParcelError, match=f"as {storage}"):  # a replica that keeps all as computed stays that way
+    with pytest.raises(PayloadError, match=f"as {storage}"):  # a replica that keeps all as computed stays that way
         unseal(seal(lent[0]), identity, ("model", plain.places[0].tier.storage))
 
 
@@ -237,7 +237,7 @@ def test_a_header_that_does_not_fit_is_refused(wrong):
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
     parcel = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
-    with pytest.raises(ParcelError):
+    with pytest.raises(PayloadError):
         unseal(replace(parcel, header=replace(parcel.header, **wrong)), IDENTITY, ("model",))
 
 
@@ -253,10 +253,10 @@ def test_bytes_that_do_not_fit_are_refused():
         replace(parcel, shapes=((2, 2, 1, 4, 5),)),
         replace(parcel, dtypes=("float16",)),
     ):
-        with pytest.raises((ParcelError, ValueError)):
+        with pytest.raises((PayloadError, ValueError)):
             unseal(wrong, IDENTITY, ("model",))
     other = replace(IDENTITY, head_dim=8)
-    with pytest.raises(ParcelError):
+    with pytest.raises(PayloadError):
         unseal(parcel, other, ("model",))
 
 

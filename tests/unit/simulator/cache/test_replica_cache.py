@@ -128,15 +128,15 @@ def test_what_is_fetched_lives_its_ttl_from_its_arrival_and_a_mark_what_was_left
 
 
 def test_what_is_handed_over_lives_what_was_left_of_its_life():
-    donor, heir = cache()[0], cache()[0]
+    donor, choose_successor = cache()[0], cache()[0]
     request = record(0, PROMPT[:8])
     use(donor, request, 0.0)
     chains = donor.hottest(1 << 20, 290.0)
-    heir.take_over(chains, 295.0)
-    heir.expire(304.0)
-    assert heir.leading(request, 2, 304.0) == (2, 2, 2)
-    heir.expire(305.0)
-    assert heir.leading(request, 2, 305.0) == (0, 0, 0)
+    choose_successor.take_over(chains, 295.0)
+    choose_successor.expire(304.0)
+    assert choose_successor.leading(request, 2, 304.0) == (2, 2, 2)
+    choose_successor.expire(305.0)
+    assert choose_successor.leading(request, 2, 305.0) == (0, 0, 0)
 
 
 def test_pieces_of_a_parcel_are_blocks_in_order():

@@ -19,7 +19,7 @@ def gateway(settings, alone):
 
 def ranks(gateway, job, now):
     order, _ = gateway.choose(job, REPLICAS, now)
-    gateway.bookings.release(job.number)
+    gateway.in_flight.release(job.number)
     return list(order)
 
 
@@ -33,10 +33,10 @@ def test_a_gateway_counts_its_own_requests_and_for_a_while_those_of_others():
     assert ranks(one, job, TOLD_SECONDS)[-1] == "b"
     later = TOLD_SECONDS + 0.5
     assert ranks(one, job, later)[0] == "c"
-    one.bookings.release(sent[0].number)
+    one.in_flight.release(sent[0].number)
     assert ranks(one, job, later)[-1] == "b"
     one.drop("b")
-    one.bookings.release(sent[1].number)  # of a replica that is gone: nothing is counted
+    one.in_flight.release(sent[1].number)  # of a replica that is gone: nothing is counted
     one.sent(sent[2], "c", 1, later)
     assert ranks(one, job, later)[-1] == "c"
 

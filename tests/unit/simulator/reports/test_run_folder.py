@@ -175,6 +175,6 @@ def test_an_empty_run_is_written_too(tmp_path):
 
 def test_nothing_is_overwritten(folder, done):
     before = (folder / "summary.json").read_bytes()
-    with pytest.raises(run_folder.FolderError, match="not empty; choose another --out"):
+    with pytest.raises(run_folder.RunFolderError, match="not empty; choose another --out"):
         run_folder.write(folder, done, meta(SETTINGS), SETTINGS.prices)
     assert (folder / "summary.json").read_bytes() == before

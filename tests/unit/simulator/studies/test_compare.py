@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import load
-from warmkv.simulator.studies.compare import CompareError, Run, compare, read
+from warmkv.simulator.studies.compare import ComparedRun, CompareError, compare, read
 
 FIGURES = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.just(0.0) | st.none()
 
@@ -24,8 +24,12 @@ def folder(path, figures, meta=None):
 
 
 def test_effects_come_largest_first_and_say_which_way_is_better():
-    a = Run("a", {}, {"dollars": 10.0, "hit_rate_tokens": 0.2, "ttft_p99": 1.0, "evictions": 0.0, "requests": 5.0})
-    b = Run("b", {}, {"dollars": 9.0, "hit_rate_tokens": 0.5, "ttft_p99": 0.5, "evictions": 7.0, "requests": 6.0})
+    a = ComparedRun(
+        "a", {}, {"dollars": 10.0, "hit_rate_tokens": 0.2, "ttft_p99": 1.0, "evictions": 0.0, "requests": 5.0}
+    )
+    b = ComparedRun(
+        "b", {}, {"dollars": 9.0, "hit_rate_tokens": 0.5, "ttft_p99": 0.5, "evictions": 7.0, "requests": 6.0}
+    )
     found = compare(a, b).effects
     assert [(effect.name, effect.better) for effect in found] == [
         ("evictions", False),
@@ -42,8 +46,8 @@ def test_effects_come_largest_first_and_say_which_way_is_better():
     st.dictionaries(st.sampled_from("abcde"), FIGURES),
 )
 def test_both_ways_tell_the_same(a, b):
-    there = compare(Run("a", {}, a), Run("b", {}, b))
-    back = compare(Run("b", {}, b), Run("a", {}, a))
+    there = compare(ComparedRun("a", {}, a), ComparedRun("b", {}, b))
+    back = compare(ComparedRun("b", {}, b), ComparedRun("a", {}, a))
     assert (there.only_a, there.only_b) == (back.only_b, back.only_a)
     mirrored = {effect.name: (effect.b, effect.a, effect.better) for effect in back.effects}
     for effect in there.effects:
@@ -57,7 +61,9 @@ def test_both_ways_tell_the_same(a, b):
 
 
 def test_what_only_one_run_knows_is_told_apart():
-    result = compare(Run("a", {}, {"quality": None, "x": 1.0}), Run("b", {}, {"quality": 0.9, "y": 1.0}))
+    result = compare(
+        ComparedRun("a", {}, {"quality": None, "x": 1.0}), ComparedRun("b", {}, {"quality": 0.9, "y": 1.0})
+    )
     assert (result.effects, result.only_a, result.only_b) == ([], ["x"], ["quality", "y"])
 
 

@@ -14,14 +14,14 @@ from warmkv.config import Config
 from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.tenants import Tenant
-from warmkv.policies.rate_limit import Admission, Quota, RateLimiter, RateLimitError
+from warmkv.policies.rate_limit import LimitedRequest, Quota, RateLimiter, RateLimitError
 
 
 class Lease:
     """A request that counts towards its tenant's limits until the middleware ends it, however it ends."""
 
     def __init__(
-        self, tenant: Tenant, admission: Admission, clock: Callable[[], float], wall_clock: Callable[[], float]
+        self, tenant: Tenant, admission: LimitedRequest, clock: Callable[[], float], wall_clock: Callable[[], float]
     ) -> None:
         self.tenant = tenant
         self._admission, self._clock, self._wall_clock = admission, clock, wall_clock
@@ -76,7 +76,7 @@ def _openai(kind: str, quota: Quota) -> list[tuple[str, str]]:
     return [(f"x-ratelimit-{name}-{kind}", str(value)) for name, value in values.items()]
 
 
-class Limits:
+class TenantLimits:
     """The limits of all tenants in one gateway."""
 
     def __init__(self, config: Config, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.prompt import Block, Turn, to_json
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, to_json
 from warmkv.platform.gateway.apis.schema import Body, Items
 
 NAME = r"^[a-zA-Z0-9_-]{1,128}$"
@@ -218,7 +218,7 @@ def turns(
     _check_results(messages)
     found = []
     if tools:
-        found.append(Turn("tools", tuple(Block(tool.definition, tool.ttl(default_ttl)) for tool in tools)))
+        found.append(Turn("tools", tuple(ContentBlock(tool.definition, tool.ttl(default_ttl)) for tool in tools)))
     if system:
         found.append(Turn("system", _texts(system, default_ttl)))
     for message in messages:
@@ -246,37 +246,37 @@ def mark_last(turns: Sequence[Turn], ttl: str) -> list[Turn]:
 
 def _user_turns(message: UserMessage, default_ttl: str) -> Iterator[Turn]:
     if isinstance(message.content, str):
-        yield Turn("user", (Block(message.content),))
+        yield Turn("user", (ContentBlock(message.content),))
         return
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     if results != message.content[: len(results)]:
         raise invalid("content: tool_result blocks must come before other content")
     for result in results:
-        yield Turn("tool", (Block(result.text, result.ttl(default_ttl)),))
+        yield Turn("tool", (ContentBlock(result.text, result.ttl(default_ttl)),))
     rest = [block for block in message.content[len(results) :] if isinstance(block, TextBlock | DocumentBlock)]
     if rest or not results:
         yield Turn("user", _texts(rest, default_ttl))
 
 
-def _said(message: AssistantMessage, default_ttl: str) -> tuple[Block, ...]:
+def _said(message: AssistantMessage, default_ttl: str) -> tuple[ContentBlock, ...]:
     if isinstance(message.content, str):
-        return (Block(message.content),)
+        return (ContentBlock(message.content),)
     blocks = []
     for block in message.content:
         if isinstance(block, TextBlock):
-            blocks.append(Block(block.text, block.ttl(default_ttl)))
+            blocks.append(ContentBlock(block.text, block.ttl(default_ttl)))
         elif isinstance(block, ToolUseBlock):
-            blocks.append(Block(to_json(block.input), block.ttl(default_ttl), call=block.name))
+            blocks.append(ContentBlock(to_json(block.input), block.ttl(default_ttl), call=block.name))
     return _at_least_one(blocks)
 
 
-def _texts(content: str | Sequence[TextBlock | DocumentBlock], default_ttl: str) -> tuple[Block, ...]:
+def _texts(content: str | Sequence[TextBlock | DocumentBlock], default_ttl: str) -> tuple[ContentBlock, ...]:
     if isinstance(content, str):
-        return (Block(content),)
-    return _at_least_one([Block(block.text, block.ttl(default_ttl)) for block in content])
+        return (ContentBlock(content),)
+    return _at_least_one([ContentBlock(block.text, block.ttl(default_ttl)) for block in content])
 
 
-def _at_least_one(blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _at_least_one(blocks: Sequence[ContentBlock]) -> tuple[ContentBlock, ...]:
     if not blocks:
         raise invalid("content: a message needs at least one content block, thinking aside")
     return tuple(blocks)

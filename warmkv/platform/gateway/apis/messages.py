@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from warmkv.platform.gateway.admission import Admission
+from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import content
 from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.content import CacheControl, Message, TextBlock, Tool, ToolChoice
@@ -117,7 +117,7 @@ async def respond(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def stream(admission: Admission) -> AsyncGenerator[str]:
+async def stream(admission: SubmittedRequest) -> AsyncGenerator[str]:
     """The answer as server-sent events. A fault from the admission on is an `error` event."""
     try:
         async with aclosing(admission):

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from warmkv.platform.gateway.admission import Admission
+from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import invalid, openai_body
-from warmkv.platform.gateway.apis.prompt import Block, Turn
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
@@ -128,7 +128,7 @@ def turns(body: ChatRequest) -> list[Turn]:
         if not parts:
             raise invalid("messages: a message needs content")
         role = "system" if message.role == "developer" else message.role
-        found.append(Turn(role, tuple(Block(text) for text in parts)))
+        found.append(Turn(role, tuple(ContentBlock(text) for text in parts)))
     return found
 
 
@@ -149,7 +149,7 @@ async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
 
 
-async def stream(admission: Admission, chat: bool, include_usage: bool) -> AsyncGenerator[str]:
+async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool) -> AsyncGenerator[str]:
     """The answer as server-sent events, ended by [DONE]. A fault from the admission on is an `error` object."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> str:

@@ -20,7 +20,7 @@ Role = Literal["tools", "system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ContentBlock:
     """A content block: its text, and the TTL name if it is marked with cache_control.
 
     In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON.
@@ -36,7 +36,7 @@ class Turn:
     """A message: who speaks, and its content blocks. The tools come first, as a turn of their own."""
 
     role: Role
-    blocks: tuple[Block, ...]
+    blocks: tuple[ContentBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ def _tokenize(tokenizer: Any, pieces: Sequence[_Piece]) -> list[list[int]]:
     return found
 
 
-def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, Block]]:
+def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, ContentBlock]]:
     return [(turn, block) for turn in turns for block in turn.blocks]
 
 
-def _is_json(turn: Turn, block: Block) -> bool:
+def _is_json(turn: Turn, block: ContentBlock) -> bool:
     """Return True where the template shows a block as JSON, rather than as a message's text."""
     return turn.role == "tools" or block.call is not None
 
@@ -183,7 +183,7 @@ def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[t
     return places
 
 
-def _forms(turn: Turn, block: Block) -> list[str]:
+def _forms(turn: Turn, block: ContentBlock) -> list[str]:
     """Return the forms in which templates write a call's arguments, or a tool: whole, or what is under `function`."""
     value = json.loads(block.text)
     parts = (value, value["function"]) if turn.role == "tools" else (value,)

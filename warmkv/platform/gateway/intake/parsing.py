@@ -10,7 +10,7 @@ from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
-from warmkv.platform.gateway.service import Policy, Service
+from warmkv.platform.gateway.service import LiveConfig, Service
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
@@ -27,7 +27,7 @@ class Parsing:
         self._gateway = service.config.gateway
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
 
-    def message(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def message(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
         body = parse(data, messages.MessagesRequest, self._gateway.intake)
         self._service.check_model(body.model)
@@ -37,19 +37,19 @@ class Parsing:
         choice = body.tool_choice.type if body.tool_choice else "auto"
         return ParsedRequest(self._prompt(policy, body, tokenizer), sampling, body.warmkv, body.stream, choice)
 
-    def count(self, policy: Policy, data: bytes, tokenizer: Any) -> int:
+    def count(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> int:
         """Parse a body of /v1/messages/count_tokens and count its tokens."""
         body = parse(data, messages.CountRequest, self._gateway.intake)
         self._service.check_model(body.model)
         return len(self._prompt(policy, body, tokenizer).tokens)
 
-    def chat(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def chat(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
         body = parse(data, openai.ChatRequest, self._gateway.intake)
         self._service.check_model(body.model)
         return self._completion(body, self._rendered(tokenizer, openai.turns(body)))
 
-    def completion(self, policy: Policy, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def completion(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/completions."""
         body = parse(data, openai.CompletionRequest, self._gateway.intake)
         self._service.check_model(body.model)
@@ -61,7 +61,7 @@ class Parsing:
         usage = body.stream_options is not None and body.stream_options.include_usage
         return ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage)
 
-    def _prompt(self, policy: Policy, body: messages.CountRequest, tokenizer: Any) -> Prompt:
+    def _prompt(self, policy: LiveConfig, body: messages.CountRequest, tokenizer: Any) -> Prompt:
         cache = policy.config.prefix_cache
         turns = messages.turns(body, cache.default_ttl)
         self._service.check_marks([block.ttl for turn in turns for block in turn.blocks], cache)

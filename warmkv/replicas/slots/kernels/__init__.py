@@ -41,7 +41,7 @@ def attend(
     keys: Parts,
     values: Parts,
     lengths: Tensor,
-    beside: tuple[Tensor, Tensor, Tensor] | None,
+    uncompressed_tail: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     *,
     received: Tensor | None = None,
@@ -50,16 +50,16 @@ def attend(
     """q [n, group, d] against entries as they are stored; returns the shape of q, zeros where a row sees nothing.
 
     keys, values: parts [n, packed / group, ...] of the codec, of which row i sees the first `lengths`[i] entries;
-    `beside`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may be views
-    whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed over the
-    query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row is not
-    contiguous.
+    `uncompressed_tail`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may
+    be views whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed
+    over the query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row
+    is not contiguous.
 
     Source: Flash-Decoding (Dao et al., 2023) for the splits, FlashAttention (arXiv 2205.14135) for the online softmax.
     """
     from warmkv.replicas.slots.kernels import launch
 
-    return launch.attend(query, codec, keys, values, lengths, beside, scale, received=received, adds=adds)
+    return launch.attend(query, codec, keys, values, lengths, uncompressed_tail, scale, received=received, adds=adds)
 
 
 def attend_pages(

@@ -18,17 +18,18 @@ def attend_split(
     values, value_zeros, value_steps, value_row, value_zeros_row, value_steps_row,
     levels, lengths, capacity,
     pages, page_counts, page, most_pages,
-    beside_keys, beside_values, beside_mask, beside_keys_row, beside_values_row, beside_mask_row, beside_count,
+    uncompressed_keys, uncompressed_values, uncompressed_mask,
+    uncompressed_keys_row, uncompressed_values_row, uncompressed_mask_row, uncompressed_count,
     scale,
     out, peaks, totals, logits,
     STORAGE: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BESIDE_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, PAGED: tl.constexpr, BESIDE: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
+    D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, PAGED: tl.constexpr, UNCOMPRESSED: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, splits). WHOLE: there is one split, and `out` is the result [n, G, d] rather than a part of it.
 
     out float32 [n, splits, G, d]: sums of values, not yet divided; peaks, totals [n, splits, G]: the largest logit and
-    the sum of powers above it; logits [n, G, capacity + beside_count], all in powers of two.
+    the sum of powers above it; logits [n, G, capacity + uncompressed_count], all in powers of two.
     """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heads, channels = tl.arange(0, M), tl.arange(0, D)
@@ -50,7 +51,7 @@ def attend_split(
     key_steps += row * key_steps_row
     value_zeros += row * value_zeros_row
     value_steps += row * value_steps_row
-    logits += row * G * (capacity + beside_count)
+    logits += row * G * (capacity + uncompressed_count)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
@@ -66,23 +67,23 @@ def attend_split(
         k, v = k.to(wide.dtype), v.to(wide.dtype)
         scores = _scores(wide, k, seen, scale, PRECISION)
         if LOGITS:
-            at = heads[:, None] * (capacity + beside_count) + entries[None, :]
+            at = heads[:, None] * (capacity + uncompressed_count) + entries[None, :]
             tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :])
         peak, total, acc = _add(peak, total, acc, scores, v, PRECISION)
 
-    if BESIDE:
-        beside_keys += row * beside_keys_row
-        beside_values += row * beside_values_row
-        mine = tl.where(split == splits - 1, beside_count, 0)
-        for start in tl.range(0, mine, BESIDE_BLOCK):
-            entries = start + tl.arange(0, BESIDE_BLOCK)
-            seen = entries < beside_count
-            seen &= tl.load(beside_mask + row * beside_mask_row + entries, mask=seen, other=0) != 0
-            k = load_rows(beside_keys, entries, seen, D, HEAD_DIM).to(q.dtype)
-            v = load_rows(beside_values, entries, seen, D, HEAD_DIM).to(q.dtype)
+    if UNCOMPRESSED:
+        uncompressed_keys += row * uncompressed_keys_row
+        uncompressed_values += row * uncompressed_values_row
+        mine = tl.where(split == splits - 1, uncompressed_count, 0)
+        for start in tl.range(0, mine, UNCOMPRESSED_BLOCK):
+            entries = start + tl.arange(0, UNCOMPRESSED_BLOCK)
+            seen = entries < uncompressed_count
+            seen &= tl.load(uncompressed_mask + row * uncompressed_mask_row + entries, mask=seen, other=0) != 0
+            k = load_rows(uncompressed_keys, entries, seen, D, HEAD_DIM).to(q.dtype)
+            v = load_rows(uncompressed_values, entries, seen, D, HEAD_DIM).to(q.dtype)
             scores = _scores(q, k, seen, scale, PRECISION)
             if LOGITS:
-                at = heads[:, None] * (capacity + beside_count) + capacity + entries[None, :]
+                at = heads[:, None] * (capacity + uncompressed_count) + capacity + entries[None, :]
                 tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :])
             peak, total, acc = _add(peak, total, acc, scores, v, PRECISION)
 
@@ -137,10 +138,10 @@ def combine(
 
 @triton.jit
 def sum_received(
-    logits, peaks, totals, lengths, beside_mask, beside_mask_row, received, received_row,
-    capacity, beside_count, splits,
+    logits, peaks, totals, lengths, uncompressed_mask, uncompressed_mask_row, received, received_row,
+    capacity, uncompressed_count, splits,
     G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
-    BESIDE: tl.constexpr, ADDS: tl.constexpr,
+    UNCOMPRESSED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of entries): the attention that each entry received, over all query heads of the group."""
     row = tl.program_id(0).to(tl.int64)
@@ -151,12 +152,12 @@ def sum_received(
     base = _base(tl.max(peak, 1))
     total = tl.sum(tl.load(totals + at, mask=inside, other=0.0) * tl.exp2(peak - base[:, None]), 1)
 
-    count = capacity + beside_count
+    count = capacity + uncompressed_count
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seen = entries < tl.minimum(tl.load(lengths + row).to(tl.int32), capacity)
-    if BESIDE:
+    if UNCOMPRESSED:
         behind = (entries >= capacity) & (entries < count)
-        waiting = tl.load(beside_mask + row * beside_mask_row + entries - capacity, mask=behind, other=0)
+        waiting = tl.load(uncompressed_mask + row * uncompressed_mask_row + entries - capacity, mask=behind, other=0)
         seen |= behind & (waiting != 0)
     shown = (heads < G)[:, None] & seen[None, :]
     scores = tl.load(logits + (row * G + heads)[:, None] * count + entries[None, :], mask=shown, other=float("-inf"))

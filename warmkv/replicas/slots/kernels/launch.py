@@ -21,7 +21,7 @@ MOST_SPLITS = 64
 _PROGRAMS = 8  # per multiprocessor: a few run beside each other, and the last to start are a small part of all
 _SPLIT_ENTRIES = 256  # fewer are not worth the partial result that they leave
 _TILE_BYTES = 1 << 14  # of keys and of values each: two stages of both leave room for other programs
-_BESIDE_BLOCK = 32
+_UNCOMPRESSED_BLOCK = 32
 _RECEIVED_BLOCK = 128
 
 
@@ -36,7 +36,7 @@ def attend(
     keys: Parts,
     values: Parts,
     lengths: Tensor,
-    beside: tuple[Tensor, Tensor, Tensor] | None,
+    uncompressed_tail: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     *,
     received: Tensor | None = None,
@@ -52,14 +52,18 @@ def attend(
     dtype, device = query.dtype, query.device
     if isinstance(codec, Turbo):  # all in its basis, which is orthogonal
         query = codec.to_basis(query.float())
-        beside = beside and (codec.to_basis(beside[0]), codec.to_basis(beside[1]), beside[2])
+        uncompressed_tail = uncompressed_tail and (
+            codec.to_basis(uncompressed_tail[0]),
+            codec.to_basis(uncompressed_tail[1]),
+            uncompressed_tail[2],
+        )
     elif dtype == torch.bfloat16 and device.type == "cpu":
         query = query.float()  # Triton's interpreter would multiply the bits of bfloat16 as integers
-    _require_rows(*keys, *values, *(beside or ()))
+    _require_rows(*keys, *values, *(uncompressed_tail or ()))
     if received is not None and (pages is not None or received.stride(-1) != 1):
         raise ValueError("the attention received is that of whole rows, and goes where rows are contiguous")
 
-    capacity, m = keys[0].shape[1] * codec.group, beside[0].shape[1] if beside else 0
+    capacity, m = keys[0].shape[1] * codec.group, uncompressed_tail[0].shape[1] if uncompressed_tail else 0
     splits = splits or split_count(n, pages[0].shape[1] * pages[2] if pages else capacity, _processors(device))
     padded = max(16, _power_of_two(head_dim))
     block = KIVI_GROUP if codec.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
@@ -68,20 +72,23 @@ def attend(
     peaks, totals = query.new_empty(2, n, splits, group, dtype=torch.float32).unbind()
     logits = query.new_empty(n, group, capacity + m if received is not None else 0, dtype=torch.float32)
     absent = query  # for pointers that are not followed
-    beside_keys, beside_values, mask = (*beside[:2], beside[2].view(torch.uint8)) if beside else (absent,) * 3
+    uncompressed_keys, uncompressed_values, mask = (
+        (*uncompressed_tail[:2], uncompressed_tail[2].view(torch.uint8)) if uncompressed_tail else (absent,) * 3
+    )
     chosen, counts, page = pages or (absent, absent, 1)
     decode.attend_split[n, splits](
         query, query.stride(0), query.stride(1),
         *_three(keys), *_three(values), codec.levels(device) if isinstance(codec, Turbo) else absent,
         lengths, capacity,
         chosen, counts, page, chosen.shape[1],
-        beside_keys, beside_values, mask, beside_keys.stride(0), beside_values.stride(0), mask.stride(0), m,
+        uncompressed_keys, uncompressed_values, mask,
+        uncompressed_keys.stride(0), uncompressed_values.stride(0), mask.stride(0), m,
         scale * math.log2(math.e),
         parts, peaks, totals, logits,
         STORAGE=codec.name, CHANNELS=math.gcd(KIVI_GROUP, head_dim), G=group, M=max(16, _power_of_two(group)),
-        D=padded, HEAD_DIM=head_dim, BLOCK=block, BESIDE_BLOCK=_BESIDE_BLOCK,
+        D=padded, HEAD_DIM=head_dim, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        PAGED=pages is not None, BESIDE=m > 0, WHOLE=splits == 1, LOGITS=received is not None,
+        PAGED=pages is not None, UNCOMPRESSED=m > 0, WHOLE=splits == 1, LOGITS=received is not None,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
@@ -92,7 +99,8 @@ def attend(
     if received is not None:  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-(capacity + m) // _RECEIVED_BLOCK)](
             logits, peaks, totals, lengths, mask, mask.stride(0), received, received.stride(0), capacity, m, splits,
-            G=group, M=_power_of_two(group), S=_power_of_two(splits), BLOCK=_RECEIVED_BLOCK, BESIDE=m > 0, ADDS=adds,
+            G=group, M=_power_of_two(group), S=_power_of_two(splits), BLOCK=_RECEIVED_BLOCK,
+            UNCOMPRESSED=m > 0, ADDS=adds,
         )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ Lane = Literal["write", "read"]
 Job = Callable[[], None]
 
 
-class Lanes(Protocol):
+class IOThreads(Protocol):
     """Where jobs run. A job raises nothing."""
 
     def submit(self, lane: Lane, job: Job) -> None: ...

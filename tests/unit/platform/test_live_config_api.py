@@ -14,7 +14,7 @@ from tests.polling import PATIENCE
 from tests.unit.platform.conftest import OPERATOR
 from warmkv.cli import app
 from warmkv.platform import operator_key
-from warmkv.platform.policy_versions import LIVE
+from warmkv.platform.live_config import LIVE
 from warmkv.platform.tenants import hash_key
 
 LONG = "for position in range(length):\n    total += position\n" * 40

@@ -12,7 +12,7 @@ from warmkv.replicas.slots.rows import Ints
 T = TypeVar("T", Ints, Tensor)
 
 
-class Numbers(NamedTuple, Generic[T]):
+class RowMetadata(NamedTuple, Generic[T]):
     """What rows need to know in a step, each int64 [n]: on the host, or on the device."""
 
     entries: T  # where each row's new token goes (of front and tail, where there are any)
@@ -21,7 +21,7 @@ class Numbers(NamedTuple, Generic[T]):
     packed: T  # packed entries in use, from the first on; of rows without a tail all are
     ages: T  # position of the new token in its sequence
     oldest: T  # age above which entries are recent
-    turned: T  # positions by which sinks are rotated on
+    rerotated: T  # positions by which sinks are rotated on
     pages: T  # pages that may be read
     source: T  # (sequence, KV head) of the row, counted through; 0 if idle
     target: T  # the same, with idle rows sent to a place of their own
@@ -49,15 +49,15 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttentionMetadata:
     """What a slab does in a decode step, made once for all its layers, n rows."""
 
-    numbers: Numbers[Tensor]
+    numbers: RowMetadata[Tensor]
     rows: Tensor  # [n] 0..n-1
     full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
     reach: int  # packed entries up to the last that any row uses
     bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
-    beside: Tensor | None  # bool [n, front + tail] what is seen of them
+    uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_pages: int
     packing: tuple[Packing, ...]
@@ -67,7 +67,7 @@ class Step:
     def used(self) -> int:
         return len(self.rows)
 
-    def take(self, failed: Step) -> None:
+    def take(self, failed: AttentionMetadata) -> None:
         """Go on where a step failed that had at least these rows."""
         for layer, done in failed.progress.items():
             entries = None if done.entries is None else done.entries[: self.used]

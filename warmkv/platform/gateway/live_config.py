@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, StringConstraints
 
 from warmkv.config import ConfigError
-from warmkv.platform.control import PolicyControl, StoreError
+from warmkv.platform.control import LiveConfigControl, StoreError
 from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.policy_versions import StaleVersionError, UnknownVersionError, values
+from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, values
 from warmkv.platform.tenants import Caller
 
 Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
@@ -37,7 +37,7 @@ class RollbackBody(Body):
 
 
 def add_policy_endpoints(
-    app: FastAPI, service: Service, intake: Intake, control: PolicyControl, operator_of: Callable[[Request], Caller]
+    app: FastAPI, service: Service, intake: Intake, control: LiveConfigControl, operator_of: Callable[[Request], Caller]
 ) -> None:
     """Add `/v1/warmkv/policy` and what is below it. `operator_of` raises ApiError for who may not."""
     start, limits = service.config, service.config.gateway.intake

@@ -25,7 +25,7 @@ class TokenClasses:
     starts_line: Tensor | None = None  # tokens that begin with one: together a blank line, too
 
 
-class Prompt:
+class PrefillState:
     """The whole-prompt keys and values of one request while its chunks are computed, and what was seen meanwhile.
 
     keys, values: [layers, kv_heads, T, head_dim], keys after rotation. `queries` [layers, q_heads, observed, head_dim]
@@ -71,7 +71,7 @@ class Prompt:
         window = self._windows[layer] if self._windows else 0
         return Softmax(self.scale, self.softcap, self._sinks.get(layer), window)
 
-    def in_window(self, layer: int) -> Prompt:
+    def in_window(self, layer: int) -> PrefillState:
         """Return a view of the newest tokens that a layer's window shows to the last query, or the prompt itself."""
         window = self.softmax(layer).window
         if not 0 < window < self.tokens:

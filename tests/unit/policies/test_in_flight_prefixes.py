@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.coming import MOST, Coming
+from warmkv.policies.in_flight_prefixes import MOST, InFlightPrefixes
 
 REPLICAS = ["a", "b", "c"]
 
@@ -25,7 +25,7 @@ def common(one, other):
 
 @given(ENTRIES, CHAINS, st.integers(0, 20), st.data())
 def test_it_finds_what_a_look_at_every_request_finds(entries, asked, known, data):
-    coming, there = Coming(), {}
+    coming, there = InFlightPrefixes(), {}
     for number, (hashes, replica, held, leaves) in enumerate(entries):
         leaves = min(leaves, len(hashes))
         coming.add(number, replica, hashes, held, leaves)
@@ -55,7 +55,7 @@ def test_it_finds_what_a_look_at_every_request_finds(entries, asked, known, data
 
 
 def test_nothing_stays_of_requests_that_have_ended():
-    coming = Coming()
+    coming = InFlightPrefixes()
     hashes = chain([1] * 9)
     coming.add("1", "a", hashes, 0, 9)
     coming.add("1", "b", hashes, 2, 9)
@@ -70,7 +70,7 @@ def test_nothing_stays_of_requests_that_have_ended():
 
 
 def test_only_what_is_left_behind_is_found():
-    coming = Coming()
+    coming = InFlightPrefixes()
     coming.add("1", "a", chain([1] * 20), 0, 10)
     coming.add("2", "b", chain([1] * 20), 20, 20)
     assert coming.depths(chain([1] * 20), 0) == {"a": 10}
@@ -79,7 +79,7 @@ def test_only_what_is_left_behind_is_found():
 
 
 def test_many_requests_take_no_longer_than_a_few():
-    coming = Coming()
+    coming = InFlightPrefixes()
     for number in range(100):
         coming.add(number, f"replica-{number}", chain([1] * 8), 0, 8)
     assert coming.depths(chain([1] * 8), 0) == {f"replica-{number}": 8 for number in range(100 - MOST, 100)}

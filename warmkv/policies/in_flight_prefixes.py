@@ -16,7 +16,7 @@ MOST = 8
 _POWERS = tuple(1 << power for power in range(64))
 
 
-class Coming:
+class InFlightPrefixes:
     """Chains of blocks by request. They are found by their blocks number 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:

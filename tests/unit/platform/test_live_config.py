@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import Config, ConfigError, load, parse
-from warmkv.platform import policy_versions
-from warmkv.platform.policy_versions import (
+from warmkv.platform import live_config
+from warmkv.platform.live_config import (
     LIVE,
     History,
     StaleVersionError,
@@ -184,4 +184,4 @@ def test_any_sequence_ends_as_if_every_setting_was_set_once(steps):
 def test_every_live_setting_is_one_of_the_configuration():
     assert set(values(START)) == set(LIVE)
     assert "prefix_cache.default_ttl" in LIVE
-    assert policy_versions.values(START, ["compression.policy"]) == {"compression.policy": "full"}
+    assert live_config.values(START, ["compression.policy"]) == {"compression.policy": "full"}
