@@ -1,5 +1,7 @@
 """Alarms ring as SimPy's events would happen: by time, then by priority, then in the order they were set."""
 
+import pytest
+import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +73,46 @@ def test_processes_run_beside_alarms():
     clock.process(process())
     clock.run()
     assert seen == [1.0, 2.0, 3.0]
+
+
+def program(env, waits):
+    """Processes that wait, share a resource, wait for each other and fail; a log of the times at which they go on."""
+    room, seen = simpy.Resource(env, 2), []
+
+    def waiter(number, seconds):
+        with room.request() as place:
+            yield place | env.timeout(1.5)
+            seen.append((env.now, number, place.triggered))
+            yield env.timeout(seconds)
+            seen.append((env.now, number))
+        return number
+
+    def watcher(processes):
+        seen.append((env.now, [*(yield env.all_of(processes)).values()]))
+        try:
+            yield env.event().fail(ValueError("told"))
+        except ValueError as error:
+            seen.append((env.now, str(error)))
+
+    processes = [env.process(waiter(number, seconds)) for number, seconds in enumerate(waits)]
+    env.process(watcher(processes))
+    seen.append(env.peek())
+    env.run()
+    return [*seen, env.now, env.peek()]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.5, 2.0, 0.1]), max_size=6))
+def test_processes_run_as_under_plain_simpy_and_nothing_private_is_needed(waits):
+    clock = Clock()
+    for private in ("_queue", "_now", "_eid"):
+        delattr(clock, private)
+    assert program(clock, waits) == program(simpy.Environment(), waits)
+
+
+def test_a_failure_that_nobody_catches_ends_the_run():
+    clock = Clock()
+    clock.event().fail(ValueError("untold"))
+    with pytest.raises(ValueError, match="untold"):
+        clock.run()
+    with pytest.raises(simpy.core.EmptySchedule):
+        clock.step()
