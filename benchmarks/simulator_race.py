@@ -20,8 +20,8 @@ if not __package__:  # started as a file
 import numpy as np
 
 from warmkv.config import Config, load
-from warmkv.policies.costs import StepCost
 from warmkv.simulator import traces
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replay import run as replay
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.traces import Trace

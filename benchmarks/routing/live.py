@@ -18,8 +18,8 @@ from benchmarks.live.traffic import Traffic, plan
 from warmkv.config import Config, parse
 from warmkv.platform.local import start_ray, with_port
 from warmkv.platform.operator_key import with_operator
-from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.workload import access_log

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.live.traffic import Session, Traffic, plan
 from tests.e2e.conftest import Application, application
 from tests.polling import until
-from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies import step_times
 from warmkv.simulator.studies.replay import recorded_policy
 from warmkv.simulator.studies.verify import verify

@@ -160,7 +160,7 @@ def profile(
         loaded, found = load(settings, lambda context: plan.on(context, settings.model.name))
 
         from warmkv.measuring import documents, profiling, table
-        from warmkv.policies import step_profile
+        from warmkv.simulator.steps import step_profile
 
         plan = plan.on(context_limit(settings, loaded.max_context), settings.model.name)
         profiler = profiling.Profiler(plan, loaded, settings.engine)

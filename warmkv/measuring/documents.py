@@ -10,8 +10,8 @@ from warmkv.config import Config
 from warmkv.measuring import machine, profiling
 from warmkv.measuring.bench import Bench
 from warmkv.measuring.plan import BenchPlan, ProfilePlan
-from warmkv.policies.step_profile import Measurement, ProfiledModel, StepProfile
 from warmkv.replicas.loading.load import LoadedModel
+from warmkv.simulator.steps.step_profile import Measurement, ProfiledModel, StepProfile
 
 
 def bench_document(

@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.policies.costs import StepCost
-from warmkv.policies.step_profile import ErrorOfFit, FittedCost
+from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.step_profile import ErrorOfFit, FittedCost
 
 Floats = NDArray[np.float64]
 POINTS_PER_COEFFICIENT = 2

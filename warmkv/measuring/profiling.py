@@ -19,11 +19,11 @@ from warmkv.measuring.fit import MeasuredStep, fit
 from warmkv.measuring.plan import PROFILED_TOKENS, MeasureError, ProfilePlan
 from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
-from warmkv.policies.step_profile import FittedCost, Measurement, Phase, PolicyProfile
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import LoadedModel
+from warmkv.simulator.steps.step_profile import FittedCost, Measurement, Phase, PolicyProfile
 
 Progress = Callable[[str], None]
 """Told what is measured next; once for every measurement."""

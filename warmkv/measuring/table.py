@@ -11,7 +11,7 @@ from rich.table import Table
 from warmkv.measuring.bench import Bench, DecodeRow, PrefillRow
 from warmkv.measuring.spread import Spread
 from warmkv.measuring.ttft import WARM_SHARE
-from warmkv.policies.step_profile import PHASES, ErrorOfFit, StepProfile
+from warmkv.simulator.steps.step_profile import PHASES, ErrorOfFit, StepProfile
 
 Row = TypeVar("Row", PrefillRow, DecodeRow)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmkv.measuring.fit import MeasuredStep, fit
-from warmkv.policies.costs import StepCost
+from warmkv.simulator.steps.costs import StepCost
 
 GRID = [(tokens, end) for end in (256, 512, 1024, 2048, 4096) for tokens in (64, 128, 256)]
 costs = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(1e-9, 1e-5), st.floats(1e-10, 1e-7))

@@ -6,9 +6,9 @@ from warmkv.config import Config, EngineConfig
 from warmkv.measuring import documents, grid, profiling
 from warmkv.measuring.plan import MeasureError, ProfilePlan
 from warmkv.measuring.profiling import Profiler
-from warmkv.policies import step_profile
-from warmkv.policies.costs import StepCost
-from warmkv.policies.step_profile import PHASES, Measurement
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.step_profile import PHASES, Measurement
 
 POLICIES = ("full", "snapkv", "h2o", "full+kivi4")
 PLAN = ProfilePlan(policies=POLICIES, lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from warmkv.config import Config, load
-from warmkv.policies.costs import Cost, PhaseCosts, Roofline, StepCost, StepTimes, UniformCosts
 from warmkv.prefixes.breakpoints import breakpoints, read_candidates
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
@@ -16,6 +15,7 @@ from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.cluster import Outcome, simulate
 from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.steps.costs import Cost, PhaseCosts, Roofline, StepCost, StepTimes, UniformCosts
 from warmkv.simulator.studies.replay import prepare
 from warmkv.simulator.studies.variants import Variant
 

@@ -1,13 +1,46 @@
-"""How many replicas a simulated cluster is to have: the requests in flight as Serve measures them, and its rule."""
+"""Replicas of a simulated cluster by the rule of Ray Serve's default autoscaling.
+
+Serve divides the requests in flight, averaged over a time, by the target per replica. It starts or stops replicas once
+that has been more, or fewer, than there are for a delay without a break (ray 2.60, `serve/autoscaling_policy.py`, with
+factors of 1).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass
 
 from warmkv.config import AutoscalingConfig
-from warmkv.policies.autoscaling import Scaling, decide
 
 REPORT_SECONDS = 10.0  # between two reports of the requests in flight (Ray Serve 2.60)
+EARLY = 1e-6  # seconds by which a delay may seem too short, by rounding, and is over all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The replicas that are wanted, and since when it seems that there should be more (1) or fewer (-1)."""
+
+    target: int
+    direction: int = 0
+    since: float = 0.0
+
+    def due(self, config: AutoscalingConfig) -> float:
+        """When the target changes, if requests stay as they are; infinite if it does not."""
+        if not self.direction:
+            return math.inf
+        return self.since + (config.upscale_delay_seconds if self.direction > 0 else config.downscale_delay_seconds)
+
+
+def decide(scaling: Scaling, ongoing: float, config: AutoscalingConfig, now: float) -> Scaling:
+    """What is wanted now that `ongoing` requests are in flight on average. `now` never goes back."""
+    wanted = math.ceil(ongoing / config.target_ongoing_requests)
+    direction = (wanted > scaling.target) - (wanted < scaling.target)
+    if direction != scaling.direction:
+        scaling = Scaling(scaling.target, direction, now)
+    if now + EARLY < scaling.due(config):
+        return scaling
+    return Scaling(min(max(wanted, config.min_replicas), config.max_replicas))
 
 
 class Autoscaler:

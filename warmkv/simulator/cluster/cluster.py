@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from warmkv.config import Config
-from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.record import RequestRecord
@@ -22,6 +21,7 @@ from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import NEVER, Job, Replica
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.cluster.transfers import Moved
+from warmkv.simulator.steps.costs import StepTimes
 
 Progress = Callable[[int], None]  # told how many requests have arrived
 PROGRESS_EVERY = 500

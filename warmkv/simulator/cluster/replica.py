@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from warmkv.config import EngineConfig
-from warmkv.policies.costs import FREE, Line, PhaseCosts, StepCost, StepKind, StepTimes, run_seconds, steps_until
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Match
 from warmkv.prefixes.record import Mark, RequestRecord
@@ -20,6 +19,7 @@ from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cache.runs import RunCache
 from warmkv.simulator.cluster.clock import Alarm, Clock
+from warmkv.simulator.steps.costs import FREE, Line, PhaseCosts, StepCost, StepKind, StepTimes, run_seconds, steps_until
 
 NEVER = -1.0
 NO_MATCH = Match()

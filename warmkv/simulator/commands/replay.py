@@ -41,7 +41,7 @@ from warmkv.simulator.commands.options import (
 from warmkv.simulator.studies import variants
 
 if TYPE_CHECKING:
-    from warmkv.policies.costs import StepTimes as Times
+    from warmkv.simulator.steps.costs import StepTimes as Times
     from warmkv.simulator.studies.replay import Result
     from warmkv.simulator.workload.requests import Requests
 

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from warmkv.faults import UserError
-from warmkv.policies.costs import Line, StepCost, run_seconds, steps_until
+from warmkv.simulator.steps.costs import Line, StepCost, run_seconds, steps_until
 
 NEVER = -1.0
 WAITING = -1  # admission number of a sequence that is not in the batch

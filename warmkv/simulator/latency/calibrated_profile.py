@@ -1,15 +1,15 @@
-"""A calibration as the profile that replays read (`policies/step_profile.py`)."""
+"""A calibration as the profile that replays read (`simulator/steps/step_profile.py`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from warmkv.config import Config
-from warmkv.policies.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfiledModel, StepProfile
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.latency.batching import Limits
 from warmkv.simulator.latency.calibration import Calibration, Floats, Times, times_of
 from warmkv.simulator.latency.measured_requests import Measured
+from warmkv.simulator.steps.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfiledModel, StepProfile
 
 EXACT = ErrorOfFit(mean=0.0, p95=0.0)
 

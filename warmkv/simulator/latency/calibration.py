@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.faults import UserError
-from warmkv.policies.costs import StepCost
 from warmkv.simulator.latency.batching import BatchingError, Limits, Sequence, Server
 from warmkv.simulator.latency.measured_requests import Measured
 from warmkv.simulator.latency.step_fit import fit
+from warmkv.simulator.steps.costs import StepCost
 
 Floats = NDArray[np.float64]
 

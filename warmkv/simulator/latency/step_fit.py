@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.policies.costs import StepCost
 from warmkv.simulator.latency.batching import Limits, Sequence
 from warmkv.simulator.latency.measured_requests import Measured
 from warmkv.simulator.latency.spread_evenly import Floats, during
+from warmkv.simulator.steps.costs import StepCost
 
 Serve = Callable[[StepCost], list[Sequence]]  # the requests as a server with these step times answers them
 Loss = Callable[[list[Sequence]], float]  # how far from the measured times

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from warmkv.policies.costs import StepTimes
 from warmkv.simulator.cache.measures import Percentiles
+from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replay import Amount, Result
 from warmkv.simulator.studies.summary import figures
 

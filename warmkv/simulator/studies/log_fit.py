@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from warmkv.config import Config
 from warmkv.faults import UserError
 from warmkv.policies import budgets
-from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.latency.calibration import Times, distance, times_of
 from warmkv.simulator.latency.spread_evenly import during
 from warmkv.simulator.latency.step_fit import least_squares
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant
 

@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, describe
-from warmkv.policies.costs import StepTimes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
@@ -25,6 +24,7 @@ from warmkv.simulator.cluster.cluster import Outcome, simulate
 from warmkv.simulator.cluster.gc_pause import gc_paused
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.variants import Variant, VariantError, price_tier
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 from warmkv.simulator.workload.requests import Turn

@@ -9,12 +9,12 @@ from typing import Literal
 
 from warmkv.config import Config
 from warmkv.model_shape import ModelShape
-from warmkv.policies import roofline, step_profile
-from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, StepTimes, UniformCosts
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
+from warmkv.simulator.steps import roofline, step_profile
+from warmkv.simulator.steps.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, StepTimes, UniformCosts
 from warmkv.simulator.studies import log_fit
 
 ENOUGH = 20  # measured requests below which a fit says little

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from warmkv import __version__
 from warmkv.config import Config, parse
 from warmkv.faults import UserError
-from warmkv.policies.costs import StepCost, StepTimes
 from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies import step_times, sweep_quality
 from warmkv.simulator.studies.figures import Figures, sense
 from warmkv.simulator.studies.grid import GridPoint, digest

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from warmkv.config import Config
-from warmkv.policies.costs import StepTimes
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.latency.calibration import Judgement, judge
+from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.log_fit import measured, measured_times, simulated_times
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant

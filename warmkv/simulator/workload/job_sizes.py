@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.policies import budgets, slot_sizes
-from warmkv.policies.costs import StepKind
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.simulator.steps.costs import StepKind
 
 Sizes = tuple[StepKind, int, int, int, int, int, int, bool]
 """What a job takes: fields of `Job`, from `kind` on."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.unit.simulator.cluster.test_transfers import EAGER
 from tests.unit.simulator.conversations import EXACT, config
 from tests.unit.simulator.workload.test_requests import BLOCK, INSTANT, sessions, trace_of
-from warmkv.policies.costs import StepCost
 from warmkv.policies.tiers import tiers_of
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.runs import layout
 from warmkv.simulator.cluster.cluster import simulate
 from warmkv.simulator.cluster.stores import follows_runs
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replay import prepare, summarise
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.workload.requests import of_trace

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
-from warmkv.policies.costs import StepCost
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replay import prepare
 from warmkv.simulator.studies.variants import Variant
 

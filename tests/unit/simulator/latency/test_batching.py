@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
-from warmkv.policies.costs import StepCost
 from warmkv.simulator.latency.batching import NEVER, Limits, Sequence, Server
+from warmkv.simulator.steps.costs import StepCost
 
 LIMITS = [
     Limits(8, 64),

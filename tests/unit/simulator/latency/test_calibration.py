@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from tests.unit.simulator.commands.test_replay_command import modules_after
 from tests.unit.simulator.conversations import config, record
 from tests.unit.simulator.published import published
-from warmkv.policies import step_profile
-from warmkv.policies.costs import StepCost
 from warmkv.simulator.commands.calibrate import calibrate as command
 from warmkv.simulator.commands.options import JsonCommand
 from warmkv.simulator.latency import calibration, measured_requests
 from warmkv.simulator.latency.batching import Limits, Sequence, Server
 from warmkv.simulator.latency.calibration import CalibrationError
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies import step_times
 from warmkv.simulator.studies.replay import recorded_policy
 from warmkv.simulator.traces import TraceError

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.policies.test_step_profile import profile
 from tests.unit.simulator.conversations import config, record, run
-from warmkv.policies import step_profile
-from warmkv.policies.costs import StepCost, batch_seconds
+from tests.unit.simulator.steps.test_step_profile import profile
 from warmkv.policy_spec import PolicySpec
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import StepCost, batch_seconds
 from warmkv.simulator.studies import step_times
 from warmkv.simulator.studies.replay import Variant, recorded_policy, replay
 

@@ -10,10 +10,10 @@ from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.config import load
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.budgets import kept_tokens
-from warmkv.policies.costs import StepCost, StepKind
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import TimeWeightedGauge, percentiles
+from warmkv.simulator.steps.costs import StepCost, StepKind
 from warmkv.simulator.studies.replay import billed, prepare, replay
 from warmkv.simulator.studies.variants import Variant, VariantError, grid, policy_spec, price_tier
 from warmkv.simulator.workload import generator

@@ -4,9 +4,9 @@ import pytest
 
 from tests.unit.simulator.conversations import config, record, run, uniform, with_timings
 from warmkv.config import load
-from warmkv.policies.costs import StepCost
-from warmkv.policies.roofline import roofline
 from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.roofline import roofline
 from warmkv.simulator.studies import step_times
 from warmkv.simulator.studies.replay import recorded_policy, replay
 from warmkv.simulator.studies.variants import Variant

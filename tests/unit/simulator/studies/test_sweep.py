@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.simulator.conversations import record
 from warmkv.config import load
-from warmkv.policies.costs import StepCost
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies import grid, sweep
 from warmkv.simulator.studies.figures import sense
 from warmkv.simulator.studies.replay import replay

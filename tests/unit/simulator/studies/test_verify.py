@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.unit.simulator.conversations import run, with_timings
 from warmkv.cli import app
 from warmkv.config import load
-from warmkv.policies.costs import PhaseCosts, StepCost, UniformCosts
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replay import billed, prepare
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.studies.verify import verify

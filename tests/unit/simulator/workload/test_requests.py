@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config
 from tests.unit.simulator.published import published
-from warmkv.policies.costs import StepCost
 from warmkv.simulator import traces
+from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies import cachesim
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from warmkv.config import ConfigError, RooflineConfig, load, parse
 from warmkv.gpus import CATALOGUE, Gpu
 from warmkv.model_shape import ModelShape, ModelShapeError, figures
-from warmkv.policies.costs import StepKind
-from warmkv.policies.roofline import roofline
 from warmkv.policies.storage_bytes import entry_bytes
 from warmkv.policy_spec import PolicySpec
+from warmkv.simulator.steps.costs import StepKind
+from warmkv.simulator.steps.roofline import roofline
 
 LLAMA = {
     "num_hidden_layers": 32,

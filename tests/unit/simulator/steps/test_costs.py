@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.costs import run_seconds, steps_until
+from warmkv.simulator.steps.costs import run_seconds, steps_until
 
 LINES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 20)), min_size=1, max_size=2)
 

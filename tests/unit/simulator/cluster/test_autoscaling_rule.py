@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import AutoscalingConfig, ConfigError, load
-from warmkv.policies.autoscaling import Scaling, decide
+from warmkv.simulator.cluster.autoscaler import Scaling, decide
 
 serve = pytest.importorskip("ray.serve.autoscaling_policy", reason="needs the extra `serve`")
 ray_config = pytest.importorskip("ray.serve.config")

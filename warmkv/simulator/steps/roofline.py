@@ -15,9 +15,9 @@ from typing import Any, get_args
 from warmkv.config import RooflineConfig
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
-from warmkv.policies.costs import PhaseCosts, Roofline, StepCost, StepKind
 from warmkv.policies.storage_bytes import entry_bytes
 from warmkv.policy_spec import Storage
+from warmkv.simulator.steps.costs import PhaseCosts, Roofline, StepCost, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from warmkv.policies import step_profile
-from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, batch_seconds
-from warmkv.policies.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfileError, StepProfile
 from warmkv.policy_spec import PolicySpec
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, batch_seconds
+from warmkv.simulator.steps.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfileError, StepProfile
 
 EXACTLY = ErrorOfFit(mean=0.0, p95=0.0)
 

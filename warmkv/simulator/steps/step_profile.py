@@ -9,9 +9,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from warmkv.config import Section, describe
 from warmkv.faults import UserError
-from warmkv.policies.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
+from warmkv.simulator.steps.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind
 
 Phase = Literal["prefill", "decode", "hand_off"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "hand_off")
