@@ -70,7 +70,7 @@ def options(
 
 
 def read_config(path: Path | None, flags: list[str]) -> Config:
-    """The configuration in force; a fault ends the program with code 2 and a line that says what to do."""
+    """Read the configuration; end the program with code 2 and a line that says what to do if it is wrong."""
     try:
         return load(path, flags=flags)
     except ConfigError as error:
@@ -79,7 +79,7 @@ def read_config(path: Path | None, flags: list[str]) -> Config:
 
 @contextmanager
 def failures_end_the_program(what: str) -> Iterator[None]:
-    """A fault of the machine or the settings ends the program with code 1 and its reason, an interrupt with 130."""
+    """End the program with code 1 and the reason at a fault of machine or settings, with 130 at an interrupt."""
     try:
         yield
     except ConfigError as error:

@@ -259,7 +259,7 @@ class PricingConfig(Prices):
     models: dict[str, ModelPrices] = Field({}, description="by the model's name in the APIs: prices of its own")
 
     def of(self, model: str) -> Prices:
-        """The prices of a model: its own where it has any, else those of all models."""
+        """Return the prices of a model: its own where it has any, else those of all models."""
         own = self.models.get(model, ModelPrices()).model_dump(exclude_none=True)
         return Prices.model_validate({**self.model_dump(exclude={"models"}), **own, "write": self.write | own["write"]})
 
@@ -671,7 +671,7 @@ class SimulatorConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _shape_of_model(cls, value: Any) -> Any:
-        """The KV shape is that of the model, where there is one."""
+        """Fill in the KV shape of the model, where there is one."""
         if not isinstance(value, dict) or value.get("model") is None:
             return value
         try:
@@ -811,7 +811,7 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Settings are the variables that name a section, `WARMKV_SECTION__KEY`; others with the prefix are not ours."""
+    """Return the settings among the environment's variables: those that name a section, `WARMKV_SECTION__KEY`."""
     found = []
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
@@ -820,7 +820,7 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def read_value(dotted: str, text: str) -> Any:
-    """A value as it is written behind `section.key=`. Raises ConfigError."""
+    """Parse a value as it is written behind `section.key=`. Raises ConfigError."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -125,7 +125,7 @@ def run(config: Config, console: Console, seed: int) -> DemoResult:
 
 
 def make_document(config: Config, seed: int) -> tuple[str, list[Question]]:
-    """A text of held-out source code with codes hidden in it, and questions in the order of their facts."""
+    """Return a text of held-out source code with codes hidden in it, and questions in the order of their facts."""
     from warmkv.replicas.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
@@ -274,7 +274,7 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
 
 
 def show(result: DemoResult, config: Config, console: Console) -> None:
-    """The table, and what follows from it in plain words."""
+    """Print the table and what follows from it in plain words."""
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),

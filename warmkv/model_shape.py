@@ -79,7 +79,7 @@ class ModelShape(BaseModel):
 
 
 def kv_figures(path: Path) -> dict[str, int]:
-    """The figures `KV` of a model. Raises ModelShapeError."""
+    """Return the figures `KV` of a model. Raises ModelShapeError."""
     return _taken(path, _kv)
 
 

@@ -98,7 +98,7 @@ class PolicySpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, value: Any) -> Any:
-        """The short form read, other names resolved, and every default of the method filled in."""
+        """Read the short form, resolve aliases and fill in every default of the method."""
         if isinstance(value, str):
             value = _parse(value)
         if not isinstance(value, dict):
@@ -176,7 +176,7 @@ def own_knobs(name: PolicyName, decode: DecodeRule) -> dict[str, Any]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The tree that a short form stands for."""
+    """Parse a short form to a tree of fields."""
     head, _, knobs = text.partition(":")
     head, *parts = head.split("+")
     name, at, budget = head.partition("@")

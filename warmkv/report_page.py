@@ -36,7 +36,7 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """The whole document; `parts` are HTML."""
+    """Return the whole document; `parts` are HTML."""
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -46,7 +46,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as an element to put into a page; its ids begin with `name`, since a page has them only once."""
+    """Render a figure as an SVG element for a page; its ids begin with `name`, since a page has them only once."""
     out = io.StringIO()
     figure.savefig(
         out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}

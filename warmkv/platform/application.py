@@ -20,7 +20,8 @@ from warmkv.replicas.deployment import Replica
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Serve's entry point; `args` is the configuration, settings at their defaults left out.
+    """Build the Serve application (Serve's entry point); `args` is the configuration, settings at their defaults left
+    out.
 
     Raises ConfigError where the configuration cannot be used.
     """
@@ -31,7 +32,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Application:
-    """The same with any router between gateways and replicas: races put others there."""
+    """Build the application with any router between gateways and replicas: races put others there."""
     config = parse(args)
     check_listening(config.gateway)
     secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)

@@ -78,7 +78,7 @@ class Control:
         self._history, self._fault = self._restored()
 
     async def follow(self, part: str, report: Report, seconds: float) -> Version:
-        """The version in force, as soon as it is not the one that the part has heard of, or after `seconds`."""
+        """Wait for a version that the part has not heard of, at most `seconds`, and return the one in force."""
         async with self._news:
             self._parts[part] = (report, self._clock())
             self._news.notify_all()
@@ -110,12 +110,12 @@ class Control:
         )
 
     async def status(self) -> dict[str, Any]:
-        """The version in force, and what the gateways say that they have in force."""
+        """Return the version in force and the versions that the gateways report."""
         parts = {part: {"version": said.in_force, "fault": said.fault or None} for part, said in self._heard().items()}
         return {"current": self._history.current, "parts": parts, "fault": self._fault or None}
 
     async def history(self) -> list[Version]:
-        """The versions that are kept, the last one first."""
+        """Return the versions that are kept, the last one first."""
         return list(reversed(self._history.versions))
 
     async def _append(self, make: Callable[[datetime], Version]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Control:
         return await self.status()
 
     def _heard(self) -> dict[str, Report]:
-        """The last reports of the gateways that are there."""
+        """Return the last report of every gateway that is alive."""
         since = self._clock() - self._config.silence_seconds
         self._parts = {part: (report, when) for part, (report, when) in self._parts.items() if when > since}
         return {part: report for part, (report, _) in self._parts.items()}
@@ -236,7 +236,7 @@ def control_name(application: str) -> str:
 
 
 def start_control(application: str, config: ControlConfig) -> Any:
-    """The application's control actor, anew with these settings: named, detached, restarted when it dies.
+    """Start the application's control actor anew with these settings: named, detached, restarted when it dies.
 
     What it knows is in its store, so nothing is lost with the one before.
     """

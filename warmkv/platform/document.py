@@ -10,7 +10,7 @@ IMPORT_PATH = "warmkv.platform.application:build"
 
 
 def serve_document(config: Config) -> dict[str, Any]:
-    """The document for a configuration; settings at their defaults are left out."""
+    """Return the document for a configuration; settings at their defaults are left out."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.gateway.host, "port": config.gateway.port},

@@ -71,7 +71,7 @@ class History(Section):
         return self.versions[-1] if self.versions else Version()
 
     def find(self, number: int) -> Version:
-        """A version by its number. Raises UnknownVersionError."""
+        """Return a version by its number. Raises UnknownVersionError."""
         for version in (Version(), *self.versions):
             if version.number == number:
                 return version
@@ -79,23 +79,26 @@ class History(Section):
         raise UnknownVersionError(f"version {number} is not kept; there are 0{', ' if kept else ''}{kept}")
 
     def previous(self) -> Version:
-        """The version before the one in force. Raises UnknownVersionError."""
+        """Return the version before the one in force. Raises UnknownVersionError."""
         if not self.versions:
             raise UnknownVersionError("nothing was changed yet")
         return self.versions[-2] if len(self.versions) > 1 else self.find(self.current.number - 1)
 
     def with_next(self, version: Version, keep: int) -> History:
-        """The history with one more version, of which the last `keep` stay."""
+        """Append a version and keep the last `keep`."""
         return History(versions=(*self.versions, version)[-keep:])
 
 
 def in_force(start: Config, version: Version) -> Config:
-    """The configuration under a version. Raises ConfigError where it does not fit what the service was started with."""
+    """Apply a version to the configuration that the service was started with.
+
+    Raises ConfigError where it does not fit.
+    """
     return _changed(start, version.settings)
 
 
 def values(config: Config, settings: Iterable[str] = LIVE) -> dict[str, Any]:
-    """Settings as plain values, a policy in its short form."""
+    """Return settings as plain values, a policy in its short form."""
     found = {}
     for dotted in settings:
         section, field = dotted.split(".")
@@ -106,7 +109,7 @@ def values(config: Config, settings: Iterable[str] = LIVE) -> dict[str, Any]:
 
 
 def change(start: Config, history: History, changes: Mapping[str, Any], based_on: int | None, **by: Any) -> Version:
-    """The next version: dotted settings get new values, all of them or none. `by` is who, when and why.
+    """Return the next version: dotted settings get new values, all of them or none. `by` is who, when and why.
 
     Raises StaleVersionError, or ConfigError with the place of every fault.
     """
@@ -124,7 +127,7 @@ def change(start: Config, history: History, changes: Mapping[str, Any], based_on
 
 
 def roll_back(start: Config, history: History, to: int | None, based_on: int | None, **by: Any) -> Version:
-    """The next version, with the settings of an earlier one: of the last before the one in force if `to` is None.
+    """Return the next version with the settings of an earlier one; `to` None is the one before the present one.
 
     Raises StaleVersionError, UnknownVersionError, or ConfigError where the earlier one does not fit any more.
     """

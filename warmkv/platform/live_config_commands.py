@@ -108,7 +108,7 @@ def history(url: UrlOption = URL, key: KeyOption = "", as_json: JsonOption = Fal
 
 
 def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The answer of the service; what it refuses ends the program with code 2, anything else that fails with 1."""
+    """Call the service; end the program with code 2 at a refusal and with 1 at any other failure."""
     try:
         request = urllib.request.Request(
             f"{url.rstrip('/')}/v1/warmkv/policy{path}",

@@ -43,7 +43,7 @@ class Running:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now, and that neither Ray's workers nor the system will take of their own accord.
+    """Find a free port outside the ranges that Ray's workers and the system choose from.
 
     Raises OSError if there is none.
     """
@@ -74,7 +74,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def with_port(config: Config) -> Config:
-    """The configuration with port 0 replaced by a free one. Raises OSError where the port is taken."""
+    """Replace port 0 by a free one. Raises OSError where the port is taken."""
     gateway = config.gateway
     if gateway.port == 0:
         return config.model_copy(update={"gateway": gateway.model_copy(update={"port": free_port(gateway.host)})})
@@ -83,7 +83,7 @@ def with_port(config: Config) -> Config:
 
 
 def start_ray(config: Config) -> None:
-    """A local Ray with room for the replicas, whatever the number of cores; it ends with this process."""
+    """Start a local Ray with room for the replicas, whatever the number of cores; it ends with this process."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers see GPUs as the machine shows them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
@@ -183,7 +183,7 @@ def watching(config: Config, say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def running(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Running]:
-    """The service on a local Ray of its own, stopped at the end. `say` is told how the start goes on.
+    """Run the service on a local Ray of its own and stop it at the end. `say` is told how the start goes on.
 
     Raises OSError where the port is taken, the model folder missing or the log not writable, ConfigError where it
     would be open to other machines or the tenants file cannot be taken, StartError where a replica cannot start.

@@ -30,7 +30,7 @@ _Dumper.add_representer(_Block, lambda dumper, text: dumper.represent_scalar("ta
 
 
 def manifest(config_path: Path) -> str:
-    """A kustomize patch that puts the Serve document of a configuration file into the RayService.
+    """Render a kustomize patch that puts the Serve document of a configuration file into the RayService.
 
     The environment is left out, so that the same file gives the same manifest everywhere. Raises ConfigError.
     """
@@ -58,7 +58,7 @@ def render(config_path: Path, manifest_path: Path) -> bool:
 
 @app.callback()
 def _group() -> None:
-    """Keeps `render` a subcommand: Typer would otherwise make the only command the group itself."""
+    """Keep `render` a subcommand: Typer would otherwise make the only command the group itself."""
 
 
 @app.command("render")

@@ -20,7 +20,7 @@ SetOption = Annotated[list[str], typer.Option("--set", help="A setting, as in `-
 
 @contextmanager
 def _faults() -> Iterator[None]:
-    """Settings that cannot be used end the program with code 2, anything else that goes wrong with code 1."""
+    """End the program with code 2 at settings that cannot be used, with code 1 at any other failure."""
     from warmkv.platform.gateway.apis.errors import ApiError
     from warmkv.replicas.block_store.packs import PackError
 

@@ -39,7 +39,7 @@ class Built:
 
 
 def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> list[tuple[int, ...]]:
-    """The tokens that a conversation begins with: the system prompt, then one document each, if there are any.
+    """Return the tokens that a conversation begins with: the system prompt, then one document each, if there are any.
 
     A document is the first content block of the first user message. Raises PackError if there is nothing to hold, and
     ApiError where the model's chat template refuses.

@@ -112,7 +112,7 @@ class PrefixDirectory:
         return True
 
     async def follow(self, epoch: str, version: int, seconds: float, router: str = "", booked: int = 0) -> Update:
-        """Changes since `version` of `epoch`, as soon as there are any or after `seconds`.
+        """Wait for changes since `version` of `epoch`, at most `seconds`, and return them.
 
         A follower that is of another epoch or too far behind gets everything. A `router` tells how many requests it has
         booked, for the status.
@@ -128,7 +128,7 @@ class PrefixDirectory:
         return Update(self._epoch, self._version, tuple(self._log[-back] for back in range(behind, 0, -1)))
 
     async def elsewhere(self, replica: str, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
-        """The other replicas that hold each of these blocks; those that none holds are left out."""
+        """Return the other replicas that hold each of these blocks, without the blocks that none holds."""
         self._forget_silent()
         found = {key: [name for name in self._index.holders(key) if name != replica] for key in keys}
         return {key: names for key, names in found.items() if names}
@@ -138,7 +138,7 @@ class PrefixDirectory:
         self._config = config
 
     async def status(self) -> dict[str, Any]:
-        """What is known of every replica, and the size of the directory."""
+        """Return the state of every replica and the size of the directory."""
         self._forget_silent()
         replicas = {
             name: {**known.status, "blocks": self._index.blocks_of(name)} for name, known in self._replicas.items()
@@ -186,7 +186,7 @@ class PrefixDirectory:
         return [key for key in keys if key not in without]
 
     def _everything(self) -> Iterator[Change]:
-        """The whole state, in pieces."""
+        """Yield the whole state in pieces."""
         for replica, tiers in self._index.contents().items():
             for tier, keys in tiers.items():
                 for start in range(0, len(keys), PIECE):
@@ -260,7 +260,7 @@ def directory_name(application: str, shard: int = 0) -> str:
 
 
 def start_directory(application: str, config: DirectoryConfig) -> list[Any]:
-    """The application's directory actors, one for each shard: named, detached, restarted when they die.
+    """Start the application's directory actors, one a shard: named, detached, restarted when they die.
 
     Those that run already go on; those of an earlier, larger number of shards end.
     """
@@ -289,7 +289,7 @@ def start_directory(application: str, config: DirectoryConfig) -> list[Any]:
 
 
 def merged(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The status of all shards together, as that of one directory."""
+    """Merge the status of all shards into that of one directory."""
     names = dict.fromkeys(name for shard in shards for name in shard["replicas"])
     replicas = {}
     for name in names:

@@ -136,14 +136,14 @@ class PrefixRouter(RequestRouter):
     def _named(
         self, name: str, candidates: list[RunningReplica], pending: PendingRequest
     ) -> list[list[RunningReplica]]:
-        """The replica of that name and no other: who asks for one that is gone hears of it at once."""
+        """Return the replica of that name alone. Raises at once if it is gone."""
         found = [replica for replica in candidates if replica.replica_id.unique_id == name]
         if not found and not pending.future.done():
             pending.future.set_exception(LookupError(f"replica {name} is gone"))
         return [found]
 
     def _queues(self, candidates: list[RunningReplica]) -> dict[str, int]:
-        """Requests in flight as the replicas last told Serve, which counts those of other gateways, too."""
+        """Return the requests in flight by replica as last reported to Serve, those of other gateways included."""
         if self._config.cluster.gateways == 1:
             return {}
         known = self.replica_queue_len_cache

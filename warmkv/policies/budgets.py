@@ -15,7 +15,7 @@ REASONING_FLOOR = 0.3
 
 
 def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpec:
-    """The policy that a request runs under: `auto` resolved, and the full cache where nothing will ever be evicted."""
+    """Return the policy that a request runs under: `auto` resolved, the full cache where nothing would be evicted."""
     spec = resolve_auto(spec, prompt_tokens)
     budget = resolve_budget(spec, prompt_tokens)
     appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
@@ -27,18 +27,18 @@ def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpe
 
 
 def _whole(spec: PolicySpec) -> PolicySpec:
-    """The full cache in the storage of a policy."""
+    """Return the full cache in the storage of a policy."""
     return _made("full", 1.0, spec.storage, residual=spec.residual if spec.storage.startswith("kivi") else RESIDUAL)
 
 
 @lru_cache(maxsize=256)
 def _made(name: PolicyName, budget: float, storage: Storage, **knobs: Any) -> PolicySpec:
-    """A policy that stands for another. Few do, for many requests, and checking one takes as long as many sizes."""
+    """Build a substitute policy, cached: few are used by many requests, and validating one is slow."""
     return PolicySpec(name=name, budget=budget, storage=storage, **knobs)
 
 
 def resolve_auto(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
-    """The policy that `auto` stands for at this prompt length; any other is itself.
+    """Resolve `auto` for this prompt length; return any other policy as it is.
 
     The literature's advice to operators: nothing below 8K tokens; half of the prompt until 32K, by H2O where its column
     sums are affordable and by SnapKV elsewhere; SnapKV with a wide window until 128K; quantisation on top beyond.
@@ -211,7 +211,7 @@ def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
 
 def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Queries at the end of a prompt that decide what is kept, or with which scores decode begins."""
+    """Return how many queries at the prompt's end are observed: they decide what is kept, or initial scores."""
     spec = resolve_auto(spec, prompt_tokens)
     if spec.name == "tova":
         return 1

@@ -71,7 +71,7 @@ def lfu(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
 
 
 def length(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
-    """Ends of long prefixes first, the least recently used among equals: beginnings are what many share."""
+    """Evict ends of long prefixes first, the least recently used among equals: beginnings are shared most."""
     return (block.floor + 1 / block.end, block.used)
 
 
@@ -101,6 +101,6 @@ class PrefillCost:
 
 
 def order(name: Eviction, cost: Cost) -> Order:
-    """The order of that name; `cost` is for `cost` only."""
+    """Return the order of that name; `cost` is for `cost` only."""
     orders: dict[Eviction, Order] = {"lru": lru, "lfu": lfu, "length": length, "cost": CostAware(cost)}
     return orders[name]

@@ -29,7 +29,7 @@ class FairQueue(Generic[Item]):
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Item]:
-        """The requests in the order in which they would be taken."""
+        """Yield the requests in the order in which they would be taken."""
         return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
 
     def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> None:
@@ -45,7 +45,7 @@ class FairQueue(Generic[Item]):
         heapq.heappush(self._heap, (start, self._order, item, tenant, work))
 
     def peek(self) -> Item:
-        """The next request; it stays. Raises IndexError if none waits."""
+        """Return the next request; it stays. Raises IndexError if none waits."""
         return self._heap[0][2]
 
     def pop(self) -> Item:

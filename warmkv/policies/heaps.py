@@ -40,7 +40,7 @@ class LazyHeap(Generic[K]):
         self._live.pop(key, None)
 
     def first(self) -> tuple[Priority, K] | None:
-        """The least priority and its key; None if there is no key."""
+        """Return the least priority and its key; None if there is no key."""
         heap, live = self._heap, self._live
         while heap and live.get(heap[0][2]) is not heap[0]:
             heapq.heappop(heap)

@@ -28,7 +28,7 @@ class InFlightPrefixes:
         return len(self._chains)
 
     def add(self, request: Hashable, replica: str, hashes: Sequence[bytes], known: int, leaves: int) -> None:
-        """A request leaves the first `leaves` blocks of its prompt on a replica, where `known` of them are already."""
+        """Add a request that leaves the first `leaves` blocks of its prompt on a replica, which has `known` of them."""
         self.remove(request)
         if leaves > known:
             self._chains[request] = (replica, hashes, known, leaves)

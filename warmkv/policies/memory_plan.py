@@ -200,7 +200,7 @@ def plan(
 
 
 def given_by(memory: DeviceMemory, engine: EngineConfig) -> Line:
-    """The memory that a replica is planned with."""
+    """Return the memory that a replica is planned with."""
     whole = "" if memory.share == 1 else f" x {memory.share:.3g} for one replica"
     return Line(
         "given",
@@ -227,7 +227,7 @@ def check_weights(memory: DeviceMemory, engine: EngineConfig, weights: int) -> N
 
 
 def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache: PrefixCacheConfig) -> list[Line]:
-    """The lines that do not depend on the limits of slots and stored prefixes."""
+    """Return the lines that do not depend on the limits of slots and stored prefixes."""
     on_gpu = memory.kind == "gpu"
     lines = [
         Line("weights", sizes.weights, "of the model as loaded"),
@@ -262,7 +262,7 @@ def _limits(
     token: float,
     max_context: int,
 ) -> tuple[Limit, Limit]:
-    """The limits of slots and of stored prefixes, which share `room` with the attention of the longest prompt.
+    """Return the limits of slots and of stored prefixes, which share `room` with the attention of the longest prompt.
 
     Slots get at least what a request of one chunk needs: with less nothing could be served.
     """

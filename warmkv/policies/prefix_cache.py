@@ -57,7 +57,7 @@ class Span:
 
 
 def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
-    """The blocks of a chain over the first `tokens` tokens of a prompt, the last of them as long as is left."""
+    """Return the blocks of a chain over the first `tokens` tokens of a prompt, the last of them as long as is left."""
     return [Span(key, at * size, min((at + 1) * size, tokens)) for at, key in enumerate(chain)]
 
 
@@ -71,7 +71,7 @@ def sum_positions(tokens: int, size: int, marks: Sequence[Mark]) -> list[int]:
 
 
 def sums_key(key: bytes) -> bytes:
-    """The key under which the column sums of a prefix are kept, given the key of its last block or tail."""
+    """Return the key under which the column sums of a prefix are kept, given the key of its last block or tail."""
     return hashlib.blake2b(key, digest_size=len(key), person=b"column sums").digest()
 
 
@@ -86,7 +86,7 @@ class PrefixCache:
         self._token_bytes, self._lifetimes = token_bytes, lifetimes
 
     def match(self, hashes: Sequence[bytes], reads: Sequence[Candidate], size: int, now: float) -> Match:
-        """The longest resident prefix of a prompt; notes the read and pins what was found.
+        """Look up the longest resident prefix of a prompt; refresh and pin it.
 
         `reads` are the positions at which an earlier breakpoint may be read, highest first.
         """
@@ -141,7 +141,8 @@ class PrefixCache:
             self.tiers.mark(mark.key, ttl, now if begun is None else begun)
 
     def match_sums(self, match: Match, size: int, most: int, now: float) -> tuple[int, bytes]:
-        """The longest part of a match within `most` tokens whose column sums are resident, and their key; or (0, b"").
+        """Return the longest part of a match within `most` tokens with resident column sums, and their key; or (0,
+        b"").
 
         A rule that needs what all queries of a prompt gave its tokens can go on from there only.
         """

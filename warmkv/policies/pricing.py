@@ -29,7 +29,7 @@ class Price:
 
 
 def price(usage: Usage, prices: Prices) -> Price:
-    """What an answer costs. A TTL without a multiplier is a KeyError: the configuration refuses it earlier."""
+    """Price an answer. A TTL without a multiplier is a KeyError: the configuration refuses it earlier."""
     per_token = prices.input / 1e6
     return Price(
         input=usage.input * per_token,
@@ -40,7 +40,7 @@ def price(usage: Usage, prices: Prices) -> Price:
 
 
 def break_even_uses(write: float, read: float) -> float:
-    """Uses of a prefix, the writing one included, from which caching is cheaper: (w - r) / (1 - r).
+    """Return the uses of a prefix, the writing one included, from which caching is cheaper: (w - r) / (1 - r).
 
     Without caching n uses cost n; with it they cost w + (n - 1) r. Infinite if reads are no cheaper than input.
     """
@@ -56,7 +56,7 @@ def hit_chance(per_hour: float, ttl: float) -> float:
 
 
 def break_even_rate(write: float, read: float, ttl: float) -> float:
-    """Requests per hour from which caching is cheaper, if they come at random and go on for ever.
+    """Return the requests per hour from which caching is cheaper, for Poisson arrivals without end.
 
     A request pays the read if it finds the prefix and else the write: caching pays from a chance of (w - 1) / (w - r).
     Infinite if reads are no cheaper than input.
@@ -90,7 +90,9 @@ def uncached(tokens: int, rest: int, prices: Prices) -> float:
 def prefix_costs(
     tokens: int, rest: int, uses: int, prices: Prices, ttls: Mapping[str, float]
 ) -> tuple[PrefixCost, ...]:
-    """The cost of a prefix of `tokens` tokens that `uses` requests begin with, for every TTL, the shortest first."""
+    """Return the cost of a prefix of `tokens` tokens that `uses` requests begin with, for every TTL, the shortest
+    first.
+    """
     found = []
     for ttl, seconds in sorted(ttls.items(), key=lambda item: item[1]):
         write, read = prices.write[ttl], prices.read

@@ -40,7 +40,7 @@ class Entry:
     children: int = 0
 
     def path(self) -> list[Entry]:
-        """The chain from the first block of the prompt to this one."""
+        """Return the chain from the first block of the prompt to this one."""
         chain, entry = [self], self.parent
         while entry is not None:
             chain.append(entry)
@@ -141,7 +141,7 @@ class TierIndex:
         return entry is not None and entry.mark_expires_at > now
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
-        """A read: every entry of the chain becomes recent and lives its TTL again, marks included."""
+        """Refresh recency and TTL of every entry of a chain, marks included."""
         entries = [self._entries[key] for key in chain]
         for entry in entries:
             self._reuse.read(entry)
@@ -260,7 +260,7 @@ class TierIndex:
         return expired
 
     def lose(self, key: bytes) -> None:
-        """The bytes of an entry are gone: nobody finds it any more, nor what follows it, until it is stored again."""
+        """Mark an entry and all that follow it missing until they are stored again."""
         entry = self._entries.get(key)
         if entry is None or entry.expires_at == LOST:
             return
@@ -280,7 +280,7 @@ class TierIndex:
         ]
 
     def by_worth(self) -> list[Entry]:
-        """Ends of chains that can be found, what would be evicted last first. Takes O(n log n)."""
+        """Return the ends of resident chains, in reverse order of eviction. O(n log n)."""
         ends = [entry for entry in self._entries.values() if not entry.children and entry.expires_at != LOST]
         return sorted(ends, key=lambda entry: self._order(entry, self._reuse), reverse=True)
 
@@ -401,7 +401,7 @@ class TierIndex:
         return True
 
     def _first(self, tenant: str) -> Entry | None:
-        """What a tenant gives up next."""
+        """Return the next entry to evict of a tenant."""
         ends = self._ends.get(tenant)
         first = ends.first() if ends else None
         return self._entries[first[1]] if first else None

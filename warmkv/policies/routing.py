@@ -104,7 +104,7 @@ def _round_robin(view: View, config: RoutingConfig, random: Random) -> list[str]
 
 
 def _power_of_two(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """The less loaded of two at random (Mitzenmacher, 2001), then the other one, then the rest."""
+    """Rank the less loaded of two at random first (Mitzenmacher, 2001), then the other one, then the rest."""
     shuffled = random.sample(view.replicas, len(view.replicas))
     return [*sorted(shuffled[:2], key=lambda replica: view.load.get(replica, 0)), *shuffled[2:]]
 

@@ -76,7 +76,7 @@ def size_class(capacity: int) -> int:
 
 
 def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
-    """The kind of row for a KV head that needs at most `limit` entries."""
+    """Return the kind of row for a KV head that needs at most `limit` entries."""
     spec = budgets.resolve_auto(spec, prompt_tokens)
     sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
     kind = RowKind(

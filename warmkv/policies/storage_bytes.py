@@ -9,7 +9,7 @@ _HALF = 2  # bytes of a zero point, a step or a scale: float16
 
 
 def head_dim_multiple(storage: str) -> int:
-    """What a model's head_dim must be a multiple of, for the codes of a vector to fill whole bytes."""
+    """Return the multiple that head_dim must be of, for the codes of a vector to fill whole bytes."""
     return {"turbo4": 2, "turbo3": 8}.get(storage, 1)
 
 

@@ -63,7 +63,7 @@ Step = Stored | Copied | Left
 
 
 def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
-    """The tiers of a replica, fastest first."""
+    """Return the tiers of a replica, fastest first."""
     cost = PrefillCost(config.attention_tokens)
     device = Tier(
         "device",
@@ -108,7 +108,7 @@ class Tiers:
         return any(key in ledger for ledger in self.ledgers)
 
     def fastest(self, key: bytes) -> str | None:
-        """The name of the fastest tier that has a key; None if none has it."""
+        """Return the fastest tier that has a key; None if none has it."""
         for tier, ledger in zip(self.tiers, self.ledgers, strict=True):
             if key in ledger:
                 return tier.name
@@ -122,7 +122,7 @@ class Tiers:
         return any(ledger.has_mark(key, now) for ledger in self.ledgers)
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
-        """A read, noted in every tier that holds the chain or its beginning."""
+        """Refresh a chain in every tier that holds it or its beginning."""
         for ledger in self.ledgers:
             ledger.touch([key for key in chain if key in ledger], now)
 
@@ -196,7 +196,7 @@ class Tiers:
             yield Stored(key, tier)
 
     def _gone(self, tier: int, admission: StoreOutcome, now: float) -> Iterator[Step]:
-        """What left a tier: first copied to the next one, as far as it was evicted and there is one."""
+        """Yield the steps by which blocks leave a tier: evicted ones are copied to the next tier first."""
         for entry in admission.expired:
             if entry.expires_at != LOST:
                 yield Left(entry.key, tier, expired=True)

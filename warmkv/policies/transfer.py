@@ -33,7 +33,7 @@ class Fetch(NamedTuple):
 def plan(
     replicas: Sequence[str], warm: Mapping[str, Depths], load: Mapping[str, int], config: RoutingConfig
 ) -> Fetch | None:
-    """The replica to fetch from: the one that holds most in memory, the least loaded of those that hold as much.
+    """Choose the replica to fetch from: the one that holds most in memory, among equals the least loaded.
 
     It holds for every other replica, since Serve may take another than the best. None if no replica would gain.
     """
@@ -87,7 +87,7 @@ class RunningLine:
 
     @classmethod
     def guessed(cls, start: float, each: float, amount: float) -> RunningLine:
-        """A line to begin with; `amount` is a usual one."""
+        """Start from a guess; `amount` is a typical one."""
         return cls(each, amount / 8, amount, start + each * amount)
 
     def measured(self, amount: float, seconds: float, half_life: float) -> RunningLine:

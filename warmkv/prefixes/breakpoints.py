@@ -50,7 +50,7 @@ def check_marks(ttls: Sequence[str | None], known: Mapping[str, float], maximum:
 
 
 def breakpoints(ends: Sequence[int], ttls: Sequence[str | None], min_tokens: int) -> tuple[Breakpoint, ...]:
-    """The marks that count, in order: those with at least `min_tokens` tokens before them.
+    """Return the marks that count, in order: those with at least `min_tokens` tokens before them.
 
     `ends[i]` is the position behind content block i, `ttls[i]` its mark or None.
     """
@@ -109,7 +109,7 @@ def plan(
 def billed(
     prompt_tokens: int, marks: Sequence[Mark], found: int, written: int, read: int, lifetimes: Mapping[str, float]
 ) -> Usage:
-    """The prompt of a request with breakpoints, as its answer begins.
+    """Bill the prompt of a request with breakpoints, as its answer begins.
 
     `found` is the highest breakpoint that was there, `written` the highest that is stored now, `read` the position up
     to which the request is a reader (`Writers.began`). What memory did not suffice for is not billed as written.

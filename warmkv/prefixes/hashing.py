@@ -21,7 +21,7 @@ DIGEST_BYTES = 16  # 128 bits: a collision among 10^12 blocks has a chance of ab
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
-    """The salt of a tenant, derived on the server so that no client can choose or guess it."""
+    """Derive the salt of a tenant on the server, so that no client can choose or guess it."""
     return hmac.digest(secret, tenant.encode(), "sha256")
 
 

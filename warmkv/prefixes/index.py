@@ -78,12 +78,12 @@ class PrefixIndex:
         return bool(replica in self._shifts and self._masks.get(key[:KEY_BYTES], 0) >> self._shifts[replica] & _FIELD)
 
     def holders(self, key: bytes) -> list[str]:
-        """The replicas that hold a block."""
+        """Return the replicas that hold a block."""
         mask = self._masks.get(key[:KEY_BYTES], 0)
         return [replica for replica, _ in self._holders.get(mask) or self._decode(mask)]
 
     def add(self, replica: str, keys: Iterable[bytes], tier: str = "device") -> None:
-        """A replica holds these blocks, and `tier` is the fastest that has them; it may have been another before."""
+        """Set the fastest `tier` in which a replica holds these blocks; it may have been another before."""
         code = _CODES[tier]
         if replica not in self._shifts:
             taken = set(self._shifts.values())
@@ -101,7 +101,7 @@ class PrefixIndex:
         self._counts[replica] += new
 
     def remove(self, replica: str, keys: Iterable[bytes]) -> None:
-        """A replica holds these blocks no more, in any tier."""
+        """Remove a replica's blocks from the index, whatever their tier."""
         if replica not in self._shifts:
             return
         masks, shared, field, gone = self._masks, self._pool(), _FIELD << self._shifts[replica], 0
@@ -134,7 +134,7 @@ class PrefixIndex:
         self._holders.clear()
 
     def keys_of(self, replica: str) -> list[bytes]:
-        """The shortened keys of what a replica holds."""
+        """Return the shortened keys of what a replica holds."""
         if replica not in self._shifts:
             return []
         field = _FIELD << self._shifts[replica]

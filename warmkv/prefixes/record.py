@@ -72,7 +72,7 @@ class RequestRecord:
     trace_id: str = ""  # of its traceparent
 
     def to_json(self) -> str:
-        """The record as one line without a line break."""
+        """Return the record as one line without a line break."""
         line: dict[str, Any] = {"v": VERSION, **asdict(self)}
         line["hashes"] = [key.hex() for key in self.hashes]
         line["marks"] = [[mark.position, mark.ttl, mark.key.hex()] for mark in self.marks]

@@ -37,7 +37,7 @@ class Writers:
         self._arrivals[request] = now
 
     def left(self, request: str) -> None:
-        """The request failed or was given up before its answer began."""
+        """Forget a request that failed or was given up before its answer began."""
         self._arrivals.pop(request, None)
         self._forget()
 
@@ -51,7 +51,7 @@ class Writers:
         written: int,
         now: float,
     ) -> int:
-        """The position up to which the request is billed as a reader.
+        """Return the position up to which the request is billed as a reader.
 
         `hit` is the highest breakpoint whose KV the replica found, `written` the highest that is stored now. Where it
         cannot be told what else was readable when the request arrived, nothing was.

@@ -135,7 +135,7 @@ class Replica:
         return lent
 
     def status(self) -> dict[str, Any]:
-        """What the replica holds and does now."""
+        """Return the present load and contents of the replica."""
         return self._status()
 
     async def drop_prefixes(self, tenant: str) -> int:
@@ -144,13 +144,13 @@ class Replica:
         return freed
 
     def check_health(self) -> None:
-        """Called by Serve: a replica whose engine thread has died or stands still must be replaced."""
+        """Raise if the engine's thread has died or stands still; Serve then replaces the replica."""
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended: its device is lost, see the replica's log")
         self._engine.check_turning(self._config.engine.stall_seconds)
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica is stopped and no request is in flight any more."""
+        """Close the engine and the store; called by Serve after the last request has drained."""
         try:
             await self._hand_over()
         except Exception:
@@ -178,7 +178,7 @@ class Replica:
         return deployment is not None and deployment.replica_states.get("RUNNING", 0) > 0
 
     async def _holders(self, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
-        """The other replicas that hold these blocks, as the directory knows."""
+        """Return the other replicas that hold these blocks, as the directory knows."""
         parts = await asyncio.gather(
             *(
                 actor.elsewhere.remote(self._name, list(filter(Shard(number, len(self._directory)).owns, keys)))

@@ -117,7 +117,7 @@ def group_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def _number(file: Path) -> int | None:
-    """A number in a file; None if it is not there, or says `max`."""
+    """Read a number from a file; None if it is missing or says `max`."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -136,7 +136,7 @@ def _meminfo(file: Path) -> dict[str, int]:
 
 
 def _own_bytes(root: Path) -> int:
-    """What this process holds now: the plan counts it anew."""
+    """Return the bytes this process holds now: the plan counts them anew."""
     try:
         pages = int((root / "proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

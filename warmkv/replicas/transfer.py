@@ -160,7 +160,7 @@ class Transfers:
     # --- who lends
 
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
-        """What another replica may have of the blocks that it wants; nothing if its KV is of another kind."""
+        """Return the wanted blocks that are here; nothing if the other replica's KV is of another kind."""
         store = self._engine.store
         if not store.enabled or store.identity.differs(wanted.identity):
             return BlockPayloads()

@@ -67,7 +67,7 @@ class Header:
 
 
 def header(entry: Entry, storage: BlockStorage, now: float, wall: float) -> Header:
-    """What a file says of an entry, whose times are those of the clock that shows `now` at the Unix time `wall`."""
+    """Build the file header of an entry, whose times are those of a clock that shows `now` at the Unix time `wall`."""
     is_marked = entry.mark_expires_at > now
     return Header(
         key=entry.key.hex(),
@@ -86,7 +86,7 @@ def header(entry: Entry, storage: BlockStorage, now: float, wall: float) -> Head
 
 
 def lasting_header(entry: Entry, storage: BlockStorage, *, marked: bool) -> Header:
-    """The same of an entry that shall live for good; `marked` if a breakpoint is readable at its end."""
+    """Build the header of an entry without expiry; `marked` if a breakpoint is readable at its end."""
     lasting = replace(
         entry,
         ttl=math.inf,
@@ -98,7 +98,7 @@ def lasting_header(entry: Entry, storage: BlockStorage, *, marked: bool) -> Head
 
 
 def entry(header: Header, now: float, wall: float) -> Entry:
-    """The entry that a file tells of, without a place in a ledger yet."""
+    """Rebuild the entry of a file header, not yet in a tier's index."""
     return Entry(
         bytes.fromhex(header.key),
         None,
@@ -181,7 +181,7 @@ class Folder:
         return self.path / name[:2] / (name + SUFFIX)
 
     def write(self, packed: Packed, header: Header) -> None:
-        """Raises OSError, on a full disk for instance; then nothing is left behind."""
+        """Write a block atomically. Raises OSError, on a full disk for instance; then nothing is left behind."""
         tensors = {str(at): part.contiguous() for at, part in enumerate(packed.parts)}
         text = json.dumps(asdict(header), sort_keys=True)
         metadata = {"header": text, "checksum": _checksum(text, tensors)}
@@ -191,7 +191,7 @@ class Folder:
         _replace(path, content)
 
     def read(self, key: bytes) -> tuple[Packed, Header]:
-        """Raises BlockFileError if the file is missing, damaged or that of another block."""
+        """Read a block. Raises BlockFileError if the file is missing, damaged or that of another block."""
         path = self.file(key)
         try:
             content = path.read_bytes()
@@ -214,7 +214,7 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def scan(self) -> Iterator[Header | Path]:
-        """The headers of all blocks in no order, and the paths of files that look like one but are not."""
+        """Yield the headers of all blocks in no order, and the paths of files that look like one but are not."""
         for path in self.path.glob(f"??/*{SUFFIX}"):
             try:
                 with path.open("rb") as file:
@@ -234,7 +234,7 @@ class Folder:
 
 
 def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
-    """The first of the folders 0, 1, ... in `path` that is free and holds KV of this kind, or nothing yet.
+    """Claim the first of the folders 0, 1, ... in `path` that is free and holds KV of this kind, or nothing yet.
 
     So replicas of one machine do not meet, and one that starts again finds what another left. Folders of other models
     are reported and skipped. Raises DiskTierError if all are taken, OSError if the path cannot be written.

@@ -44,7 +44,7 @@ class BlockPayload:
 
 
 def seal(lent: StoredBlock) -> BlockPayload:
-    """A block as a parcel. It shares the memory of a block on a CPU, and copies from a GPU."""
+    """Pack a block for transfer. It shares the memory of a block on a CPU, and copies from a GPU."""
     header, packed = lent
     parts = [part.cpu().contiguous() for part in packed.parts]
     return BlockPayload(
@@ -56,7 +56,7 @@ def seal(lent: StoredBlock) -> BlockPayload:
 
 
 def unseal(parcel: BlockPayload, identity: Identity, formats: Sequence[str]) -> StoredBlock:
-    """The block of a parcel, in memory of its own.
+    """Unpack a transferred block into memory of its own.
 
     Raises PayloadError unless it is a block of this identity in one of these formats, of exactly the right size.
     """
@@ -168,7 +168,7 @@ def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict
 
 
 def _find(store: BlockStore, key: bytes) -> StoredBlock | None:
-    """A living entry whose bytes are in memory."""
+    """Return an unexpired entry whose bytes are in memory."""
     packed, entry, now = store.find(key), _entry(store, key), store.clock()
     if packed is None or entry is None:
         return None
@@ -183,7 +183,7 @@ def _entry(store: BlockStore, key: bytes) -> Entry | None:
 
 
 def _path(store: BlockStore, key: bytes) -> list[Entry] | None:
-    """The chain up to a living entry, if all of it is in memory."""
+    """Return the chain up to an unexpired entry, if all of it is in memory."""
     entry = _entry(store, key)
     path = entry.path() if entry is not None else []
     return path if path and all(store.find(before.key) is not None for before in path) else None

@@ -43,7 +43,7 @@ def pack(block: Tensor, tokens: int, storage: BlockStorage) -> Packed:
 
 
 def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The block [2, layers, kv_heads, tokens, head_dim] in `dtype`, or what is no KV as it is."""
+    """Unpack a block to [2, layers, kv_heads, tokens, head_dim] in `dtype`, or what is no KV as it is."""
     if packed.storage == "model":
         return packed.parts[0]
     coder = codec(packed.storage)
@@ -55,7 +55,7 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def repack(packed: Packed, storage: BlockStorage, dtype: torch.dtype) -> Packed:
-    """The same block in another format."""
+    """Convert a block to another format."""
     if packed.storage == storage or not packed.tokens:
         return packed
     return pack(unpack(packed, dtype), packed.tokens, storage)

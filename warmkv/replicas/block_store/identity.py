@@ -65,7 +65,7 @@ class Identity:
 
 @torch.inference_mode()
 def fingerprint(model: LoadedModel) -> str:
-    """A hash of a sample of every parameter, spread over all of it, and of the rotation."""
+    """Return a hash of a sample of every parameter, spread over all of it, and of the rotation."""
     digest = hashlib.blake2b(digest_size=16)
     tensors = [*sorted(model.module.named_parameters()), ("rotation", model.inv_freq)]
     for name, tensor in tensors:

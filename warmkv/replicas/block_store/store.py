@@ -435,7 +435,7 @@ class BlockStore:
             move.packed = None
 
     def _lose(self, key: bytes, tier: int) -> None:
-        """The bytes of a block are not there; nobody shall find it."""
+        """Mark a block missing in a tier."""
         self.lost_blocks += 1
         self._cache.tiers.ledgers[tier].lose(key)
 
@@ -447,11 +447,11 @@ class BlockStore:
         return [*keys, warm.sums] if warm.sums else keys
 
     def find(self, key: bytes) -> Packed | None:
-        """An entry that can be read without a file."""
+        """Return an entry that can be read without a file."""
         return next((packed for place in self.places if (packed := place.find(key)) is not None), None)
 
     def _parts(self, warm: WarmPrefix) -> list[tuple[Span, Packed, str]]:
-        """The blocks to attach with the tiers they are in, up to the first that is missing."""
+        """Return the blocks to attach with their tiers, up to the first that is missing."""
         found = []
         for span in spans(warm.match.chain, warm.match.tokens, self.block_size):
             if span.start >= warm.reused:

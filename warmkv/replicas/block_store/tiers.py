@@ -34,14 +34,14 @@ class TierStorage:
     arriving: dict[bytes, Move] = field(default_factory=dict)
 
     def find(self, key: bytes) -> Packed | None:
-        """A block that can be read without a file."""
+        """Return a block that can be read without a file."""
         packed = self.blocks.get(key)
         if packed is None and (move := self.arriving.get(key)) is not None:
             return move.packed
         return packed
 
     def storage_of(self, packed: Packed) -> BlockStorage:
-        """The format that a block has here; what is no KV stays as it is."""
+        """Return the format that a block has here; what is no KV stays as it is."""
         return self.tier.storage if packed.tokens else "model"
 
     def takes_as_it_is(self, packed: Packed) -> bool:
@@ -51,7 +51,7 @@ class TierStorage:
 
     @torch.inference_mode()
     def converted(self, packed: Packed) -> Packed:
-        """A block as this tier keeps it. On a GPU it is copied beside the computation, and waited for."""
+        """Convert a block to this tier's format. From a GPU it is copied on a side stream and waited for."""
         source = packed.parts[0].device
         if source.type != "cuda" or self.device.type == "cuda":
             return repack(packed, self.tier.storage, self.dtype).map(lambda part: part.to(self.device))

@@ -149,7 +149,7 @@ class Engine:
             self._inbox.put(action)
 
     def between_steps(self, action: Callable[[], T]) -> Future[T]:
-        """The same, with what it returns or raises; not at all if the result is cancelled before."""
+        """Run an action between steps and return its future; a cancelled future is not run."""
         result: Future[T] = Future()
 
         def act() -> None:
@@ -270,7 +270,7 @@ class Engine:
             self._publish_stats()
 
     def _advance_prompt(self) -> bool:
-        """A chunk of one prompt; if it fails, only that request ends."""
+        """Compute a chunk of one prompt; if it fails, only that request ends."""
         try:
             if sequence := self.scheduler.admit(self._clock()):
                 self._look_up(sequence)
@@ -440,7 +440,7 @@ class Engine:
         return self._draw(sequences, self._step_forward(ids, positions, state))
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
-        """The next token of each sequence; NO_TOKEN where the logits are not finite."""
+        """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
             self.watch_logits(logits)
         sampling = [sequence.request.sampling for sequence in sequences]

@@ -44,7 +44,10 @@ class CompiledForward:
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        """Raises ValueError if the model's weights are packed: a compiler cannot look into these."""
+        """Compile the decode step.
+
+        Raises ValueError if the model's weights are packed: a compiler cannot look into these.
+        """
         if packed_bytes(model.module):
             raise ValueError("packed weights cannot be compiled: load the model with packed=False")
         self._device = model.device

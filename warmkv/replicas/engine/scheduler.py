@@ -124,7 +124,7 @@ class Scheduler:
         return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens, len(sequence.request.marks))
 
     def admit(self, now: float) -> Sequence | None:
-        """The next request to compute, its slot claimed; None if there is none or it does not fit yet.
+        """Admit the next request and claim its slot; None if none waits or it does not fit yet.
 
         What was set aside and fits again decodes at once.
         """

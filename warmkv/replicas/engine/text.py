@@ -41,7 +41,7 @@ class Detokenizer:
         return self._release(after[len(before) :], final=False)
 
     def finish(self) -> str:
-        """The rest, at the end of the answer."""
+        """Return the remaining text at the end of the answer."""
         if self.stopped_by is not None:
             return ""
         before = self._decode(self._ids[self._prefix : self._read])

@@ -71,14 +71,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer. Imports transformers, but runs nothing on a device."""
+    """Load the model's tokenizer. Imports transformers, but runs nothing on a device."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
 
 
 def load_max_context(config: ModelConfig) -> int:
-    """An upper bound of the tokens that the model takes, from its configuration alone."""
+    """Read the model's maximum context from its configuration alone; an upper bound."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(model_path(config), revision=config.revision).get_text_config()

@@ -41,7 +41,7 @@ def is_listed(config: Any) -> bool:
 
 
 def refusal(family: str, reason: str) -> ValueError:
-    """The error that names a family, why it is not served and what to do."""
+    """Build the error that names a family, why it is not served and what to do."""
     return ValueError(f"models of the family {family} cannot be served: {reason}. docs/models.md lists those that can")
 
 

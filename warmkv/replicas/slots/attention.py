@@ -58,7 +58,7 @@ def attend_packed(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same on entries as they are stored, brought back block by block inside the attention.
+    """Attend to entries as they are stored, decoding them block by block inside the attention.
 
     keys, values: parts [n, packed / group, ...] of the codec; `uncompressed_tail` keys and values [n, m, d] in the
     model's dtype that follow them; bias [n, packed + m]. Returns the output and the probabilities
@@ -122,7 +122,7 @@ def attend_pages(
 
 
 def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor, page: int, most: int) -> Tensor:
-    """The pages of `page` entries that a row reads, best first: int64 [n, at most `most`]. As in `attend_pages`."""
+    """Choose the pages of `page` entries that a row reads, best first: int64 [n, at most `most`]."""
     count = lowest.shape[1]
     bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
     rank = bound.float().sum(dim=1)

@@ -60,7 +60,7 @@ class RowTable:
 
     @classmethod
     def over(cls, matrix: Ints) -> RowTable:
-        """Views of a matrix [fields, rows]."""
+        """Make a table of views of a matrix [fields, rows]."""
         return cls(*matrix)
 
     @classmethod
@@ -89,11 +89,11 @@ class RowTable:
             getattr(self, name)[:] = column
 
     def first(self, rows: int) -> RowTable:
-        """The same of the first rows only, as views."""
+        """Return the first rows, as views."""
         return RowTable(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
     def chosen(self, rows: Sequence[int]) -> RowTable:
-        """The same of some rows, as copies."""
+        """Return some rows, as copies."""
         return RowTable.over(self._matrix()[:, list(rows)])
 
     def free(self, row: int) -> None:
@@ -103,7 +103,7 @@ class RowTable:
         self.owner[row] = FREE
 
     def take(self, rows: Sequence[int], other: RowTable, which: Sequence[int]) -> None:
-        """What `which` rows of another state held is in these rows now; they keep their owner."""
+        """Copy `which` rows of another table into these rows, which keep their owner."""
         for field in fields(self)[1:]:
             getattr(self, field.name)[list(rows)] = getattr(other, field.name)[list(which)]
 

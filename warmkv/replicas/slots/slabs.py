@@ -99,7 +99,7 @@ class Slab:
 
     @torch.inference_mode()
     def take_out(self, rows: list[int]) -> tuple[RowTable, list[Tensor]]:
-        """Copies of what some rows hold, in host memory."""
+        """Copy what some rows hold to host memory."""
         index = torch.tensor(rows, device=self._device)
         return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
 
@@ -202,7 +202,9 @@ class Slab:
         due: Sequence[PendingPack],
         inv_freq: Tensor,
     ) -> AttentionMetadata:
-        """What the step does with the first n rows, whose bookkeeping has advanced already; active, full bool [n]."""
+        """Build the metadata of a step over the first n rows, whose bookkeeping has advanced already; active, full bool
+        [n].
+        """
         kind, n = self.kind, len(active)
         reach = int(host.packed.max())
         uncompressed_tail = self._upload(seen_uncompressed(self.state.first(n), active, kind)) if kind.grouped else None
@@ -396,7 +398,7 @@ class Slab:
         return entries
 
     def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, newest: Tensor, count: int) -> Tensor:
-        """The `count` packed entries of each row with the lowest scores, [n, count], recent ones only if need be."""
+        """Find the `count` packed entries of each row with the lowest scores, [n, count], recent ones last."""
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
         scores = torch.where(ages > oldest[:, None], scores + RECENT, scores)

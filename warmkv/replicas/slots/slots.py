@@ -39,7 +39,9 @@ class SlotRequest:
     new_tokens: int
 
     def row(self, kept: int, window: int) -> tuple[RowKind, int]:
-        """The kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its limit."""
+        """Return the kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its
+        limit.
+        """
         return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
 
     def in_layer(self, window: int) -> PolicySpec:
@@ -121,7 +123,7 @@ class SlotPool:
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
     def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
-        """A slot for a request, or None if all slabs with it would take more than `limit` bytes.
+        """Claim a slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
         Empty slabs of other sizes are given back before the answer is None.
@@ -269,7 +271,7 @@ class SlotPool:
         return swapped
 
     def resume(self, swapped: SwappedSlot, limit: int) -> Slot | None:
-        """The slot again, in whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
+        """Swap a slot in to whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
         slot = self._new_slot(swapped.slot_request)
         resumed = False
         try:
@@ -380,7 +382,7 @@ def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
 
 
 def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
-    """Runs of neighbouring rows of neighbouring heads that keep the same number of entries."""
+    """Group neighbouring rows of neighbouring heads that keep the same number of entries."""
     runs: list[slice] = []
     for row in rows:
         head = heads[row]

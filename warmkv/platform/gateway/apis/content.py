@@ -26,7 +26,7 @@ class Markable(Body):
     cache_control: CacheControl | None = None
 
     def ttl(self, default: str) -> str | None:
-        """The TTL name of the mark, None if there is none."""
+        """Return the TTL name of the mark, None if there is none."""
         return (self.cache_control.ttl or default) if self.cache_control else None
 
 
@@ -211,7 +211,7 @@ def turns(
     messages: Sequence[UserMessage | AssistantMessage],
     default_ttl: str,
 ) -> list[Turn]:
-    """The conversation in the order of its prefixes: tools, system, messages. Raises ApiError (400).
+    """Return the conversation in the order of its prefixes: tools, system, messages. Raises ApiError (400).
 
     Thinking blocks of earlier answers are left out of the prompt. A user's tool results become turns of their own.
     """
@@ -230,7 +230,7 @@ def turns(
 
 
 def mark_last(turns: Sequence[Turn], ttl: str) -> list[Turn]:
-    """The top-level cache_control: the last block that can be marked is, if there is one. Raises ApiError (400)."""
+    """Mark the last block that can be marked, as top-level cache_control does. Raises ApiError (400)."""
     for number in reversed(range(len(turns))):
         turn = turns[number]
         for place in reversed(range(len(turn.blocks))):

@@ -81,7 +81,7 @@ class MessagesRequest(CountRequest):
 
 
 def turns(body: CountRequest, default_ttl: str) -> list[Turn]:
-    """The conversation as the turns of a prompt, with the TTL of every mark. Raises ApiError (400)."""
+    """Return the conversation as the turns of a prompt, with the TTL of every mark. Raises ApiError (400)."""
     found = content.turns(body.tools, body.system, body.messages, default_ttl)
     if body.cache_control is not None:
         return content.mark_last(found, body.cache_control.ttl or default_ttl)
@@ -106,7 +106,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 async def respond(answer: Answer) -> dict[str, Any]:
-    """The whole answer as one message."""
+    """Return the whole answer as one message."""
     text = "".join([delta.text async for delta in answer.text()])
     return {
         **_head(answer),
@@ -118,7 +118,7 @@ async def respond(answer: Answer) -> dict[str, Any]:
 
 
 async def stream(admission: SubmittedRequest) -> AsyncGenerator[str]:
-    """The answer as server-sent events. A fault from the admission on is an `error` event."""
+    """Stream the answer as server-sent events. A fault after admission is an `error` event."""
     try:
         async with aclosing(admission):
             answer = await admission.begin()

@@ -121,7 +121,7 @@ class CompletionRequest(CompletionBody):
 
 
 def turns(body: ChatRequest) -> list[Turn]:
-    """The conversation; `developer` is the system's other name."""
+    """Return the conversation; `developer` is another name of `system`."""
     found = []
     for message in body.messages:
         parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
@@ -142,7 +142,7 @@ def usage_fields(usage: Usage, cached: int) -> dict[str, Any]:
 
 
 async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
-    """The whole answer as one completion."""
+    """Return the whole answer as one completion."""
     text = "".join([delta.text async for delta in answer.text()])
     body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, **body, "finish_reason": FINISH_REASONS[answer.end.reason], "logprobs": None}
@@ -150,7 +150,7 @@ async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
 
 
 async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool) -> AsyncGenerator[str]:
-    """The answer as server-sent events, ended by [DONE]. A fault from the admission on is an `error` object."""
+    """Stream the answer as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
         body = {"delta": delta} if chat else {"text": delta.get("content", "")}

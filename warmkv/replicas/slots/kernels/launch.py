@@ -120,7 +120,7 @@ def _three(parts: Parts) -> tuple[Tensor | int, ...]:
 
 
 def _power_of_two(x: int) -> int:
-    """The least that is not below `x`."""
+    """Round `x` up to a power of two."""
     return 1 << (x - 1).bit_length()
 
 

@@ -91,7 +91,7 @@ def _from_e4m3(code):
 
 @triton.jit
 def _kivi_codes(part, entries, seen, STORAGE: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A byte holds one code from each of 8 / BITS equal stretches of its group (see `packing.py`)."""
+    """Load KIVI codes: a byte holds one code from each of 8 / BITS equal stretches of its group (see `packing.py`)."""
     BITS: tl.constexpr = 4 if STORAGE == "kivi4" else 2
     ROWS: tl.constexpr = GROUP * BITS // 8
     inside = entries % GROUP
