@@ -35,7 +35,7 @@ def hit_rate(by: tuple[str, ...] = ("application",)) -> str:
 
 
 def build() -> Any:
-    """The dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
+    """Build the dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
     panels, t = Panels(), telemetry
     graph, number = panels.graph, panels.number
     board = (
@@ -397,7 +397,7 @@ def build() -> Any:
 
 
 def _variable(label: str, title: str, metric: telemetry.Metric) -> Any:
-    """A choice of the values that a label has now; all of them unless the viewer picks some."""
+    """Build a variable of a label's present values; all of them unless the viewer picks some."""
     return (
         dashboard.QueryVariable(label)
         .label(title)

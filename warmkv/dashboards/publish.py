@@ -62,12 +62,12 @@ def publish(
 
 
 def folder_uid(title: str) -> str:
-    """A uid that Grafana accepts: letters, digits, `-` and `_`, at most 40."""
+    """Return a uid that Grafana accepts: letters, digits, `-` and `_`, at most 40."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", title).strip("-")[:40] or "warmkv"
 
 
 def for_datasource(dashboard: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """A copy that opens with the configured data source; the viewer can still choose another."""
+    """Copy a dashboard so that it opens with the configured data source; the viewer can still choose another."""
     document = copy.deepcopy(dict(dashboard))
     for variable in document.get("templating", {}).get("list", []):
         if variable.get("type") == "datasource":
@@ -146,6 +146,6 @@ def _explained(config: DashboardsConfig) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The innermost reason: `Connection refused` says more than the layers around it."""
+    """Return the innermost reason: `Connection refused` says more than the layers around it."""
     text = str(error)
     return match[1] if (match := re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)) else type(error).__name__

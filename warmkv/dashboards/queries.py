@@ -13,20 +13,20 @@ RANGE = "$__rate_interval"
 
 
 def rate(counter: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
-    """A counter's growth per second. `match` filters by label; `"!x"` is everything but x."""
+    """Build the query of a counter's growth per second. `match` filters by label; `"!x"` is everything but x."""
     _expect(counter, "counter")
     series = f"{counter.exported}{_selector(counter, match)}"
     return f"sum by ({_labels(counter, by)}) (rate({series}[{RANGE}]))"
 
 
 def level(gauge: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
-    """A gauge's value now."""
+    """Build the query of a gauge's present value."""
     _expect(gauge, "gauge")
     return f"sum by ({_labels(gauge, by)}) ({gauge.exported}{_selector(gauge, match)})"
 
 
 def quantile(share: float, histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
-    """The value that a share of the observations stays under."""
+    """Build the query of a quantile: the value that a share of the observations stays under."""
     _expect(histogram, "histogram")
     series = f"{histogram.exported}_bucket{_selector(histogram, match)}"
     return f"histogram_quantile({share}, sum by (le, {_labels(histogram, by)}) (rate({series}[{RANGE}])))"

@@ -33,7 +33,7 @@ def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def quality_against_bytes(entries: Sequence[SummaryRow], tasks: Sequence[str], look: dict[str, dict[str, Any]]) -> str:
-    """A panel for the mean over tasks and one for each task: score over bytes, a line per policy."""
+    """Draw score over bytes, a line a policy: a panel for the mean over tasks and one for each task."""
     panels: list[tuple[str, list[Cell]]] = [("mean over tasks", [entry.all for entry in entries])]
     panels += [(task, [entry.tasks[task] for entry in entries if task in entry.tasks]) for task in tasks]
     columns = min(3, len(panels))
@@ -91,7 +91,7 @@ def pareto_front(entries: Sequence[SummaryRow], look: dict[str, dict[str, Any]])
 
 
 def _points(ax: Axes, cells: Sequence[Cell], line: dict[str, Any], size: int) -> None:
-    """A marker for each cell, hollow where not all samples were reached."""
+    """Draw a marker for each cell, hollow where not all samples were reached."""
     faces = [line["color"] if cell.reached == 1 else "white" for cell in cells]
     x, y = [cell.bytes_share for cell in cells], [cell.score for cell in cells]
     ax.scatter(x, y, s=size, marker=line["marker"], facecolors=faces, edgecolors=line["color"], zorder=3)

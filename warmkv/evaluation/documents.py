@@ -17,7 +17,7 @@ TURN_TOKENS = 96
 
 
 def ask(question: str, chat: bool) -> str:
-    """A question as the tiny model's families put it; in chat form it says that nothing but the value is wanted.
+    """Phrase a question as the tiny model's families do; in chat form it asks for nothing but the value.
 
     Chat models would otherwise wrap the value in a sentence, and the forced answer would be scored as wrong.
     """
@@ -27,7 +27,7 @@ def ask(question: str, chat: bool) -> str:
 def of_family(
     world: World, rng: random.Random, family: str, length: int, chat: bool, keys: int | None = None
 ) -> Sample:
-    """A sample of a family, without a system prompt (not every chat template takes one)."""
+    """Generate a sample of a family, without a system prompt (not every chat template takes one)."""
     sample = tasks.FAMILIES[family](world, rng, length=length, chat=chat, keys=keys)
     if not chat:
         return sample
@@ -47,7 +47,7 @@ def needle(world: World, rng: random.Random, length: int, depth: float, chat: bo
 
 
 def copying(world: World, rng: random.Random, length: int, words: int, chat: bool) -> Sample:
-    """A long phrase of random words somewhere in the text, to be repeated word for word."""
+    """Generate a text with a long phrase of random words, to be repeated word for word."""
     (key,) = world.keys(rng, 1)
     phrase = " ".join(rng.sample(world.words, words))
     line = rng.choice(tasks.COPY_NEEDLES).format(key=key, value=phrase)
@@ -133,7 +133,7 @@ def conversation(world: World, rng: random.Random, length: int, depth: float, ch
 def hide(
     world: World, rng: random.Random, length: int, facts: Sequence[tuple[float, str]], make: Callable[[str], Sample]
 ) -> Sample:
-    """What `make` makes of a text with each fact at its depth, filled up to `length` tokens of the whole sample."""
+    """Apply `make` to a text with each fact at its depth, filled up so that the whole sample has `length` tokens."""
     prefix = rng.choice(tasks.PREFIXES)
     facts = sorted((depth, prefix + line) for depth, line in facts)
     lines = world.filler(rng, length - world.count(make(_woven(world, [], facts)).text()))
@@ -147,7 +147,7 @@ def hide(
 
 
 def _woven(world: World, lines: Sequence[str], facts: Sequence[tuple[float, str]]) -> str:
-    """The lines with every fact before the first line that begins at its depth or later."""
+    """Insert every fact before the first line that begins at its depth or later."""
     total, before, waiting, out = sum(map(world.cost, lines)), 0, list(facts), []
     for line in lines:
         while waiting and before >= waiting[0][0] * total:

@@ -73,7 +73,7 @@ def forward_prompt(model: LoadedModel, prompt: PrefillState, ids: Tensor, keep: 
 def fill(
     model: LoadedModel, pool: SlotPool, prompt: PrefillState, spec: PolicySpec, new_tokens: int, allowed: int | None
 ) -> Filled | None:
-    """A slot under a policy, of at most `allowed` bytes; None if it cannot be that small.
+    """Fill a slot under a policy with at most `allowed` bytes; None if it cannot be that small.
 
     Where what heads keep follows from the content, the budget is lowered until the bytes in use fit, too.
     """

@@ -38,14 +38,16 @@ def exact_bytes(
 
 
 def planned_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
-    """The same before the prompt is computed; where what heads keep follows from the content, as if all kept alike."""
+    """Return the bytes as planned before the prompt is computed; where what heads keep follows from the content, as if
+    all kept alike.
+    """
     spec = budgets.in_force(spec, prompt_tokens, new_tokens)
     kept = [[of_layer] * shape.kv_heads for of_layer in budgets.layer_budgets(spec, prompt_tokens, shape.layers)]
     return exact_bytes(spec, shape, kept, prompt_tokens, new_tokens)
 
 
 def _exact_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
-    """The row that holds exactly `limit` entries: whole pages and whole packed groups, but no size class."""
+    """Return the row kind of exactly `limit` entries: whole pages and whole packed groups, no size class."""
     kind = row_kind(spec, prompt_tokens, limit)
     if kind.page:
         return replace(kind, capacity=-(-limit // kind.page) * kind.page)
@@ -73,7 +75,7 @@ def allowed_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int, share: fl
 
 
 def match(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, allowed: int) -> PolicySpec | None:
-    """The policy at the largest budget in tokens that takes at most `allowed` bytes; None if none is small enough."""
+    """Find the largest budget in tokens that takes at most `allowed` bytes; None if none is small enough."""
 
     def fits(tokens: int) -> bool:
         return planned_bytes(with_budget(spec, tokens), shape, prompt_tokens, new_tokens) <= allowed
@@ -84,7 +86,7 @@ def match(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int,
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number from `low` to `high` that fits, by bisection; None if `low` does not.
+    """Bisect for the largest number from `low` to `high` that fits; None if `low` does not.
 
     Where `fits` is not quite monotone (a pyramid's rounding), one that fits and whose successor does not.
     """

@@ -60,7 +60,7 @@ class EvalPlan:
         return {label_of(spec): spec for spec in map(read_policy, (FULL, *self.policies))}
 
     def parts(self, has_template: bool) -> Iterator[SampleSet]:
-        """The run in pieces that are stored one by one."""
+        """Yield the parts of a run, which are stored one by one."""
         wanted = self.forms or (("chat",) if has_template else ("plain",))
         for name in self.tasks:
             if name == STREAM:
@@ -71,7 +71,7 @@ class EvalPlan:
                     yield SampleSet(task, form, length, task.depths or self.depths, self.samples)
 
     def to_json(self) -> dict[str, Any]:
-        """Settings as they are kept beside the results, policies in full."""
+        """Return the settings kept with the results, policies in full."""
         tree = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
         return {**tree, "policies": list(self.specs())}
 
@@ -99,7 +99,7 @@ class SampleSet:
 
 
 def make(quick: bool, given: dict[str, Any]) -> EvalPlan:
-    """The plan of a command line: defaults, those of a quick run, then what was given. Raises EvalError."""
+    """Make the plan of a command line: defaults, those of a quick run, then the given values. Raises EvalError."""
     known = {field.name for field in fields(EvalPlan)}
     chosen = {key: value for key, value in given.items() if value is not None}
     assert chosen.keys() <= known
@@ -107,7 +107,7 @@ def make(quick: bool, given: dict[str, Any]) -> EvalPlan:
 
 
 def read_policy(text: str) -> PolicySpec:
-    """A policy without its budget, which the run sets. Raises EvalError."""
+    """Read a policy without its budget, which the run sets. Raises EvalError."""
     try:
         spec = PolicySpec.model_validate(text)
     except ValidationError as error:
@@ -121,7 +121,7 @@ def read_policy(text: str) -> PolicySpec:
 
 
 def label_of(spec: PolicySpec) -> str:
-    """The short form of a policy without a budget."""
+    """Return the short form of a policy without a budget."""
     return spec.label.replace("@1.0", "", 1)
 
 

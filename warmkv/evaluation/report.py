@@ -47,7 +47,7 @@ up is left out. A policy without a budget is measured once, at what it takes.</p
 
 
 def render(plan: EvalPlan, meta: Row, entries: Sequence[SummaryRow], rows: Sequence[Row], stream: Sequence[Row]) -> str:
-    """The page of a run."""
+    """Render the page of a run."""
     names = [name for name in plan.tasks if name != STREAM]
     look = charts.looks([*plan.specs(), *(row["policy"] for row in stream)])
     model = meta["model"]

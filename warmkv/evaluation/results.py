@@ -116,7 +116,7 @@ class RunFolder:
 
 
 def differences(old: Row, new: Row, lead: str = "") -> list[str]:
-    """What two trees do not share, as `key: old there, new here`."""
+    """List the differences of two trees as `key: old there, new here`."""
     out: list[str] = []
     for key in [*old, *(key for key in new if key not in old)]:
         a, b = old.get(key), new.get(key)

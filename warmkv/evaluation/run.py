@@ -27,7 +27,7 @@ MARGIN = 64
 
 
 def meta_of(plan: EvalPlan, model: LoadedModel) -> Row:
-    """What must be the same for results to belong together. Nothing in it names the machine."""
+    """Return the figures that must agree for results to belong together. Nothing in them names the machine."""
     shape = model.kv_shape
     return {
         "settings": plan.to_json(),
@@ -49,7 +49,7 @@ def meta_of(plan: EvalPlan, model: LoadedModel) -> Row:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """A short hash of all weights, the same whatever the order of summing. Others under the name are another model."""
+    """Hash all weights, independent of summation order: other weights under a name are another model."""
     digest = hashlib.sha256()
     for name, tensor in model.module.state_dict().items():
         integers = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
@@ -59,7 +59,7 @@ def fingerprint(model: LoadedModel) -> str:
 
 
 def check(plan: EvalPlan, model: LoadedModel) -> None:
-    """Raises EvalError where the model cannot do what the plan asks."""
+    """Check that the model can do what the plan asks. Raises EvalError."""
     specs = plan.specs()
     if not model.fixed_rotation:
         if turning := [label for label, spec in specs.items() if spec.name in REROTATING]:
@@ -75,7 +75,7 @@ def check(plan: EvalPlan, model: LoadedModel) -> None:
 
 
 def work(plan: EvalPlan, tokenizer: Any) -> int:
-    """What `evaluate` reports in all, roughly as time passes."""
+    """Return the units of progress that `evaluate` reports in all, roughly proportional to time."""
     parts = plan.parts(tasks.has_template(tokenizer))
     stream_work = STREAM_WORK * plan.stream_tokens if tasks.STREAM in plan.tasks else 0
     return sum(len(part) * part.length for part in parts) + stream_work

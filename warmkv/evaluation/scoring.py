@@ -25,7 +25,7 @@ def score(
     by_token: bool,
     classes: TokenClasses | None = None,
 ) -> list[Row]:
-    """A row for every policy at every share that it can reach, the policies without a budget once.
+    """Score every policy at every share that it can reach, policies without a budget once.
 
     Those that come to the same on this prompt (a budget beyond it is the full cache) are decoded once.
     """

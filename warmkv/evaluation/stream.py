@@ -27,7 +27,7 @@ SEGMENTS = 16
 
 
 def tokens(texts: Texts, seed: int, count: int) -> list[int]:
-    """The stream: `count` tokens of source code from a place that the seed decides."""
+    """Return the stream: `count` tokens of source code from an offset that the seed decides."""
     rng = random.Random(f"{seed}/stream")
     return [*texts.start, *texts.source(rng, count - len(texts.start))]
 

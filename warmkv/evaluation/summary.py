@@ -46,7 +46,7 @@ class SummaryRow:
 
 
 def summarise(rows: Sequence[Row]) -> list[SummaryRow]:
-    """An entry for every policy and share that was reached anywhere, in the order of the rows."""
+    """Summarise every policy and share that was reached anywhere, in the order of the rows."""
     full = {_sample(row): row["score"] for row in rows if row["policy"] == FULL}
     wanted = Counter(sample[0] for sample in full)
     groups: dict[tuple[str, float | None], dict[str, list[Row]]] = {}

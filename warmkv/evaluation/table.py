@@ -69,7 +69,7 @@ def _scores(plan: EvalPlan, entries: Sequence[SummaryRow]) -> Table:
 
 
 def blocks(plan: EvalPlan, entries: Sequence[SummaryRow]) -> list[tuple[float | None, dict[str, SummaryRow | None]]]:
-    """What is measured at no share of its own, then each share from large to small with what fits into it.
+    """Group the summary: policies without a share, then each share from large to small with what fits into it.
 
     A policy without a budget is in every block; None is what cannot reach the share.
     """

@@ -207,5 +207,5 @@ def draw(task: Task, texts: Texts, *, seed: int, length: int, depth: float | Non
 
 
 def forms_of(task: Task, wanted: Sequence[Form]) -> list[Form]:
-    """The forms in which a task is asked: those wanted that it has, else its own."""
+    """Choose the forms in which a task is asked: those wanted that it has, else its own."""
     return [form for form in task.forms if form in wanted] or [task.forms[0]]

@@ -184,7 +184,7 @@ def _prepare(*files: Path | None) -> None:
 
 
 def _say_where(found: dict[str, Any], settings: Config) -> None:
-    """A line of what was measured on what."""
+    """Print a line: what was measured, and on which machine."""
     gpu = f"{found['gpu']}, " if found["gpu"] else ""
     print(f"{settings.model.name} on {gpu}{found['cpu']}, {found['cores']} cores, {found['threads']} threads\n")
 

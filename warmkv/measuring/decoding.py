@@ -27,7 +27,7 @@ class Decoded:
 
 
 def timed_steps(new_tokens: int) -> range:
-    """The decode steps, counted from 1, that are timed; the first token comes from the prompt."""
+    """Return the decode steps, counted from 1, that are timed; the first token comes from the prompt."""
     return range(UNTIMED + 1, new_tokens)
 
 

@@ -38,7 +38,7 @@ def bench_document(
 def profile_document(
     measured: Sequence[Measurement], plan: ProfilePlan, config: Config, model: LoadedModel, found: dict[str, Any]
 ) -> StepProfile:
-    """The step times of a machine, as `found` before. Raises MeasureError if there is too little to fit."""
+    """Fit the step times of a machine, as `found` before. Raises MeasureError if there is too little to fit."""
     return StepProfile(
         machine=found,
         versions=machine.versions(),

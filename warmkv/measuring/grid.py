@@ -32,7 +32,7 @@ class Decode:
     share: float  # of the prompt, that a policy with a budget keeps
 
     def spec(self, spec: PolicySpec) -> PolicySpec:
-        """The policy at this share; one without a budget as it is."""
+        """Return the policy at this share; one without a budget as it is."""
         has_budget = budgets.resolve_budget(spec, self.prompt) is not None
         return spec.model_copy(update={"budget": self.share}) if has_budget else spec
 

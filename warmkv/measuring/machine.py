@@ -15,7 +15,8 @@ PACKAGES = ("warmkv", "torch", "transformers", "triton", "numpy")
 
 
 def identity(device: torch.device | None = None) -> dict[str, Any]:
-    """The machine: CPU model, cores this process may use, bytes of memory, and of the GPU where `device` is one.
+    """Describe the machine: CPU model, cores this process may use, bytes of memory, and of the GPU where `device` is
+    one.
 
     `load` is the machine's load when this was asked: a figure taken beside other work is no figure.
     """
@@ -48,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that this package is checked out at, with `-dirty` where files were changed; None outside git."""
+    """Return the commit that this package is checked out at, with `-dirty` after changes; None outside git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -63,7 +64,7 @@ def commit() -> str | None:
 
 
 def _cpu_model() -> str:
-    """The processor's name; its architecture where the system does not say."""
+    """Return the processor's name; its architecture where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

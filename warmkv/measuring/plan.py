@@ -51,7 +51,7 @@ class BenchPlan:
         return read_policies(self.policies)
 
     def check(self, max_context: int, model: str) -> None:
-        """Raises MeasureError if a length is beyond the model's context."""
+        """Check lengths against the model's context. Raises MeasureError."""
         most = max_context - self.new_tokens
         if (longest := max(self.lengths)) > most:
             raise MeasureError(
@@ -60,7 +60,7 @@ class BenchPlan:
             )
 
     def check_memory(self, shape: KVShape, kv: Limit) -> None:
-        """Raises MeasureError if the slots of a cell do not fit engine.kv_bytes."""
+        """Check that the slots of every cell fit engine.kv_bytes. Raises MeasureError."""
         for label, spec in self.specs().items():
             tokens, batch = max(self.lengths), max(self.batches)
             needed = batch * slot_bytes(budgets.in_force(spec, tokens, self.new_tokens), shape, tokens, self.new_tokens)
@@ -96,7 +96,7 @@ class ProfilePlan:
         return {label.replace("@1.0", "", 1): spec for label, spec in read_policies(self.policies).items()}
 
     def on(self, max_context: int, model: str) -> ProfilePlan:
-        """The plan with its lengths chosen within a model's context. Raises MeasureError."""
+        """Choose the plan's lengths within a model's context. Raises MeasureError."""
         most = max_context - PROFILED_TOKENS
         if self.lengths:
             if max(self.lengths) > most:

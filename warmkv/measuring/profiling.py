@@ -77,7 +77,7 @@ class Profiler:
         return [_measurement(place, seconds) for place, seconds in self._seconds.items()]
 
     def _engine(self, chunk: int) -> Engine:
-        """An engine that computes chunks of this size, without a store that would cut them at its blocks."""
+        """Build an engine that computes chunks of this size, without a store that would cut them at its blocks."""
         if chunk not in self._engines:
             config = self._config.model_copy(update={"prefill_chunk": chunk})
             self._engines[chunk] = Engine(self._model, config, PrefixCacheConfig(enabled=False), clock=now)
@@ -95,7 +95,7 @@ class Profiler:
         synthetic.end_all(engine)
 
     def _measure_decode(self, label: str, cell: grid.Decode, random: Tensor) -> None:
-        """A batch from its hand-offs to its end."""
+        """Measure a batch from its hand-offs to its end."""
         engine, spec = self._engine(self._config.prefill_chunk), cell.spec(self._specs[label])
         prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.prompt])
         decoded = decode(engine, spec, prompt, cell.batch, PROFILED_TOKENS)
@@ -105,7 +105,7 @@ class Profiler:
 
 
 def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[PolicyProfile, ...]:
-    """The coefficients of every policy. Raises MeasureError if the grid was too small.
+    """Fit the coefficients of every policy. Raises MeasureError if the grid was too small.
 
     They are fitted to the least of the repeats: whatever disturbs a step makes it longer, never shorter.
     """

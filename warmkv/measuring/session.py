@@ -23,7 +23,7 @@ BUSY = 0.5
 
 
 def settings_of(path: Path | None, flags: list[str], model: str | None, device: str | None) -> Config:
-    """The configuration in force, with the model and device of the command line. Raises ConfigError."""
+    """Read the configuration with the model and device of the command line. Raises ConfigError."""
     settings = configuration.load(path, flags=flags)
     given = {"path": model, "device": device}
     chosen = settings.model.model_copy(update={key: value for key, value in given.items() if value is not None})
@@ -36,7 +36,7 @@ def context_limit(settings: Config, model_limit: int) -> int:
 
 
 def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel, dict[str, Any]]:
-    """The model, and the machine as it is before anything is measured.
+    """Load the model, and describe the machine before anything is measured.
 
     `check` is told the context before the weights are read. Raises MeasureError.
     """
@@ -75,7 +75,7 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal; what it gives is told what is measured next, `total` times."""
+    """Show a progress bar on a terminal; call the yielded function with what is measured next, `total` times."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -94,7 +94,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def faults(command: str) -> Iterator[None]:
-    """What cannot be done as asked ends the program with code 2 and a line, an interrupt with 130."""
+    """End the program with code 2 and a line where it cannot do as asked, with 130 at an interrupt."""
     try:
         yield
     except (MeasureError, ConfigError) as error:

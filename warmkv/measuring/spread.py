@@ -18,7 +18,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError if there is no value."""
+        """Compute the spread of values. Raises ValueError if there is none."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     @property

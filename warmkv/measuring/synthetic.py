@@ -45,7 +45,7 @@ def random_keys_and_values(model: LoadedModel, tokens: int, seed: int) -> Tensor
 
 @torch.inference_mode()
 def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor) -> PrefillState:
-    """A prompt as prefill would leave it under a policy; what its rule looks at is random, too."""
+    """Make a random PrefillState as prefill would leave it under a policy, observations included."""
     generator = torch.Generator(model.device).manual_seed(1)
     tokens = keys_and_values.shape[3]
     prompt = PrefillState(

@@ -35,7 +35,7 @@ class Pair:
 
 
 def warm_up(engine: Engine, spec: PolicySpec) -> None:
-    """A short request under a policy, so that none that is measured pays for first-time set-up.
+    """Serve a short request under a policy, so that no measured one pays for first-time set-up.
 
     Raises MeasureError if the engine cannot serve the policy on this model.
     """
@@ -46,7 +46,7 @@ def warm_up(engine: Engine, spec: PolicySpec) -> None:
 def cold_and_warm(
     engine: Engine, spec: PolicySpec, tokens: int, new_tokens: int, ttl: str, random: np.random.Generator
 ) -> Pair:
-    """A prompt that nobody has seen, then another that shares WARM_SHARE of it, stored under the TTL of that name.
+    """Measure an unseen prompt, then another that shares WARM_SHARE of it, stored under the TTL of that name.
 
     Raises MeasureError.
     """
@@ -82,7 +82,7 @@ def first_token(engine: Engine, asked: GenerateRequest) -> FirstToken:
 def request(
     engine: Engine, tokens: Sequence[int], spec: PolicySpec, new_tokens: int, mark: tuple[int, str] | None = None
 ) -> GenerateRequest:
-    """A request of these tokens; `mark` is the position and the TTL's name of a breakpoint, as a client sets it."""
+    """Build a request of these tokens; `mark` is the position and TTL name of a breakpoint, as a client sets it."""
     size = engine.store.block_size
     hashes = hashing.block_hashes(tokens, size, ROOT)
     marks: tuple[Mark, ...] = ()

@@ -24,7 +24,7 @@ class LateIndex:
         self._order = 0
 
     def happened(self, replica: str, keys: Sequence[bytes], tier: str | None, now: float) -> None:
-        """A replica holds blocks, in `tier` as the fastest, or None: no more."""
+        """Record that a replica holds blocks, in `tier` as the fastest; None: it dropped them."""
         last = self._sendings.get(replica, -math.inf)
         if now > last:
             last = self._sendings[replica] = max(now, last + self._publish)
@@ -32,7 +32,7 @@ class LateIndex:
         heapq.heappush(self._reports, (last + self._delay, self._order, replica, keys, tier))
 
     def at(self, now: float) -> PrefixIndex:
-        """The index as it is known now, with what becomes known at this moment."""
+        """Return the index as known now, with what becomes known at this moment."""
         while self._reports and self._reports[0][0] <= now:
             _, _, replica, keys, tier = heapq.heappop(self._reports)
             if tier is None:

@@ -46,7 +46,7 @@ class TimeWeightedGauge:
         return max(0.0, int(changes.sum()) - moment / end)
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The level at each of these times, with what changed at that very moment."""
+        """Return the level at each of these times, changes of that moment included."""
         import numpy as np
 
         moments = np.array(self._times)

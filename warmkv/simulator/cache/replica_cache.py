@@ -83,7 +83,7 @@ class ReplicaCache:
             self._note(((step, None) for step in tiers.expire(deadline)), deadline)
 
     def match(self, record: RequestRecord, now: float) -> Match:
-        """The longest resident prefix of a prompt; notes the read and pins what was found."""
+        """Look up the longest resident prefix of a prompt; refresh and pin it."""
         return self._cache.match(record.hashes, record.reads, record.block_size, now)
 
     def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
@@ -192,7 +192,7 @@ class ReplicaCache:
         return found
 
     def _entry(self, key: Key, now: float) -> Entry | None:
-        """A living entry in memory, of the fastest tier that has it, with times that are left."""
+        """Return an unexpired entry in memory, of the fastest tier that has it, with remaining times."""
         for ledger in self._memory:
             if key in ledger and (entry := ledger.entry(key)) is not None:
                 return _moved(entry, -now) if entry.expires_at > now else None
@@ -237,7 +237,7 @@ class ReplicaCache:
         self._known = [0] * len(self._known)
 
     def _tell(self, key: Key, tier: str | None, now: float) -> None:
-        """The fastest tier that has a block, or None: it is held no more."""
+        """Report the fastest tier that has a block, or None if it was dropped."""
         if tier is None:
             self._index.remove(self._replica, (key,))
         else:
@@ -247,6 +247,6 @@ class ReplicaCache:
 
 
 def _moved(entry: Entry, by: float) -> Entry:
-    """A copy outside any ledger whose times are later by so much."""
+    """Copy an entry, in no index, with times shifted by `by`."""
     life, mark = entry.expires_at + by, entry.mark_expires_at + by
     return replace(entry, parent=None, expires_at=life, mark_expires_at=mark, pins=0, children=0)

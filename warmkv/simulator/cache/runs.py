@@ -42,7 +42,7 @@ class Layout:
 
 
 def layout(prompts: Sequence[Hashes], blocks: Ints | None = None) -> Layout | None:
-    """The longest runs that no prompt ends in or leaves; None if some block has no one block before it.
+    """Find the longest runs that no prompt ends in or leaves; None if a block follows different blocks.
 
     `blocks` stand for the blocks of all prompts, one after the other, as small numbers from 0 on.
     """
@@ -80,7 +80,7 @@ def layout(prompts: Sequence[Hashes], blocks: Ints | None = None) -> Layout | No
 
 
 def _before(values: Ints, firsts: Ints) -> Ints:
-    """The value before each; NONE at `firsts`."""
+    """Return the value before each; NONE at `firsts`."""
     shifted = np.roll(values, 1)
     shifted[firsts] = NONE
     return shifted
@@ -168,7 +168,7 @@ class RunCache:
         return device, host, anywhere
 
     def match(self, record: RequestRecord, now: float) -> Match:
-        """The longest resident prefix of a prompt; notes the read and keeps what was found until `release`."""
+        """Look up the longest resident prefix of a prompt; refresh it and pin it until `release`."""
         runs = self._prompt = self._runs[record.id]
         blocks = self._leading(self._places[0], runs)
         for place in self._places[1:]:
@@ -254,7 +254,7 @@ class RunCache:
         self._tell(now)
 
     def _begun(self, runs: Runs, blocks: int) -> tuple[Runs, int]:
-        """The runs of so many leading blocks of a chain, at least one, and how many of them are in the last."""
+        """Return the runs of a chain's leading blocks, at least one, and how many of them are in the last run."""
         lengths, found = self._lengths, 0
         while blocks > lengths[runs[found]]:
             blocks -= lengths[runs[found]]
@@ -338,7 +338,7 @@ class RunCache:
         place.untold -= gone
 
     def _path(self, run: int) -> Runs:
-        """The chain from its beginning to a run."""
+        """Return the chain from its beginning to a run."""
         path = []
         while run != NONE:
             path.append(run)

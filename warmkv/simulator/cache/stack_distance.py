@@ -57,7 +57,7 @@ def needs(blocks: Ints, offsets: Ints, weights: Ints, arrival: Floats, *, tail_f
 
 
 def _running_maximum(values: Ints | Places, request: Places, bound: int) -> Ints:
-    """The maximum up to each block within its request, of values from 0 to below `bound`."""
+    """Return the running maximum within each request, of values from 0 to below `bound`."""
     base = request * np.int64(bound)
     maximum: Ints = np.maximum.accumulate(values + base)
     maximum -= base

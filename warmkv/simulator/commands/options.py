@@ -105,7 +105,7 @@ ModelOption = Annotated[
 
 
 def machine(gpu: str | None, model: Path | None) -> list[str]:
-    """The settings that these options stand for."""
+    """Return the settings that these options stand for."""
     named = {"gpu": gpu, "model": None if model is None else str(model)}
     return [f"simulator.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
 
@@ -163,7 +163,7 @@ def read_trace(
     block_size: int | None = None,
     characters_per_token: float | None = None,
 ) -> Trace:
-    """A trace of any format; says what was left out, and ends the program if nothing is left."""
+    """Read a trace of any format; print what was left out, and end the program if nothing is left."""
     from warmkv.simulator import traces
 
     reading = traces.Reading(block_size, *([] if characters_per_token is None else [characters_per_token]))
@@ -181,7 +181,7 @@ def read_trace(
 
 
 def read_requests(what: str, source: Source, base: Config) -> Requested:
-    """A trace; says what was left out, and ends the program if nothing is left."""
+    """Read a trace; print what was left out, and end the program if nothing is left."""
     from warmkv.simulator.traces import TraceError
     from warmkv.simulator.workload import source as sources
 
@@ -200,7 +200,7 @@ def read_requests(what: str, source: Source, base: Config) -> Requested:
 
 @contextmanager
 def bar(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields what is told how much is done."""
+    """Show a progress bar on a terminal, nothing elsewhere; yield the function that advances it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -150,7 +150,7 @@ def sweep(
 def runner_of(
     what: str, trace: Trace, base: Config, on_ray: bool, workers: int | None, points: int
 ) -> AbstractContextManager[Runner]:
-    """What replays points: on Ray, in processes, or in this one where that is enough."""
+    """Choose the runner of points: on Ray, in processes, or in this process where that is enough."""
     from warmkv.simulator.studies import sweep as sweeping
 
     if on_ray:

@@ -52,7 +52,7 @@ class RunFolderError(UserError):
 
 
 def check(folder: Path) -> None:
-    """Raises RunFolderError if there is something in the folder already."""
+    """Check that the folder is empty. Raises RunFolderError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} is there and not empty; choose another --out")
 

@@ -35,7 +35,7 @@ pre { font-size: .8rem; overflow-x: auto; } @media print { body { max-width: non
 
 
 def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """The page of a run; `series` are its columns over time, `meta` what was replayed and how."""
+    """Render the page of a run; `series` are its columns over time, `meta` what was replayed and how."""
     result, title = run.result, f"Replay of {meta['trace']['file']}"
     ttl = "as marked" if result.ttl is None else f"{result.ttl:g} s"
     parts = [
@@ -117,7 +117,7 @@ def _bills(result: Result) -> list[tuple[str, str]]:
 
 
 def _latency_chart(run: Run) -> str:
-    """The share of requests that took at most so long, for TTFT, TPOT and E2E."""
+    """Draw the cumulative distributions of TTFT, TPOT and E2E."""
     served = [job for job in run.jobs if job.replica]
     panels = {
         "TTFT, seconds": [job.first - job.arrival for job in served],
@@ -179,7 +179,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _listed(tree: Mapping[str, Any], prefix: str = "") -> str:
-    """Settings as one `path = value` a line."""
+    """List settings as one `path = value` a line."""
     lines = []
     for name, value in tree.items():
         path = f"{prefix}{name}"

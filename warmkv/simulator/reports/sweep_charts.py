@@ -28,7 +28,7 @@ Look = Mapping[str, dict[str, Any]]
 
 
 def looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A colour and marker for each label."""
+    """Choose a colour and marker for each label."""
     return {
         one: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
         for at, one in enumerate(dict.fromkeys(labels))
@@ -65,7 +65,7 @@ def against(rows: Sequence[SweepRow], path: str, name: str) -> str:
 
 
 def pareto_front(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
-    """A panel for each figure but the first, against the first. What is on the front is filled."""
+    """Draw a panel for each figure but the first, against the first. Points on the front are filled."""
     look = looks([row.policy for row in rows])
     first, *others = names
     with mpl.rc_context(STYLE):
@@ -77,7 +77,7 @@ def pareto_front(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
 
 
 def against_quality(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
-    """A panel for each of the figures against measured quality, of the points whose quality is known."""
+    """Draw a panel for each figure against measured quality, of the points whose quality is known."""
     rows = [row for row in rows if row.figures["quality"] is not None]
     look = looks([row.policy for row in rows])
     with mpl.rc_context(STYLE):

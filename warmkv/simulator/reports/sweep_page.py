@@ -67,7 +67,7 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
 
 
 def text(row: SweepRow, name: str) -> str:
-    """A figure for people."""
+    """Format a figure for people."""
     value = row.figures.get(name)
     if value is None:
         return UNKNOWN
@@ -83,7 +83,9 @@ def text(row: SweepRow, name: str) -> str:
 
 
 def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
-    """A row for every point; a setting is a column named by its path, a number where all points have numbers there."""
+    """Write a row for every point; a setting is a column named by its path, a number where all points have numbers
+    there.
+    """
     columns: dict[str, Any] = {
         "number": pa.array([row.number for row in rows], pa.int32()),
         "key": [row.key for row in rows],
@@ -103,7 +105,7 @@ def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
 
 
 def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str]) -> str:
-    """The page: the front, cost against quality, every varied setting, all points."""
+    """Render the page: the front, cost against quality, every varied setting, all points."""
     trace = meta["trace"]
     parts = [
         f"<h1>Sweep of {escape(trace['file'])}</h1>",

@@ -32,18 +32,18 @@ class StepCost:
         return (self,)
 
     def times(self, factor: float) -> StepCost:
-        """Steps that take `factor` times as long."""
+        """Scale the cost by `factor`."""
         return StepCost(*(factor * coefficient for coefficient in astuple(self)))
 
     def seconds(self, tokens: float, context: float) -> float:
         return self.a + (self.b * tokens + self.c * context + self.d * tokens * context + self.e * tokens * tokens)
 
     def load(self, tokens: float, context: float) -> float:
-        """What tokens and context add to an empty step, in seconds."""
+        """Return the seconds that tokens and context add to an empty step."""
         return self.b * tokens + self.c * context + self.d * tokens * context + self.e * tokens * tokens
 
     def of(self, kind: StepKind) -> PhaseCosts:
-        """The same for every phase and kind of policy; the hand-off is free."""
+        """Use one cost for every phase and kind of policy; the hand-off is free."""
         return PhaseCosts(self, self)
 
     def figures(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class StepTimes(Protocol):
     def of(self, kind: StepKind) -> PhaseCosts: ...
 
     def figures(self) -> dict[str, Any]:
-        """The coefficients, for a report."""
+        """Return the coefficients, for a report."""
         ...
 
 
@@ -139,7 +139,7 @@ class MeasuredCosts:
         return self.measured[self.nearest(kind)]
 
     def nearest(self, kind: StepKind) -> StepKind:
-        """Stored alike counts most, then decoded alike, then selecting at all where `kind` does."""
+        """Find the nearest kind: stored alike counts most, then decoded alike, then selecting at all."""
         if kind in self.measured:
             return kind
         return min(
@@ -157,7 +157,7 @@ class MeasuredCosts:
 
 
 def batch_seconds(loads: Sequence[tuple[Cost, float, float]]) -> float:
-    """A step that computes several kinds together, each with its cost, tokens and context.
+    """Return the seconds of a step that computes several kinds together, each with its cost, tokens and context.
 
     What a step takes by itself is taken once: the model runs once for all of them.
     """
@@ -186,7 +186,7 @@ def run_seconds(lines: Sequence[Line], steps: int) -> float:
 
 
 def steps_until(lines: Sequence[Line], since: float, until: float, most: int) -> int:
-    """The least number of steps begun at `since` after which it is `until` or later, from 1 to `most`."""
+    """Return the least number of steps begun at `since` after which it is `until` or later, from 1 to `most`."""
 
     def end(steps: int) -> float:
         return since + run_seconds(lines, steps)

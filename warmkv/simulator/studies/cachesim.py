@@ -161,7 +161,7 @@ def _need_blocks(trace: Trace) -> None:
 
 
 def _grouped(trace: Trace, scope: Scope) -> Trace:
-    """The requests of each cache one after the other, with blocks that are its own.
+    """Group requests by cache, one cache after the other, with blocks of its own.
 
     Between two uses of a block there are then only requests of its cache, so one pass serves all of them.
     """

@@ -55,7 +55,7 @@ class Comparison:
 
 
 def read(text: str) -> ComparedRun:
-    """A run: its folder; a point of a sweep as `FOLDER:NUMBER`, or as its file in `points/`. Raises CompareError."""
+    """Read a run by folder; a point of a sweep by `FOLDER:NUMBER` or its file in `points/`. Raises CompareError."""
     path = Path(text)
     if (path / "summary.json").is_file():
         meta = _tree(path / "meta.json") if (path / "meta.json").exists() else {}
@@ -129,7 +129,7 @@ def _tree(file: Path) -> dict[str, Any]:
 
 
 def _with_labels(tree: Any) -> Any:
-    """The tree with policies in their short form, which says in a word what sixteen knobs say."""
+    """Replace policies by their short form, one word for sixteen knobs."""
     if not isinstance(tree, dict):
         return tree
     if tree.keys() >= _POLICY_KEYS:

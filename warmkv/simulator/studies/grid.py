@@ -48,7 +48,7 @@ class GridPoint:
         return label(self.settings)
 
     def value(self, path: str) -> float | str:
-        """What a path is set to: bytes, seconds and other numbers as such, anything else as text."""
+        """Return the value of a path: bytes, seconds and other numbers as such, anything else as text."""
         if path == TTL:
             return "as recorded" if self.ttl is None else self.ttl
         found: Any = self.config
@@ -64,7 +64,7 @@ class GridPoint:
 
 
 def read(path: Path, most: int = MAX_POINTS) -> list[Settings]:
-    """The settings of every point, in order and each once. Raises GridError."""
+    """Read the settings of every point, in order and each once. Raises GridError."""
     document = _document(path)
     if isinstance(document, list):
         found: Iterator[Settings] = (dict(_flat(item, f"point {n}")) for n, item in enumerate(document, start=1))
@@ -79,7 +79,7 @@ def read(path: Path, most: int = MAX_POINTS) -> list[Settings]:
 
 
 def read_axes(path: Path) -> dict[str, list[Any]]:
-    """The choices for each path of a file that is a mapping. Raises GridError."""
+    """Read the choices for each path of a file that is a mapping. Raises GridError."""
     document = _document(path)
     if isinstance(document, list):
         raise GridError(f"{path} is a list of points; to search, write a mapping of paths to choices")
@@ -87,7 +87,7 @@ def read_axes(path: Path) -> dict[str, list[Any]]:
 
 
 def axes(document: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The choices for each path: a list, or a single value. Raises GridError where there is none."""
+    """Return the choices for each path: a list, or a single value. Raises GridError where there is none."""
     choices = {path: value if isinstance(value, list) else [value] for path, value in _flat(document, "the grid")}
     if empty := [path for path, values in choices.items() if not values]:
         raise GridError(f"{empty[0]}: no value to choose from")
@@ -95,7 +95,10 @@ def axes(document: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def point(settings: Settings, configure: Configure) -> GridPoint:
-    """A point with its configuration, checked. Raises GridError, for an unknown path with the nearest known one."""
+    """Build a point with its configuration, checked.
+
+    Raises GridError, for an unknown path with the nearest known one.
+    """
     roots = [*Config.model_fields, TTL]
     for path in settings:
         root = path.split(".")[0]
@@ -114,13 +117,13 @@ def point(settings: Settings, configure: Configure) -> GridPoint:
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """A point in short, as in `memory_bytes 1GiB, policy snapkv@0.2`."""
+    """Shorten a point, as in `memory_bytes 1GiB, policy snapkv@0.2`."""
     names = short_names(list(settings))
     return ", ".join(f"{names[path]} {shown(value)}" for path, value in settings.items()) or "as configured"
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """The last part of each path, with as much before it as tells the paths apart."""
+    """Shorten each path to its last part, with as much before it as tells the paths apart."""
 
     def name(path: str) -> str:
         parts = path.split(".")
@@ -134,12 +137,12 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a person would write it."""
+    """Format a value as a person would write it."""
     return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
 
 
 def digest(settings: Mapping[str, Any], *more: str) -> str:
-    """A short name of these settings and whatever else decides a point's result."""
+    """Hash these settings and whatever else decides a point's result."""
     text = json.dumps([settings, *more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

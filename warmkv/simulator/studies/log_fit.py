@@ -42,7 +42,7 @@ class LogFitError(UserError):
 
 
 def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The records that carry timings."""
+    """Return the records that carry timings."""
     return [record for record in records if record.e2e >= record.ttft > record.queue >= 0]
 
 

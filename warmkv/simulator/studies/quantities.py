@@ -64,7 +64,7 @@ def model_token_bytes(path: Path) -> int:
 
 
 def _parts(text: str, what: str) -> tuple[float, str]:
-    """Number and unit, whatever the case and the spaces."""
+    """Split a quantity into number and unit, whatever the case and the spaces."""
     match = _AMOUNT.fullmatch(re.sub(r"\s", "", text).lower())
     if match is None:
         raise QuantityError(f"{text!r} is no {what}: it begins with a number that is not negative, or is unlimited")

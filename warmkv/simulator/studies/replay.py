@@ -141,7 +141,7 @@ def replay(
 
 
 def recorded_policy() -> Callable[[RequestRecord], PolicySpec]:
-    """The policy a record names; each label is read once."""
+    """Return a function from a record to the policy that it names; each label is parsed once."""
     specs: dict[str, PolicySpec] = {}
 
     def spec_of(record: RequestRecord) -> PolicySpec:
@@ -164,7 +164,10 @@ def prepare(
     turns: Mapping[int, Turn] = NO_TURNS,
     inputs: ReplayInputs | None = None,
 ) -> tuple[list[Job], Lifetimes]:
-    """The jobs of a variant, arrivals counted from the first, and how long their prefixes live. Raises VariantError."""
+    """Prepare the jobs of a variant, arrivals counted from the first, and the lifetimes of their prefixes.
+
+    Raises VariantError.
+    """
     cache = config.prefix_cache
     tier = ""
     lifetimes = Lifetimes.of(cache)
@@ -192,7 +195,7 @@ def prepare(
 
 
 def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark, ...]:
-    """The marks of a record, all sold as `tier` if that is given. Raises VariantError."""
+    """Return the marks of a record, all sold as `tier` if that is given. Raises VariantError."""
     if not record.marks:
         return ()
     marks = tuple(Mark(mark.position, tier, mark.key) for mark in record.marks) if tier else record.marks
@@ -206,7 +209,7 @@ def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
-    """The usage of a served job: by breakpoints, or in the OpenAI APIs by what was reused."""
+    """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
     if job.record.api != "messages":
         return _billed_as_reused([job])
     record, found = job.record, job.match.hit
@@ -302,13 +305,13 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
 
 
 def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
-    """What served jobs are billed together."""
+    """Sum the usage of served jobs."""
     marked = [billed(job, lifetimes) for job in jobs if job.record.api == "messages"]
     return _total([*marked, _billed_as_reused([job for job in jobs if job.record.api != "messages"])], lifetimes)
 
 
 def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
-    """The usage of jobs of the OpenAI APIs, all together: nobody marks what is written, and what is reused is read."""
+    """Sum the usage of jobs of the OpenAI APIs, where what is reused is billed as read and nothing as written."""
     prompt, reused = sum([job.record.input_tokens for job in jobs]), sum([job.reused for job in jobs])
     return Usage(prompt - reused, reused, {}, sum([job.record.output_tokens for job in jobs]))
 

@@ -26,7 +26,7 @@ def choose_cost(
     spec_of: Callable[[RequestRecord], PolicySpec],
     source: Literal["auto", "config", "log"] = "auto",
 ) -> tuple[StepTimes, str]:
-    """The step times to replay with, and where they come from in words.
+    """Choose the step times to replay with; return them and their origin in words.
 
     `auto` takes those of the profile that the settings name, else of the roofline of simulator.model, else the log's
     where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises LogFitError

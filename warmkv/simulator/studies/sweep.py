@@ -75,7 +75,7 @@ class SweepRow:
 
 
 def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dict[str, Any]:
-    """What must be the same for points to belong together."""
+    """Return the figures that must agree for points to belong together."""
     profile = base.simulator.profile
     return {
         "trace": {"file": trace.source.path.name, "sha256": trace.sha256, "requests": len(trace.requests.records)},
@@ -90,7 +90,7 @@ def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dic
 def tasks_of(
     points: Sequence[GridPoint], trace: Trace, base: Config, source: Times, as_recorded: bool
 ) -> list[SweepTask]:
-    """A task for every point; its policy is that of the point's configuration, unless `as_recorded`.
+    """Make a task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
     in them, each has its own. Raises UserError as `step_times.choose_cost` does, SweepError if both are asked for.
@@ -113,7 +113,7 @@ def tasks_of(
 
 
 def _own_times(config: Config) -> str:
-    """What tells a point apart whose step times are its own: what the files hold that it names."""
+    """Return the contents of the files that a point's own step times come from, which tell it apart."""
     profile, model = config.simulator.profile, config.simulator.model
     return file_digest(profile) if profile else model.model_dump_json() if model else "settings"
 
@@ -130,7 +130,7 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
 
 
 def run_task(requests: Requests, task: SweepTask) -> Figures:
-    """Raises SweepError with the point that cannot be replayed."""
+    """Replay a point. Raises SweepError naming the point if it cannot be replayed."""
     try:
         (result,) = replay(
             requests.records, task.config, [task.variant], task.times, turns=requests.turns, inputs=requests.inputs
@@ -173,7 +173,7 @@ def _run_in_worker(source: Source, sha256: str, base: str, task: SweepTask) -> F
 
 @lru_cache(maxsize=1)
 def _requests(source: Source, sha256: str, base: str) -> Requests:
-    """The trace of a worker process, read for its first point."""
+    """Read the trace once in a worker process, for its first point."""
     trace = read(source, parse(json.loads(base)))
     if trace.sha256 != sha256:
         raise SweepError(f"{source.path} has changed since the sweep began")
@@ -187,7 +187,9 @@ def sweep(
     runner: Runner,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Figures]:
-    """The figures of every point, in order. What the folder has is not done again; what is done is kept at once.
+    """Replay every point and return figures in order.
+
+    Points in the folder are not repeated; finished ones are kept at once.
 
     Raises SweepError.
     """
@@ -221,7 +223,7 @@ def rows_of(
     quality: Quality,
     prompts: Mapping[int, int],
 ) -> list[SweepRow]:
-    """The table of a sweep, with the quality of each point's policy; None where it was not measured."""
+    """Build the table of a sweep, with the quality of each point's policy; None where it was not measured."""
     rows = []
     for number, (point, task, result) in enumerate(zip(points, tasks, results, strict=True), start=1):
         policy = task.variant.policy
@@ -233,18 +235,18 @@ def rows_of(
 
 
 def known_figures(configs: Iterable[Config]) -> list[str]:
-    """The names of all figures under any of the configurations: those of a replay of no requests, and quality."""
+    """Return the names of all figures under any of the configurations: those of an empty replay, and quality."""
     nothing = (replay([], config, [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
     return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
 
 
 def names_of(rows: Iterable[SweepRow]) -> list[str]:
-    """The names of the figures that any row has."""
+    """Return the names of the figures that any row has."""
     return list(dict.fromkeys(name for row in rows for name in row.figures))
 
 
 def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises SweepError for what cannot be an axis of a Pareto front."""
+    """Check the axes of a Pareto front. Raises SweepError."""
     if len(set(names)) < 2:
         raise SweepError("--front: name at least two figures, with a comma between them")
     for name in names:
@@ -257,7 +259,7 @@ def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def with_front(rows: Sequence[SweepRow], names: Sequence[str]) -> list[SweepRow]:
-    """The rows, each told whether it is on the Pareto front of these figures."""
+    """Mark the rows on the Pareto front of these figures."""
     on = front([[row.figures.get(name) for name in names] for row in rows], [sense(name) for name in names])
     return [replace(row, front=one) for row, one in zip(rows, on, strict=True)]
 

@@ -46,7 +46,7 @@ class SweepFolder:
             self.write("meta.json", json.dumps(self.meta, indent=2) + "\n")
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """A finished point; None if it is not there, or damaged."""
+        """Load a finished point; None if it is missing or damaged."""
         try:
             found = json.loads((self.points / f"{key}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -66,7 +66,7 @@ class SweepFolder:
 
 
 def flat(tree: Mapping[str, Any], lead: str = "") -> dict[str, Any]:
-    """A tree as dotted paths; an empty mapping is a value."""
+    """Flatten a tree to dotted paths; an empty mapping is a value."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{lead}{key}"
@@ -75,6 +75,6 @@ def flat(tree: Mapping[str, Any], lead: str = "") -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two trees do not share: by path the value in each, None where it has none."""
+    """Return the differences of two trees: by path the value in each, None where it has none."""
     a, b = flat(old), flat(new)
     return {path: (a.get(path), b.get(path)) for path in {**a, **b} if a.get(path) != b.get(path)}

@@ -49,7 +49,7 @@ Quality = Mapping[str, Curve]
 
 
 def read(path: Path) -> dict[str, Curve]:
-    """The curves of a `results.parquet`. Raises QualityError."""
+    """Read the curves of a `results.parquet`. Raises QualityError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Curve]:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    """The curve of every policy that was measured against the full cache."""
+    """Return the curve of every policy that was measured against the full cache."""
     rows = list(rows)
     full = {_sample(row): row["score"] for row in rows if row["policy"] == FULL}
     groups: dict[tuple[str, float | None], list[Mapping[str, Any]]] = defaultdict(list)
@@ -106,7 +106,7 @@ def retention(quality: Quality, spec: PolicySpec, prompts: Mapping[int, int]) ->
 
 
 def label_of(spec: PolicySpec) -> str:
-    """The short form without the budget, as results name policies."""
+    """Return the short form without the budget, as results name policies."""
     return spec.label.replace(f"@{spec.budget}", "", 1)
 
 

@@ -65,7 +65,7 @@ def on_ray(requests: Requests, workers: int) -> Iterator[Runner]:
 
 
 def _free_cpus() -> int:
-    """Raises SweepError if there is none for as long as it is worth waiting."""
+    """Wait for a free CPU of the cluster. Raises SweepError if none comes free in time."""
     until = time.monotonic() + PATIENCE
     while not (free := int(ray.available_resources().get("CPU", 0))):
         if time.monotonic() > until:

@@ -43,7 +43,7 @@ class Constraint:
         return f"{self.name}{self.sign}{self.bound:g}"
 
     def met(self, figures: Values) -> bool:
-        """An unknown figure meets no limit."""
+        """Check figures against the limit; an unknown figure does not meet it."""
         value = figures.get(self.name)
         if value is None:
             return False
@@ -94,7 +94,7 @@ def constraints_of(text: str, known: Sequence[str]) -> list[Constraint]:
 
 
 def check_figure(option: str, name: str, known: Sequence[str]) -> None:
-    """Raises TuneError, with the nearest figure there is."""
+    """Check a figure's name. Raises TuneError with the nearest known one."""
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
@@ -135,13 +135,13 @@ def search(
 
 
 def best_of(trials: Sequence[Trial], minimize: str) -> Trial | None:
-    """The one with the least figure of those that meet every constraint; None if none does."""
+    """Return the best trial of those that meet every constraint; None if none does."""
     within = [(value, trial) for trial in trials if trial.met and (value := trial.figures.get(minimize)) is not None]
     return min(within, key=lambda one: one[0])[1] if within else None
 
 
 def nearest_of(trials: Sequence[Trial]) -> Trial:
-    """The one that exceeds its limits least; of at least one."""
+    """Return the trial that exceeds its limits least; of at least one."""
     return min(trials, key=lambda trial: trial.excess)
 
 

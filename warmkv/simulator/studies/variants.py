@@ -37,7 +37,7 @@ class Variant:
 
 
 def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
-    """The policy `name` at `budget`, with those knobs of `base` that it has. Raises VariantError."""
+    """Build the policy `name` at `budget`, with those knobs of `base` that it has. Raises VariantError."""
     knobs = {knob: getattr(base, knob) for knob in METHODS[base.name]} if name == base.name else {}
     try:
         return PolicySpec.model_validate({"name": name, "budget": budget, **knobs})
@@ -51,7 +51,7 @@ def grid(
     budgets: Sequence[int | float] = BUDGETS,
     policies: Sequence[str] = POLICIES,
 ) -> list[Variant]:
-    """The full cache at every TTL, as the baseline, then every policy at every budget and TTL."""
+    """Build the variants: the full cache at every TTL as the baseline, then every policy at every budget and TTL."""
     variants = [Variant(ttl, policy_spec("full", 1.0, base)) for ttl in ttls]
     for name in policies:
         if name != "full":
@@ -60,6 +60,6 @@ def grid(
 
 
 def price_tier(ttl: float, ttls: Mapping[str, float]) -> str:
-    """The name under which a lifetime of `ttl` seconds is sold: the shortest that lasts as long, else the longest."""
+    """Return the TTL name that a lifetime of `ttl` seconds is sold under: the shortest as long, else the longest."""
     enough = [name for name in ttls if ttls[name] >= ttl]
     return min(enough, key=lambda name: ttls[name]) if enough else max(ttls, key=lambda name: ttls[name])
