@@ -17,6 +17,7 @@ import pytest
 import requests
 import yaml
 
+from tests.clients import anthropic_client, openai_client
 from tests.polling import PATIENCE
 from warmkv.config import Config, parse
 from warmkv.platform.document import serve_document
@@ -48,10 +49,10 @@ class Cluster:
     said: tuple[str, ...]  # while it started
 
     def anthropic(self, key: str) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+        return anthropic_client(self.url, key)
 
     def openai(self, key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return openai_client(self.url, key)
 
     def replicas(self) -> dict[str, Any]:
         answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=PATIENCE)
@@ -117,8 +118,7 @@ class Application:
     def ask(self, text: str, question: str = "?", **options: Any) -> Any:
         """Ask for a message; `text` ends in a breakpoint."""
         marked = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
-        client = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
-        return client.messages.create(
+        return anthropic_client(self.url, "any").messages.create(
             model=self.config.model.name,
             max_tokens=options.pop("max_tokens", 6),
             messages=[{"role": "user", "content": [marked, {"type": "text", "text": question}]}],

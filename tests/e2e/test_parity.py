@@ -15,10 +15,10 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from benchmarks.live.traffic import Session, Traffic, plan
+from tests.clients import anthropic_client
 from tests.e2e.conftest import Application, application
 from tests.polling import until
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
@@ -37,7 +37,7 @@ AT_ONCE = UniformCosts(PhaseCosts(STEP, STEP))
 def play(live: Application, replica: str, sessions: Iterable[Session]) -> None:
     """Ask the turns of the sessions one after the other, all of one replica."""
     for session in sessions:
-        client = anthropic.Anthropic(base_url=live.url, api_key=session.key, max_retries=0)
+        client = anthropic_client(live.url, session.key)
         system = [{"type": "text", "text": session.system, "cache_control": {"type": "ephemeral"}}]
         history: list[dict[str, Any]] = []
         for turn in session.turns:

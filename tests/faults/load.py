@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import anthropic
-import openai
-
+from tests.clients import anthropic_client, openai_client
 from tests.polling import PATIENCE, until
 
 POLICIES = ["full", "h2o@0.3", "streaming_llm@64", "snapkv@0.3+ring", None]  # None: the policy in force
 TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 12
+PAUSE = 0.2  # seconds of a client between an answer and its next question: the machine has more to do than this
 RETRIES = 6  # of the SDKs, which wait 0.5 s before the first and at most 8 s before the later ones
 OF_CLIENTS = ("anthropic", "openai", "httpx", "httpx2")  # packages whose errors a client may see
 
@@ -86,51 +85,53 @@ def ask(
 
 
 def _messages(url: str, question: Question, warmkv: dict[str, Any], heard: Callable[[str], None]) -> Reply:
+    client = anthropic_client(url, question.key, RETRIES)
     block = {"type": "text", "text": question.text, "cache_control": {"type": "ephemeral"}}
-    with anthropic.Anthropic(base_url=url, api_key=question.key, max_retries=RETRIES, timeout=PATIENCE) as client:
-        options: dict[str, Any] = {
-            "model": "tiny",
-            "max_tokens": question.tokens,
-            "messages": [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}],
-            "extra_body": {"temperature": 0.7, "warmkv": warmkv},
-        }
-        if not question.streams:
-            message = client.messages.create(**options)
-            text = "".join(part.text for part in message.content if part.type == "text")
-            return _reply(text, message.stop_reason, message.usage, message.usage.output_tokens)
-        text, end, usage, reason = "", None, None, None
-        for event in client.messages.create(**options, stream=True):
-            if event.type == "content_block_delta":
-                text += event.delta.text
-                heard(text)
-            elif event.type == "message_delta":
-                usage, reason = event.usage, event.delta.stop_reason
-            elif event.type == "message_stop":
-                end = reason
-        return _reply(text, end, usage, usage.output_tokens if usage else 0)
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": question.tokens,
+        "messages": [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}],
+        "extra_body": {"temperature": 0.7, "warmkv": warmkv},
+        "timeout": PATIENCE,
+    }
+    if not question.streams:
+        message = client.messages.create(**options)
+        text = "".join(part.text for part in message.content if part.type == "text")
+        return _reply(text, message.stop_reason, message.usage, message.usage.output_tokens)
+    text, end, usage, reason = "", None, None, None
+    for event in client.messages.create(**options, stream=True):
+        if event.type == "content_block_delta":
+            text += event.delta.text
+            heard(text)
+        elif event.type == "message_delta":
+            usage, reason = event.usage, event.delta.stop_reason
+        elif event.type == "message_stop":
+            end = reason
+    return _reply(text, end, usage, usage.output_tokens if usage else 0)
 
 
 def _chat(url: str, question: Question, warmkv: dict[str, Any], heard: Callable[[str], None]) -> Reply:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=question.key, max_retries=RETRIES, timeout=PATIENCE) as client:
-        options: dict[str, Any] = {
-            "model": "tiny",
-            "max_tokens": question.tokens,
-            "temperature": 0.7,
-            "messages": [{"role": "user", "content": question.text}],
-            "extra_body": {"warmkv": warmkv},
-        }
-        if not question.streams:
-            whole = client.chat.completions.create(**options)
-            choice = whole.choices[0]
-            return _reply(choice.message.content, choice.finish_reason, whole.usage, whole.usage.completion_tokens)
-        text, end, usage = "", None, None
-        for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-                heard(text)
-                end = choice.finish_reason or end
-        return _reply(text, end, usage, usage.completion_tokens if usage else 0)
+    client = openai_client(url, question.key, RETRIES)
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": question.tokens,
+        "temperature": 0.7,
+        "messages": [{"role": "user", "content": question.text}],
+        "extra_body": {"warmkv": warmkv},
+        "timeout": PATIENCE,
+    }
+    if not question.streams:
+        whole = client.chat.completions.create(**options)
+        choice = whole.choices[0]
+        return _reply(choice.message.content, choice.finish_reason, whole.usage, whole.usage.completion_tokens)
+    text, end, usage = "", None, None
+    for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            heard(text)
+            end = choice.finish_reason or end
+    return _reply(text, end, usage, usage.completion_tokens if usage else 0)
 
 
 def _reply(text: str, end: str | None, usage: Any, tokens: int) -> Reply:
@@ -187,6 +188,7 @@ class Load:
             question = QUESTIONS[turn % len(QUESTIONS)]
             turn += 1
             self._ask(question)
+            self._stop.wait(PAUSE)
 
     def _ask(
         self, question: Question, replica: str | None = None, heard: Callable[[str], None] = lambda text: None

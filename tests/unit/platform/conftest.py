@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from tests import clocks
+from tests.clients import anthropic_client, openai_client
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.config import Config, load
@@ -158,10 +159,10 @@ class Server:
             gate.set()
 
     def anthropic(self, key: str = "alice") -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+        return anthropic_client(self.url, key)
 
     def openai(self, key: str = "alice") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return openai_client(self.url, key)
 
 
 @pytest.fixture(scope="module")
