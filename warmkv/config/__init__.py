@@ -1,0 +1,72 @@
+"""Every setting of warmkv, with its default, as one frozen tree: one file a section. Nothing else defines a default."""
+
+from warmkv.config.base import AutoBytes, ConfigError, Section
+from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
+from warmkv.config.compression import CompressionConfig
+from warmkv.config.control import ControlConfig
+from warmkv.config.dashboards import DashboardsConfig
+from warmkv.config.directory import DirectoryConfig
+from warmkv.config.engine import EngineConfig
+from warmkv.config.gateway import GatewayConfig, IntakeConfig
+from warmkv.config.model import ModelConfig
+from warmkv.config.prefix_cache import BlockStorage, DiskConfig, Eviction, PrefixCacheConfig, TierConfig
+from warmkv.config.pricing import ModelPrices, Prices, PricingConfig
+from warmkv.config.reading import describe, load, parse, put, read_value
+from warmkv.config.routing import RoutingConfig
+from warmkv.config.simulator import FailureConfig, RooflineConfig, SimulatorConfig, SloConfig
+from warmkv.config.tenants import (
+    KeyConfig,
+    KeyHolder,
+    LimitsConfig,
+    OperatorConfig,
+    Right,
+    TenantConfig,
+    TenantLimits,
+    check_key_holders,
+)
+from warmkv.config.transfer import TransferConfig
+from warmkv.config.tree import Config
+
+__all__ = [
+    "AutoBytes",
+    "AutoscalingConfig",
+    "BlockStorage",
+    "ClusterConfig",
+    "CompressionConfig",
+    "Config",
+    "ConfigError",
+    "ControlConfig",
+    "DashboardsConfig",
+    "DirectoryConfig",
+    "DiskConfig",
+    "EngineConfig",
+    "Eviction",
+    "FailureConfig",
+    "GatewayConfig",
+    "IntakeConfig",
+    "KeyConfig",
+    "KeyHolder",
+    "LimitsConfig",
+    "ModelConfig",
+    "ModelPrices",
+    "OperatorConfig",
+    "PrefixCacheConfig",
+    "Prices",
+    "PricingConfig",
+    "Right",
+    "RooflineConfig",
+    "RoutingConfig",
+    "Section",
+    "SimulatorConfig",
+    "SloConfig",
+    "TenantConfig",
+    "TenantLimits",
+    "TierConfig",
+    "TransferConfig",
+    "check_key_holders",
+    "describe",
+    "load",
+    "parse",
+    "put",
+    "read_value",
+]

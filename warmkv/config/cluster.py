@@ -1,0 +1,53 @@
+"""Replicas and gateways as Ray Serve runs them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from warmkv.config.base import Section
+
+
+class AutoscalingConfig(Section):
+    """More replicas under load and fewer without, within limits."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ongoing_requests: float = Field(8.0, gt=0, description="requests in flight that a replica is meant to have")
+    upscale_delay_seconds: float = Field(30.0, ge=0, description="how long there must be more before one is started")
+    downscale_delay_seconds: float = Field(
+        600.0, ge=0, description="how long there must be fewer before one is stopped"
+    )
+    look_back_seconds: float = Field(30.0, gt=0, description="time over which the requests are averaged")
+
+
+class ClusterConfig(Section):
+    application: str = Field("warmkv", pattern=r"^[a-z0-9-]+$", description="name of the Serve application")
+    replicas: int = Field(1, ge=1, description="with autoscaling, those at the start")
+    autoscaling: AutoscalingConfig | None = Field(None, description="null: there are always as many replicas")
+    drain_seconds: float = Field(30.0, ge=0, description="time for the requests in flight when a replica is stopped")
+    gateways: int = Field(1, ge=1)
+    cpus_per_replica: float = Field(1.0, ge=0)
+    gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
+    max_ongoing_requests: int | None = Field(
+        None,
+        ge=1,
+        description="requests Serve sends to one replica at a time, at most what it takes: "
+        "engine.max_slots + engine.max_queue, which null stands for",
+    )
+    max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
+    health_check_seconds: float = Field(10.0, gt=0, description="how often Serve asks replicas and gateways for health")
+    health_timeout_seconds: float = Field(
+        30.0, gt=0, description="how long it waits for the answer; three in a row without one, and it replaces the part"
+    )
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be."""
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterConfig:
+        scaling = self.autoscaling
+        if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            raise ValueError("replicas must lie between autoscaling.min_replicas and autoscaling.max_replicas")
+        return self

@@ -1,0 +1,63 @@
+"""The engine of a replica: batch, memory, prefill."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ByteSize, Field, field_validator
+
+from warmkv.config.base import AutoBytes, Section, planned
+
+
+class EngineConfig(Section):
+    max_context: int | None = Field(None, ge=16, description="prompt + new tokens; the model's own limit if absent")
+    max_slots: int = Field(16, ge=1, description="sequences decoded together")
+    kv_bytes: AutoBytes = Field(
+        "auto",
+        description="limit for slots and prefill workspace together; auto: what the device has, less weights, "
+        "activations and prefix_cache.memory_bytes",
+    )
+    memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the device's memory, or on a CPU of the control group's, that is planned with; the rest "
+        "is for what nobody counts: fragments, libraries",
+    )
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
+    max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
+    preempt_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="how long a tenant's request waits until one of a tenant that holds more is set aside for it; "
+        "null: never",
+    )
+    parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
+    beat_seconds: float = Field(
+        5.0, gt=0, description="longest silence towards a gateway while the engine goes on; then it says so"
+    )
+    stall_seconds: float = Field(
+        300.0, gt=0, description="a step of the engine that takes longer has hung: the replica is replaced"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
+        "On a CPU packed weights, which cannot be compiled, are faster",
+    )
+    self_check: bool = Field(
+        True,
+        description="whether a replica compares its logits with the model's own plain forward before it starts, "
+        "and does not start where they differ",
+    )
+    threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+
+    @property
+    def kv_limit(self) -> int:
+        """Return kv_bytes. Raises RuntimeError while it is auto."""
+        return planned(self.kv_bytes, "engine.kv_bytes")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads `on` and `off` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

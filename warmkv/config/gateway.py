@@ -1,0 +1,100 @@
+"""The gateway: addresses, limits of requests, retries, access log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ByteSize, Field, model_validator
+
+from warmkv.config.base import Section
+from warmkv.config.tenants import LimitsConfig, OperatorConfig, Right, TenantConfig, check_key_holders
+
+
+class IntakeConfig(Section):
+    """What a gateway reads, parses and tokenizes at most; what exceeds a limit is refused by the limit's name."""
+
+    total_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="bodies that are read, parsed and tokenized at a time, together (529)"
+    )
+    read_seconds: float = Field(120.0, gt=0, description="time in which a body must have come (408)")
+    max_depth: int = Field(200, ge=1, le=200, description="how deep a body may be nested; the JSON parser ends at 200")
+    max_values: int = Field(
+        500_000, ge=1, description="JSON values of a body, keys included; in a prompt each takes a token or more"
+    )
+    max_messages: int = Field(100_000, ge=1)
+    max_blocks: int = Field(200_000, ge=1, description="content blocks of a request, in all its messages together")
+    max_tools: int = Field(10_000, ge=1)
+    max_stop_characters: int = Field(16_384, ge=1, description="of all stop sequences of a request together")
+    threads: int = Field(2, ge=1, description="that parse and tokenize; large bodies have one more of their own")
+    large_bytes: ByteSize = Field(ByteSize(1 << 20), description="from this size on a body is large")
+    max_waiting: int = Field(256, ge=1, description="bodies that wait for a thread; more are refused (529)")
+    parse_seconds: float = Field(60.0, gt=0, description="time to parse and tokenize a body, waiting included")
+
+
+class GatewayConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
+    route_prefix: str = Field("/", pattern=r"^/", description="path under which the APIs are served")
+    allow_open: bool = Field(False, description="listen beyond loopback although no tenants are configured")
+    tenants: tuple[TenantConfig, ...] = Field(
+        (), description="if empty, and without tenants_file, any key is accepted and is its own tenant"
+    )
+    tenants_file: Path | None = Field(
+        None, description="YAML or JSON with further `tenants` and `operators`, read again whenever it changes"
+    )
+    tenants_file_seconds: float = Field(5.0, gt=0, description="how often a gateway looks whether it has changed")
+    operators: tuple[OperatorConfig, ...] = Field((), description="who may change the policy without being a tenant")
+    rights: tuple[Right, ...] | None = Field(
+        None,
+        description="of tenants that name none: policy, replica, ignore_eos; null: all of them where no tenants are "
+        "configured, else none",
+    )
+    limits: LimitsConfig = Field(LimitsConfig(), description="of every tenant; a tenant may have its own")
+    limited_tenants: int = Field(
+        10_000,
+        ge=1,
+        description="tenants whose use is remembered; over it, that of the one that asked longest ago goes",
+    )
+    salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
+    max_body_bytes: ByteSize = ByteSize(32 << 20)
+    intake: IntakeConfig = IntakeConfig()
+    max_requests: int | None = Field(
+        None,
+        ge=1,
+        description="requests open at a time in one gateway (529); null: what replicas and queues hold, and some more",
+    )
+    ping_seconds: float = Field(5.0, gt=0, description="silence of a stream after which it sends a ping")
+    max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
+    default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    retries: int = Field(3, ge=0, description="how often a request is sent again because a replica failed")
+    retry_seconds: float = Field(
+        0.5,
+        ge=0,
+        description="pause before a second retry, twice as long before each further one; none before the first",
+    )
+    resume: bool = Field(True, description="whether an answer that had begun goes on in another replica; else it ends")
+    stall_seconds: float = Field(
+        60.0, gt=0, description="silence of a replica after which it counts as failed; more than the longest step"
+    )
+    access_log: Path | None = Field(None, description="file for one JSON line per request")
+    access_log_bytes: ByteSize = Field(
+        ByteSize(1 << 30), description="size at which it becomes access_log.1, and that access_log.2; 0: never"
+    )
+    access_log_files: int = Field(4, ge=1, description="files that are kept besides the one that is written")
+    access_log_queue: int = Field(
+        10_000, ge=1, description="lines that may wait for the disk; more are dropped, and counted"
+    )
+    error_logs_per_minute: int = Field(
+        60, ge=1, description="lines about errors of one type and status in a gateway's log; those left out are counted"
+    )
+
+    @property
+    def is_open(self) -> bool:
+        """True where no tenants are configured, so that any key is accepted."""
+        return not self.tenants and self.tenants_file is None
+
+    @model_validator(mode="after")
+    def _check(self) -> GatewayConfig:
+        check_key_holders(self.tenants, self.operators)
+        return self

@@ -1,0 +1,99 @@
+"""Stored prefixes: tiers, TTLs, eviction, breakpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field, model_validator
+
+from warmkv.config.base import AutoBytes, Section, planned
+
+Eviction = Literal["lru", "lfu", "length", "cost"]
+
+
+BlockStorage = Literal["model", "fp8", "kivi4"]
+
+
+class TierConfig(Section):
+    """Where blocks go that the tier above it gives up."""
+
+    memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
+    eviction: Eviction | None = Field(None, description="which block goes first; as prefix_cache.eviction if absent")
+    storage: BlockStorage = Field("model", description="format of the blocks; fp8 and kivi4 need allow_lossy")
+
+
+class DiskConfig(TierConfig):
+    path: Path | None = Field(None, description="folder; every replica of a machine takes a folder of its own in it")
+    wait_seconds: float = Field(
+        5.0, gt=0, description="longest time a request waits for its files; then its prompt is computed instead"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DiskConfig:
+        if (self.memory_bytes > 0) != (self.path is not None):
+            raise ValueError("a disk tier needs both path and memory_bytes")
+        return self
+
+
+class PrefixCacheConfig(Section):
+    enabled: bool = True
+    automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
+    block_size: int = Field(64, ge=1, description="tokens in a block")
+    memory_bytes: AutoBytes = Field(
+        "auto", description="limit of stored blocks on the device of a replica; auto: memory_share of what is free"
+    )
+    memory_share: float = Field(
+        1 / 3,
+        ge=0,
+        lt=1,
+        description="share that memory_bytes: auto takes of what engine.kv_bytes: auto would have; with a third, a "
+        "request can have twice what is stored: its slot and the workspace of its prompt",
+    )
+    eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
+    storage: BlockStorage = Field("model", description="format of blocks on the device; fp8 and kivi4 need allow_lossy")
+    host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
+    disk: DiskConfig = Field(DiskConfig(), description="files that survive a restart")
+    allow_lossy: bool = Field(
+        False, description="whether a tier may keep blocks in fp8 or kivi4, which changes answers"
+    )
+    moving_bytes: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="limit of evicted blocks that are not in a lower tier yet; more are dropped",
+    )
+    tenant_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of every tier that nobody else can evict a tenant from; 0 is one queue for all",
+    )
+    attention_tokens: int = Field(
+        8192, ge=1, description="prompt tokens before a token that double its cost, for eviction by cost"
+    )
+    packs: tuple[Path, ...] = Field(
+        (), description="folders of `warmkv packs build`, loaded at start and never evicted"
+    )
+    ttls: dict[str, float] = Field({"5m": 300.0, "1h": 3600.0}, description="names a client may use, in seconds")
+    default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
+    min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")
+    max_breakpoints: int = Field(4, ge=0)
+    lookback: int = Field(
+        20, ge=0, description="content blocks before a breakpoint that are checked for an earlier write"
+    )
+
+    @property
+    def memory_limit(self) -> int:
+        """Return memory_bytes. Raises RuntimeError while it is auto."""
+        return planned(self.memory_bytes, "prefix_cache.memory_bytes")
+
+    @model_validator(mode="after")
+    def _check(self) -> PrefixCacheConfig:
+        if self.default_ttl not in self.ttls:
+            raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
+        if not all(0 < seconds < math.inf for seconds in self.ttls.values()):
+            raise ValueError("every TTL must be positive and finite")
+        for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
+            if storage != "model" and not self.allow_lossy:
+                raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
+        return self

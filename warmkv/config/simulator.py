@@ -1,0 +1,107 @@
+"""Replays: step times, KV shape, objectives, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from warmkv.config.base import Section, Share
+from warmkv.gpus import Gpu
+from warmkv.model_shape import KV, ModelShape
+
+
+class SloConfig(Section):
+    """When an answer came in time; both must hold."""
+
+    ttft: float = Field(2.0, gt=0, description="seconds to the first token, at most")
+    tpot: float = Field(0.1, gt=0, description="seconds for each token after it, at most, on average")
+
+
+class RooflineConfig(Section):
+    """How near steps come to what a GPU could do."""
+
+    flops_efficiency: Share = Field(0.6, description="of its operations a second, in matrix products")
+    bandwidth_efficiency: Share = Field(0.7, description="of its memory's bytes a second")
+    overhead_seconds: float = Field(0.001, ge=0, allow_inf_nan=False, description="of each step besides")
+
+
+class FailureConfig(Section):
+    """A replica that dies, with its blocks and the slots of its requests."""
+
+    at: float = Field(ge=0, allow_inf_nan=False, description="seconds after the first arrival")
+    replica: int = Field(
+        0, ge=0, description="its place: replicas are numbered from 0, and a new one takes a free place"
+    )
+    seconds: float = Field(
+        5.0, ge=0, allow_inf_nan=False, description="until that is known and another one is started in its place"
+    )
+
+
+class SimulatorConfig(Section):
+    """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step.
+
+    A profile, or a model on a GPU, takes the place of a, b and c.
+    """
+
+    profile: Path | None = Field(
+        None, description="file of `warmkv profile`: measured step times, which take the place of step_*"
+    )
+    model: ModelShape | None = Field(
+        None, description="a model's config.json: step times of its roofline on simulator.gpu, and its KV shape"
+    )
+    gpu: Gpu = Field(
+        Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
+    )
+    roofline: RooflineConfig = RooflineConfig()
+    step_a: float = Field(0.004, ge=0)
+    step_b: float = Field(0.00012, ge=0)
+    step_c: float = Field(2e-8, ge=0)
+    host_bandwidth: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="bytes a second at which blocks are read from host memory; null: those of the GPU's PCIe where "
+        "step times are its roofline, else at once",
+    )
+    disk_bandwidth: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="bytes a second at which blocks are read from disk; null: at once"
+    )
+    overhead_seconds: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="of a request outside its replica: HTTP, tokenizing, routing; a fit to a log finds its own",
+    )
+    layers: int = Field(6, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=1)
+    dtype_bytes: int = Field(4, ge=1)
+    slo: SloConfig = SloConfig()
+    index_delay: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds until routers know what a replica sent, which it does at most every "
+        "directory.publish_seconds; 0: they know everything at once",
+    )
+    startup_seconds: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="until a replica takes requests that was started during the run"
+    )
+    failures: tuple[FailureConfig, ...] = Field((), description="replicas that die in the course of the run")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_of_model(cls, value: Any) -> Any:
+        """The KV shape is that of the model, where there is one."""
+        if not isinstance(value, dict) or value.get("model") is None:
+            return value
+        try:
+            model = ModelShape.model_validate(value["model"])
+        except ValidationError:  # told with its place when the field itself is checked
+            return value
+        for key in KV:
+            if value.get(key, own := getattr(model, key)) != own:
+                raise ValueError(f"{key} is {value[key]}, but simulator.model has {own}; leave {key} out")
+        return {**value, "model": model, **{key: getattr(model, key) for key in KV}}

@@ -1,0 +1,70 @@
+"""The whole configuration, with the checks across sections."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from warmkv.config.base import Section
+from warmkv.config.cluster import ClusterConfig
+from warmkv.config.compression import CompressionConfig
+from warmkv.config.control import ControlConfig
+from warmkv.config.dashboards import DashboardsConfig
+from warmkv.config.directory import DirectoryConfig
+from warmkv.config.engine import EngineConfig
+from warmkv.config.gateway import GatewayConfig
+from warmkv.config.model import ModelConfig
+from warmkv.config.prefix_cache import PrefixCacheConfig
+from warmkv.config.pricing import Prices, PricingConfig
+from warmkv.config.routing import RoutingConfig
+from warmkv.config.simulator import SimulatorConfig
+from warmkv.config.transfer import TransferConfig
+
+
+class Config(Section):
+    """The whole tree; `warmkv config schema` prints it as JSON schema."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    compression: CompressionConfig = CompressionConfig()
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+    pricing: PricingConfig = PricingConfig()
+    routing: RoutingConfig = RoutingConfig()
+    transfer: TransferConfig = TransferConfig()
+    directory: DirectoryConfig = DirectoryConfig()
+    control: ControlConfig = ControlConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    simulator: SimulatorConfig = SimulatorConfig()
+    dashboards: DashboardsConfig = DashboardsConfig()
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of the model that is served."""
+        return self.pricing.of(self.model.name)
+
+    @property
+    def ongoing_requests(self) -> int:
+        """Requests that Serve sends to one replica at a time."""
+        return self.cluster.max_ongoing_requests or self.engine.max_slots + self.engine.max_queue
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        room = self.engine.max_slots + self.engine.max_queue
+        if self.ongoing_requests > room:
+            raise ValueError(
+                f"cluster.max_ongoing_requests {self.ongoing_requests} is more than a replica takes: "
+                f"engine.max_slots {self.engine.max_slots} + engine.max_queue {self.engine.max_queue} = {room}; "
+                "leave it out, or raise engine.max_queue"
+            )
+        if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
+            raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
+        for failure in self.simulator.failures:
+            if failure.replica >= (most := self.cluster.most_replicas):
+                raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
+        for name, silent in (
+            ("engine.beat_seconds", self.engine.beat_seconds),
+            ("transfer.timeout_seconds", self.transfer.timeout_seconds),
+        ):
+            if self.gateway.stall_seconds <= silent:
+                raise ValueError(f"gateway.stall_seconds must be more than {name}")
+        return self
