@@ -140,7 +140,9 @@ class PolicySpec(BaseModel):
         if self.name in _WITHOUT_SCORES and (self.protect or self.shots):
             raise ValueError(f"protect and shots change what a scorer picks; {self.name} has no scores")
         if self.shots and self.name == "adakv":
-            raise ValueError("shots keeps units per head; adakv shares its budget across heads")
+            raise ValueError(
+                "shots keeps the same units in all heads of a layer; adakv gives each head a budget of its own"
+            )
         return self
 
     @property

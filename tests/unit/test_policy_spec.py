@@ -87,7 +87,7 @@ def test_what_is_accepted_reads_back_from_its_label_and_from_its_json(tree):
         ("rocketkv@0.2+kivi4", "rocketkv reads chosen pages"),
         ("rocketkv@0.2+argmin", "rocketkv only appends"),
         ("window@10+protect", "window has no scores"),
-        ("adakv@10+shots", "shares its budget across heads"),
+        ("adakv@10+shots", "keeps the same units in all heads"),
         ("streaming_llm@4", "leaves no recent token beside 4 sinks"),
         ("snapkv@3+ring", "leaves no recent token beside 4 sinks"),
         ("kivi:bits=3", "bits of kivi must be one of"),

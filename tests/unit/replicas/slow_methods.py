@@ -255,7 +255,7 @@ def kept_in_layer(
         assert not spec.shots, "whole shots and budgets shared over heads exclude each other"
         chosen = best_over_heads(scores, left, spec.floor)
     elif spec.shots:
-        chosen = [whole_spans(head_scores, left, separators) for head_scores in scores]
+        chosen = whole_spans(scores, left, separators)
     else:
         chosen = [best(head_scores, left) for head_scores in scores]
     return [sorted([*range(front), *positions, *range(tokens - end, tokens)]) for positions in chosen]
@@ -278,20 +278,24 @@ def best_over_heads(scores: list[dict[int, float]], left: int, floor: float) -> 
     return [best(scores[head], counts[head]) for head in counts]
 
 
-def whole_spans(scores: dict[int, float], left: int, separators: AbstractSet[int]) -> list[int]:
-    """ShotKV: whole spans by mean score as far as they fit, then single positions."""
+def whole_spans(scores: list[dict[int, float]], left: int, separators: AbstractSet[int]) -> list[list[int]]:
+    """ShotKV: in every head the same whole spans, by mean score over all heads, then single positions of its own."""
     spans: list[list[int]] = []
-    for position in sorted(scores):
+    for position in sorted(scores[0]):
         if spans and spans[-1][-1] == position - 1 and position - 1 not in separators:
             spans[-1].append(position)
         else:
             spans.append([position])
+
+    def score(span: list[int]) -> float:
+        return sum(own[position] for own in scores for position in span) / len(span)
+
     chosen: list[int] = []
-    for span in sorted(spans, key=lambda span: -sum(scores[position] for position in span) / len(span)):
+    for span in sorted(spans, key=score, reverse=True):
         if len(chosen) + len(span) <= left:
             chosen += span
-    others = {position: score for position, score in scores.items() if position not in chosen}
-    return chosen + best(others, left - len(chosen))
+    others = [{position: score for position, score in own.items() if position not in chosen} for own in scores]
+    return [chosen + best(own, left - len(chosen)) for own in others]
 
 
 # Scores

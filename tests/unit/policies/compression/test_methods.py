@@ -14,6 +14,7 @@ from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.adakv import safeguarded
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
+from warmkv.policies.compression.shotkv import best_units
 from warmkv.policy_spec import PolicySpec
 
 LAYERS, HEAD_DIM = 3, 8
@@ -161,3 +162,12 @@ def test_adakv_rounds_what_is_published_and_keeps_the_layers_total(data, heads, 
 def test_adakv_draws_every_head_towards_an_even_share():
     assert safeguarded([20, 0], 10, 0.2) == [18, 2]
     assert safeguarded([14, 6], 10, 0.2) == [13, 7]  # a floor alone would leave it at 14 and 6
+
+
+def test_all_heads_of_a_layer_keep_the_shots_that_they_like_best_together():
+    """Equation 3 sums over the heads of a layer: on its own, the second head would keep the other shot."""
+    first, second = [0.9, 0.5, 0.5, 0.3, 0.2], [0.1, 0.0, 0.2, 0.4, 0.3]
+    last_of_a_shot = torch.tensor([False, True, False, False, True])
+    kept = best_units(torch.tensor([first, second]), 3, last_of_a_shot)
+    assert kept.tolist() == [[0, 1, 2], [0, 1, 3]]  # (1.4 + 0.1) / 2 against (1.0 + 0.9) / 3, and a token of its own
+    assert best_units(torch.tensor([second]), 3, last_of_a_shot).tolist() == [[2, 3, 4]]
