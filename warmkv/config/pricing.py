@@ -33,6 +33,6 @@ class PricingConfig(Prices):
     models: dict[str, ModelPrices] = Field({}, description="by the model's name in the APIs: prices of its own")
 
     def of(self, model: str) -> Prices:
-        """The prices of a model: its own where it has any, else those of all models."""
+        """Return the prices of a model: its own where it has any, else those of all models."""
         own = self.models.get(model, ModelPrices()).model_dump(exclude_none=True)
         return Prices.model_validate({**self.model_dump(exclude={"models"}), **own, "write": self.write | own["write"]})

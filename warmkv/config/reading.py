@@ -82,7 +82,7 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Settings are the variables that name a section, `WARMKV_SECTION__KEY`; others with the prefix are not ours."""
+    """Return the settings among the environment's variables: those that name a section, `WARMKV_SECTION__KEY`."""
     found = []
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
@@ -91,7 +91,7 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def read_value(dotted: str, text: str) -> Any:
-    """A value as it is written behind `section.key=`. Raises ConfigError."""
+    """Parse a value as it is written behind `section.key=`. Raises ConfigError."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -94,7 +94,7 @@ class SimulatorConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _shape_of_model(cls, value: Any) -> Any:
-        """The KV shape is that of the model, where there is one."""
+        """Fill in the KV shape of the model, where there is one."""
         if not isinstance(value, dict) or value.get("model") is None:
             return value
         try:
