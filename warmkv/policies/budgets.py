@@ -230,6 +230,14 @@ def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
     return spec.name == "fastgen"
 
 
+def protected_entries(spec: PolicySpec, limit: int) -> int:
+    """Return the entries of a row that are reserved at each end of its sequence, of those that may be in use.
+
+    A share rounded down, at least 4 (the author's code for arXiv 2605.18053), and at most half of the row.
+    """
+    return min(max(4, math.floor(spec.protect * limit + 5e-7)), limit // 2) if spec.protect else 0
+
+
 def keeps_alike(spec: PolicySpec) -> bool:
     """Return whether all KV heads of a layer keep the same tokens, chosen by the scores of all heads together."""
     return spec.name == "tova" and not spec.per_head
@@ -237,4 +245,5 @@ def keeps_alike(spec: PolicySpec) -> bool:
 
 def recent_entries(spec: PolicySpec, limit: int) -> int:
     """Newest entries of a row that argmin never gives up, of those that may be in use."""
-    return limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1
+    recent = limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1
+    return max(recent, protected_entries(spec, limit))

@@ -23,14 +23,14 @@ def holds_window(spec: PolicySpec, window: int, prompt_tokens: int) -> bool:
 
 
 def in_layer(spec: PolicySpec, window: int, prompt_tokens: int, new_tokens: int) -> PolicySpec:
-    """Return the policy by which a layer's rows decode: without sinks, which would leave the window at once."""
+    """Return the policy by which a layer's rows decode: a ring protects nothing that would leave the window at once."""
     spec = budgets.resolve_auto(spec, prompt_tokens)
     if not slides(window, prompt_tokens, new_tokens):
         return spec
     if holds_window(spec, window, prompt_tokens):
         residual = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
         return PolicySpec(name="window", budget=window, storage=spec.storage, **residual)
-    return spec.model_copy(update={"sinks": 0}) if spec.decode == "ring" and spec.sinks else spec
+    return spec.model_copy(update={"sinks": 0, "protect": 0.0}) if spec.decode == "ring" else spec
 
 
 def row_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int) -> int:

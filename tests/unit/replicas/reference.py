@@ -21,6 +21,7 @@ from tests.unit.replicas.slow_methods import (
     kept,
     last_query_average,
     received,
+    reserved,
     resolve,
 )
 from warmkv.policies.compression.storage import Codec, codec
@@ -72,10 +73,15 @@ class GroupedCache(SlowCache):
         fresh, self.waiting = self.waiting[:GROUP], self.waiting[GROUP:]
         if len(self.packed) < self.most_packed:
             self.packed += fresh
-        elif self.rule == "ring":  # the oldest group leaves
-            self.packed = self.packed[GROUP:] + fresh
+        elif self.rule == "ring":  # the oldest group leaves that holds nothing protected
+            groups = math.ceil(max(0, self.protected - self.sinks) / GROUP)
+            first = min(groups * GROUP, self.most_packed - GROUP)
+            self.packed = self.packed[:first] + self.packed[first + GROUP :] + fresh
         else:
-            by_score = sorted(self.packed, key=lambda entry: (entry.position > newest - self.recent, entry.score))
+            by_score = sorted(
+                self.packed,
+                key=lambda entry: (not self.protected <= entry.position <= newest - self.recent, entry.score),
+            )
             places = [self.packed.index(entry) for entry in by_score[:GROUP]]
             for place, entry in zip(places, fresh, strict=True):
                 self.packed[place] = entry
@@ -174,7 +180,9 @@ class Reference:
             cache.codec = codec(spec.storage)
         cache.rule, cache.limit = spec.decode, self.limit(spec, view, positions)
         cache.sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
+        cache.protected = 0 if spec.decode == "append" else reserved(spec, cache.limit)
         cache.recent = cache.limit - math.floor(cache.limit * spec.heavy) if spec.heavy is not None else 1
+        cache.recent = max(cache.recent, cache.protected)
         cache.accumulate = spec.name != "tova"
         cache.averaged = spec.name == "tova" and spec.decode == "argmin" and not spec.per_head
         looked_at = 0

@@ -228,7 +228,7 @@ def kept_in_layer(
     tokens = layer.tokens
     if budget >= tokens:
         return everything(layer)
-    ends = min(math.ceil(round(spec.protect * budget, 6)), budget // 2)  # positions protected at each end
+    ends = reserved(spec, budget)
 
     own_front, own_end = 0, 0  # what the method itself always keeps
     if spec.name == "h2o":
@@ -259,6 +259,13 @@ def kept_in_layer(
     else:
         chosen = [best(head_scores, left) for head_scores in scores]
     return [sorted([*range(front), *positions, *range(tokens - end, tokens)]) for positions in chosen]
+
+
+def reserved(spec: Any, capacity: int) -> int:
+    """Positions protected at each end: a share of the cache rounded down, four at least, half of it at most."""
+    if not spec.protect:
+        return 0
+    return min(max(4, math.floor(round(spec.protect * capacity, 6))), capacity // 2)
 
 
 def best(scores: dict[int, float], count: int) -> list[int]:
@@ -425,12 +432,14 @@ class SlowCache:
     ring: the oldest that is not one of the first `sinks` entries of the prompt.
     argmin: the one with the smallest score that is not among the last `recent` tokens, the new one included. Scores
     are the attention an entry got: of all steps (accumulate) or of the last step alone.
+    Neither gives up the first `protected` tokens of the sequence (structural protection).
     """
 
     rule: str = "append"  # append, ring, argmin
     limit: int = 0
     sinks: int = 0
     recent: int = 1
+    protected: int = 0
     accumulate: bool = True
     averaged: bool = False  # scores are averaged over all heads of the layer, which hold the same positions (TOVA)
     entries: list[Entry] = field(default_factory=list)
@@ -447,7 +456,7 @@ class SlowCache:
     def add(self, unrotated: Tensor, key: Tensor, value: Tensor, position: int) -> None:
         """A new token, before it attends."""
         entry = Entry(unrotated, key, value, position)
-        if len(self.prompt) < self.sinks:  # a prompt shorter than the sinks
+        if len(self.prompt) < max(self.sinks, self.protected):  # a prompt shorter than that
             self.prompt.append(position)
         if self.rule == "append" or len(self.entries) < self.limit:
             self.entries.append(entry)
@@ -458,14 +467,14 @@ class SlowCache:
         """The slot of the entry that leaves for a token at position `newest`."""
         by_age = sorted(range(len(self.entries)), key=lambda slot: self.entries[slot].position)  # oldest first
         if self.rule == "ring":
-            sinks = self.prompt[: self.sinks]
+            sinks = self.prompt[: max(self.sinks, self.protected)]
             return next(slot for slot in by_age if self.entries[slot].position not in sinks)
         assert self.rule == "argmin", self.rule
         assert self.recent <= self.limit
-        return min(by_age, key=lambda slot: (self.is_recent(slot, newest), self.entries[slot].score))
+        return min(by_age, key=lambda slot: (self.is_spared(slot, newest), self.entries[slot].score))
 
-    def is_recent(self, slot: int, newest: int) -> bool:
-        return self.entries[slot].position > newest - self.recent
+    def is_spared(self, slot: int, newest: int) -> bool:
+        return not self.protected <= self.entries[slot].position <= newest - self.recent
 
     def rotate_at_index(self, rotate: Callable[[Tensor, int], Tensor]) -> None:
         """StreamingLLM: every key rotated anew at its index within the cache."""

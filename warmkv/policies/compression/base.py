@@ -96,7 +96,7 @@ class Policy:
 
     def protected_ends(self, budget: int) -> tuple[int, int]:
         """The method's ends, those of a ring's sinks and of structural protection, within the budget."""
-        first, last = structural.protect(self.ends(budget), self.spec.protect, budget)
+        first, last = structural.protect(self.ends(budget), budgets.protected_entries(self.spec, budget), budget)
         if self.spec.decode == "ring":
             first = max(first, min(self.spec.sinks or 0, budget - 1))
         return first, min(last, budget - first)
@@ -104,8 +104,7 @@ class Policy:
     def votes_window(self, budget: int) -> int:
         """Last queries that vote: the window, unless a small budget or a protected beginning leaves less room."""
         assert self.spec.window is not None
-        first, _ = structural.protect((0, 0), self.spec.protect, budget)
-        return min(self.spec.window, budget - first)
+        return min(self.spec.window, budget - budgets.protected_entries(self.spec, budget))
 
     def _with_attention(self, prompt: PrefillState, layer: int, positions: Tensor) -> Selection:
         if self.spec.decode != "argmin":

@@ -1,15 +1,15 @@
-"""Structural protection (arXiv 2605.18053): both ends of the prompt are kept before any scorer picks."""
+"""Structural protection (Garcia, 2026, arXiv 2605.18053): no scorer evicts from either end of the sequence.
+
+At the hand-off these are the ends of the prompt; while decoding, the beginning and the newest tokens.
+"""
 
 from __future__ import annotations
 
-from warmkv.policies.budgets import share
 
-
-def protect(ends: tuple[int, int], part: float, budget: int) -> tuple[int, int]:
-    """A scorer's ends, at least `part` of the budget each, and together within the budget.
+def protect(ends: tuple[int, int], reserved: int, budget: int) -> tuple[int, int]:
+    """Return a scorer's ends, at least `reserved` tokens each, and together within the budget.
 
     Where both do not fit, the end of the prompt gives way to the beginning, down to its own protected part.
     """
-    reserved = min(share(part, budget), budget // 2)
     first = min(max(ends[0], reserved), budget - reserved)
     return first, max(min(ends[1], budget - first), reserved)

@@ -21,6 +21,7 @@ class RowMetadata(NamedTuple, Generic[T]):
     packed: T  # packed entries in use, from the first on; of rows without a tail all are
     ages: T  # position of the new token in its sequence
     oldest: T  # age above which entries are recent
+    early: T  # age below which entries are protected
     rerotated: T  # positions by which sinks are rotated on
     pages: T  # pages that may be read
     source: T  # (sequence, KV head) of the row, counted through; 0 if idle
@@ -36,6 +37,7 @@ class Packing:
     groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
     in_use: Tensor  # [m] packed entries in use
     oldest: Tensor  # [m] age above which entries are recent
+    early: Tensor  # [m] age below which entries are protected
     newest: Tensor  # [m] age of the new token
 
 

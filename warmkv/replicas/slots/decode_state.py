@@ -108,6 +108,7 @@ class DecodeState:
             packed=np.where(state.grouped > 0, state.packed, lengths),
             ages=ages,
             oldest=ages - state.recent,
+            early=state.protected,
             rerotated=np.where(active, ages - shifts + 1 - lengths, 0),
             pages=np.maximum(state.pages, 1),
             source=np.where(active, index, 0),

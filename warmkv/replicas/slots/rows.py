@@ -36,6 +36,7 @@ class RowTable:
     count: Ints  # entries ever put in
     limit: Ints  # entries that may be in use
     recent: Ints  # newest entries that argmin never gives up
+    protected: Ints  # first entries of the sequence that are never given up, beside the sinks of a ring
     pages: Ints  # pages that may be read
     packed_limit: Ints  # grouped: packed entries that may be in use
     packed: Ints  # packed entries in use
@@ -108,15 +109,26 @@ class RowTable:
             getattr(self, field.name)[list(rows)] = getattr(other, field.name)[list(which)]
 
     def start(
-        self, row: int, kind: RowKind, *, kept: int, limit: int, packed_limit: int, recent: int, pages: int
+        self,
+        row: int,
+        kind: RowKind,
+        *,
+        kept: int,
+        limit: int,
+        packed_limit: int,
+        recent: int,
+        protected: int,
+        pages: int,
     ) -> None:
         """Set a row up that begins with `kept` entries and will use at most `limit`.
 
-        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's.
+        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's, and the
+        `protected` first ones are given up by no rule.
         """
         if kind.decode == "ring" and limit <= kind.sinks:
             raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
         self.count[row], self.limit[row], self.recent[row], self.pages[row] = kept, limit, recent, pages
+        self.protected[row] = protected
         if kind.grouped:
             front = min(kept, kind.front)
             self.packed_limit[row] = packed_limit
@@ -125,6 +137,13 @@ class RowTable:
             more = max(0, kept - front - int(self.tail_limit[row]))
             self.packed[row] = -(-more // KIVI_GROUP) * KIVI_GROUP
             self.waiting[row] = kept - front - self.packed[row]
+            self.cursor[row] = self.first_group(row)
+
+    def first_group(self, rows: int | Ints) -> Ints:
+        """Return the packed entry from which on a grouped ring overwrites: whole groups hold what is protected."""
+        protected = -(-np.maximum(self.protected[rows] - self.front[rows], 0) // KIVI_GROUP) * KIVI_GROUP
+        first: Ints = np.minimum(protected, np.maximum(self.packed_limit[rows] - KIVI_GROUP, 0))
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +162,8 @@ def advance(state: RowTable, active: Bools) -> Advance:
     full = active & (state.count >= state.limit)
     if (full & (state.decode == APPEND)).any():
         raise RuntimeError("a slot is full and its policy does not overwrite")
-    around = state.sinks + (state.count - state.limit) % np.maximum(state.limit - state.sinks, 1)
+    first = np.maximum(state.sinks, state.protected)
+    around = first + (state.count - state.limit) % np.maximum(state.limit - first, 1)
     in_tail = state.front + (state.tail_start + state.waiting) % np.maximum(state.tail_limit, 1)
     entries = np.where(full, np.where(state.decode == RING, around, 0), state.count)
     entries = np.where(grouped & ~front, in_tail, np.where(grouped, state.count, entries))
@@ -183,7 +203,8 @@ def take_pending_packs(state: RowTable, active: Bools) -> list[PendingPack]:
     groups = np.where(room, state.packed[due], state.cursor[due]) // KIVI_GROUP
     state.packed[due[room]] += KIVI_GROUP
     turned = due[~room]
-    state.cursor[turned] = (state.cursor[turned] + KIVI_GROUP) % np.maximum(state.packed_limit[turned], 1)
+    cursor = state.cursor[turned] + KIVI_GROUP
+    state.cursor[turned] = np.where(cursor < state.packed_limit[turned], cursor, state.first_group(turned))
     placed = room | (state.decode[due] != ARGMIN)
     return [
         PendingPack(due[these], waiting[these], groups[these] if these is placed else None, state.packed[due[these]])

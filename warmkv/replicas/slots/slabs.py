@@ -234,6 +234,7 @@ class Slab:
             None if due.groups is None else self._upload(due.groups),
             self._upload(due.packed),
             numbers.oldest[rows],
+            numbers.early[rows],
             numbers.ages[rows],
         )
 
@@ -377,7 +378,7 @@ class Slab:
         if step.full is None:
             return step.numbers.entries
         numbers = step.numbers
-        least = self._least(at, step.rows, numbers.before, numbers.oldest, numbers.ages, 1)[:, 0]
+        least = self._least(at, step.rows, numbers.before, numbers.oldest, numbers.early, numbers.ages, 1)[:, 0]
         return torch.where(step.full, least, step.numbers.entries)
 
     def _write(self, at: int, step: AttentionMetadata, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -397,11 +398,13 @@ class Slab:
             _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.codec.encode_keys(sinks))
         return entries
 
-    def _least(self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, newest: Tensor, count: int) -> Tensor:
-        """Find the `count` packed entries of each row with the lowest scores, [n, count], recent ones last."""
+    def _least(
+        self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
+    ) -> Tensor:
+        """Return `count` packed entries of each row [n, count], lowest scores first, recent and protected ones last."""
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
-        scores = torch.where(ages > oldest[:, None], scores + RECENT, scores)
+        scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + RECENT, scores)
         if self.kind.window:  # nothing sees what has left the window
             scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
         scores = scores.masked_fill(~used, float("inf"))
@@ -425,7 +428,9 @@ class Slab:
         else:
             index = (at, packing.rows)
             # Groups that receive an entry are packed anew; the others come out as they were.
-            entries = self._least(at, packing.rows, packing.in_use, packing.oldest, packing.newest, KIVI_GROUP)
+            entries = self._least(
+                at, packing.rows, packing.in_use, packing.oldest, packing.early, packing.newest, KIVI_GROUP
+            )
             old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
             packed_keys = self.codec.encode_keys(_replaced(old, entries, keys))
             old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)

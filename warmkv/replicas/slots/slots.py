@@ -344,6 +344,7 @@ class SlotPool:
                     limit=limit,
                     packed_limit=packed_limit(spec, limit),
                     recent=budgets.recent_entries(spec, limit),
+                    protected=budgets.protected_entries(spec, limit),
                     pages=pages,
                 )
             for layer in slab.layers:
