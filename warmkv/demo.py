@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.text import Text
 
 from warmkv.config import Config
 from warmkv.models.tiny import corpus, tasks
@@ -23,6 +22,7 @@ from warmkv.platform.local import check_model, running
 from warmkv.policies import budgets, pricing
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.usage import Usage
+from warmkv.terminal import plain_table, show_table, steps
 
 POLICIES = ("full", "snapkv@0.2", "streaming_llm@0.4")
 DOCUMENT_TOKENS = 1800
@@ -98,21 +98,19 @@ class DemoResult:
         }
 
 
-def run(config: Config, console: Console, seed: int) -> DemoResult:
+def run(config: Config, seed: int) -> DemoResult:
     """Start the service with two replicas, ask everything, stop it. Raises OSError where the port is taken."""
     cluster = config.cluster.model_copy(update={"replicas": max(2, config.cluster.replicas)})
     routing = config.routing.model_copy(update={"transfer": False})  # to show what it is to be on the wrong replica
     config = config.model_copy(update={"cluster": cluster, "routing": routing})
-    with Progress(console=console, transient=True) as progress:
-        steps = progress.add_task("starting Ray and two replicas", total=len(POLICIES) * 2 * QUESTIONS + 4)
+    with steps(len(POLICIES) * 2 * QUESTIONS + 4) as progress:
+        progress("starting Ray and two replicas", 1)
         check_model(config.model)
         document, questions = make_document(config, seed)
-        progress.advance(steps)
         with running(config) as service:
-            progress.advance(steps)
 
             def told(text: str) -> None:
-                progress.update(steps, advance=1, description=text)
+                progress(text, 1)
 
             rows = [
                 ask_all(api, policy, service.url, config, document, questions, told)
@@ -120,7 +118,7 @@ def run(config: Config, console: Console, seed: int) -> DemoResult:
                 for policy in POLICIES
             ]
             conversation = converse(service.url, service.operator_key, config, document, questions)
-            progress.advance(steps, 2)
+            progress("", 3)
     return DemoResult(rows, conversation)
 
 
@@ -274,16 +272,10 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
 
 
 def show(result: DemoResult, config: Config, console: Console) -> None:
-    """Print the table and what follows from it in plain words."""
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        caption="cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact",
-    )
-    table.add_column("SDK", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    for name in ("right", "cold", "warm", "read", "KV", "price", "saved"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """The table, and what follows from it in plain words."""
+    heads = ("SDK", "policy", "right", "cold", "warm", "read", "KV", "price", "saved")
+    table = plain_table(*heads, left=2, gap=2)
+    table.caption = "cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact"
     for row in result.rows:
         cold, *warm = row.replies
         paid = sum(pricing.price(reply.usage, config.prices).total for reply in row.replies)
@@ -294,7 +286,7 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
         table.add_row(
             row.api,
             row.policy,
-            " ".join(_verdicts(row)),
+            Text(" ").join(_verdicts(row)),
             f"{cold.ttft * 1000:.0f}",
             f"{statistics.median(reply.ttft for reply in warm) * 1000:.0f}",
             str(sum(reply.read for reply in row.replies)),
@@ -302,7 +294,7 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
             f"${paid:.4f}",
             f"{1 - paid / uncached:.0%}",
         )
-    console.print(table)
+    show_table(table, console)
     talk = result.conversation
     here, there = talk.warm.details, talk.elsewhere.details
     console.print(
@@ -310,9 +302,9 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
         f"{here['cached_tokens']} tokens reused, prefill {here['prefill_seconds'] * 1000:.0f} ms. "
         f"On the other replica: {there['cached_tokens']} reused, {there['prefill_seconds'] * 1000:.0f} ms."
     )
-    console.print("[green]passed[/green]" if result.passed else "[red]failed[/red]")
+    console.print("passed" if result.passed else "failed", style="green" if result.passed else "red")
 
 
-def _verdicts(row: DemoRow) -> Iterator[str]:
+def _verdicts(row: DemoRow) -> Iterator[Text]:
     for right, known in zip(row.right, row.expected, strict=True):
-        yield "[green]✓[/green]" if right else "[red]✗[/red]" if known else "[yellow]‒[/yellow]"
+        yield Text("✓", "green") if right else Text("✗", "red") if known else Text("‒", "yellow")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from warmkv.faults import UserError
+
 EXTRAS = {
     "serve": ("fastapi", "jinja2", "ray", "safetensors", "tokenizers", "torch", "transformers", "uvicorn"),
     "demo": ("anthropic", "openai"),
@@ -10,6 +14,13 @@ EXTRAS = {
     "tune": ("optuna",),
 }
 """Modules by the extra of pyproject.toml that installs them."""
+
+
+def require(what: str, *modules: str) -> None:
+    """Refuse to begin something without the modules that it will need. Raises UserError."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        extra = next(name for name, brings in EXTRAS.items() if missing[0] in brings)
+        raise UserError(f"{what} needs {' and '.join(missing)}; install with: pip install 'warmkv[{extra}]'")
 
 
 def advice(module: str | None) -> str | None:

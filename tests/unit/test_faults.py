@@ -108,7 +108,7 @@ def test_a_users_mistake_that_no_command_expects_is_told_without_a_traceback(run
         raise ConfigError("write it so")
 
     monkeypatch.setattr("warmkv.platform.tenants.hash_key", fail)
-    assert run("hash-key", "--key", "x") == (2, "warmkv: write it so\n")
+    assert run("hash-key", "--key", "x") == (2, "configuration: write it so\n")
 
 
 def test_what_users_can_put_right_has_one_class():

@@ -15,9 +15,10 @@ from grafana_api import GrafanaFace
 from grafana_api.grafana_api import GrafanaClientError, GrafanaServerError
 
 from warmkv.config import DashboardsConfig
+from warmkv.faults import UserError
 
 
-class PublishError(RuntimeError):
+class PublishError(UserError):
     """Grafana has not taken the dashboards; the message says why and what to do."""
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from warmkv.evaluation import matching
 from warmkv.evaluation.plan import FULL, EvalPlan, bounded
 from warmkv.evaluation.summary import Row, SummaryRow, stream_summary
 from warmkv.evaluation.tasks import STREAM
+from warmkv.terminal import ruled_table, show_table
 
 UNREACHED = "cannot reach"
 CAPTION = (
@@ -24,29 +23,18 @@ CAPTION = (
 def show(plan: EvalPlan, entries: Sequence[SummaryRow], stream: Sequence[Row], console: Console) -> None:
     """Print a block for every share, policies side by side, and the perplexity along the stream."""
     if entries:
-        console.print("[italic]Quality at equal memory[/italic]")
-        _print(_scores(plan, entries), console)
-        console.print(f"{CAPTION}\n", highlight=False)
+        console.print("Quality at equal memory", style="italic")
+        show_table(_scores(plan, entries), console)
+        console.print(f"{CAPTION}\n")
     if stream:
         cache, end = stream[0]["cache_tokens"], max(row["start"] + row["tokens"] for row in stream)
-        console.print(f"[italic]Perplexity along {end:,} tokens, at the bytes of {cache:,}[/italic]", highlight=False)
-        _print(_stream(plan, stream), console)
-
-
-def _print(table: Table, console: Console) -> None:
-    """Lines of a narrower terminal wrap rather than lose figures."""
-    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+        console.print(f"Perplexity along {end:,} tokens, at the bytes of {cache:,}", style="italic")
+        show_table(_stream(plan, stream), console)
 
 
 def _scores(plan: EvalPlan, entries: Sequence[SummaryRow]) -> Table:
     names = [name for name in plan.tasks if name != STREAM]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("share", "policy"):
-        table.add_column(head, no_wrap=True)
-    for head in (*names, "mean", "of full", "bytes"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = ruled_table("", "share", "policy", *names, "mean", "of full", "bytes", left=2)
     for share, policies in blocks(plan, entries):
         for at, (policy, entry) in enumerate(policies.items()):
             first = ("as it is" if share is None else f"{share:.0%}") if at == 0 else ""
@@ -101,10 +89,7 @@ def _score(entry: SummaryRow, task: str) -> str:
 
 
 def _stream(plan: EvalPlan, rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for head in ("whole stream", "last quarter"):
-        table.add_column(head, justify="right")
+    table = ruled_table("", "policy", "whole stream", "last quarter")
     for row in stream_summary(rows):
         table.add_row(row["policy"], f"{row['perplexity']:.2f}", f"{row['perplexity_last_quarter']:.2f}")
     for label in bounded(plan.specs()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,6 +11,7 @@ from warmkv.measuring.bench import Bench, DecodeRow, PrefillRow
 from warmkv.measuring.spread import Spread
 from warmkv.measuring.ttft import WARM_SHARE
 from warmkv.simulator.steps.step_profile import PHASES, ErrorOfFit, StepProfile
+from warmkv.terminal import ruled_table, show_table
 
 Row = TypeVar("Row", PrefillRow, DecodeRow)
 
@@ -19,8 +19,8 @@ Row = TypeVar("Row", PrefillRow, DecodeRow)
 def show_bench(bench: Bench, console: Console) -> None:
     """Print prompts and decoding, policies side by side."""
     if bench.prefill:
-        console.print(_prefill(bench.prefill))
-    console.print(_decode(bench.decode))
+        show_table(_prefill(bench.prefill), console)
+    show_table(_decode(bench.decode), console)
 
 
 def _prefill(rows: list[PrefillRow]) -> Table:
@@ -87,11 +87,10 @@ def show_profile(profile: StepProfile, console: Console) -> None:
                 _error(fit.out_of_sample),
                 end_section=phase == PHASES[-1],
             )
-    console.print(table)
+    show_table(table, console)
     console.print(
         f"fitted to the least of the repeats; their median was {profile.disturbance:.0%} above it on average "
-        "(near 0 on an idle machine)\n",
-        highlight=False,
+        "(near 0 on an idle machine)\n"
     )
 
 
@@ -102,12 +101,7 @@ def _blocks(rows: list[Row]) -> list[tuple[Row, bool]]:
 
 
 def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
-    table.add_column("policy", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    return ruled_table(title, "policy", *columns, caption=caption)
 
 
 def _milliseconds(seconds: Spread) -> str:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from warmkv.config import Config, ConfigError
@@ -36,9 +35,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
             says = f"warmkv policy show --url {service.url}    # your key as its operator is in {path}"
         except OSError:  # no home, or one that is read-only
             says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
-        console.print(f"\n    {says}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\n    {says}")
         if plans := memory_plans(config, 2 * config.directory.heartbeat_seconds):
-            console.print(f"\n{len(plans)} x {plans[0]}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"\n{len(plans)} x {plans[0]}")
         stop.wait()
         console.print("stopping")
 
@@ -62,9 +61,7 @@ def tenant_with_key(file: Path) -> str:
 
 def _explain(url: str, config: Config, console: Console) -> None:
     name = config.model.name
-    console.print(
-        f"serving [bold]{escape(name)}[/bold] at [bold]{escape(url)}[/bold] (Ctrl-C stops it)\n", highlight=False
-    )
+    console.print(Text.assemble("serving ", (name, "bold"), " at ", (url, "bold"), " (Ctrl-C stops it)\n"))
     console.print(
         "    import anthropic\n"
         f'    client = anthropic.Anthropic(base_url="{url}", api_key="any")\n'
@@ -72,7 +69,4 @@ def _explain(url: str, config: Config, console: Console) -> None:
         '                           messages=[{"role": "user", "content": "Hello"}])\n\n'
         f"    curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"""         -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )

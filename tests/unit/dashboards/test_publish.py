@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from warmkv.cli import app
 from warmkv.config import DashboardsConfig
 from warmkv.dashboards.build import documents
-from warmkv.dashboards.commands import app
 from warmkv.dashboards.publish import PublishError, folder_uid, publish
 
 TOKEN = "glsa_right"
@@ -189,14 +189,18 @@ def test_folder_uid(title: str, uid: str) -> None:
 
 
 def test_command_publishes(grafana: Grafana) -> None:
-    result = CliRunner().invoke(app, ["publish", "--url", grafana.url, "--json"], env={"GRAFANA_TOKEN": TOKEN})
+    result = CliRunner().invoke(
+        app, ["dashboards", "publish", "--url", grafana.url, "--json"], env={"GRAFANA_TOKEN": TOKEN}
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["dashboards"][0]["uid"] == "warmkv-overview"
     assert "warmkv-overview" in grafana.dashboards
 
 
 def test_dry_run_asks_nobody(grafana: Grafana) -> None:
-    result = CliRunner().invoke(app, ["publish", "--url", grafana.url, "--dry-run"], env={"GRAFANA_TOKEN": TOKEN})
+    result = CliRunner().invoke(
+        app, ["dashboards", "publish", "--url", grafana.url, "--dry-run"], env={"GRAFANA_TOKEN": TOKEN}
+    )
     assert result.exit_code == 0, result.output
     assert "would publish" in result.stdout
     assert grafana.requests == []
@@ -204,15 +208,15 @@ def test_dry_run_asks_nobody(grafana: Grafana) -> None:
 
 def test_exit_codes(grafana: Grafana) -> None:
     run = CliRunner().invoke
-    failed = run(app, ["publish", "--url", grafana.url], env={"GRAFANA_TOKEN": "glsa_wrong"})
+    failed = run(app, ["dashboards", "publish", "--url", grafana.url], env={"GRAFANA_TOKEN": "glsa_wrong"})
     assert failed.exit_code == 1
     assert "401" in failed.stderr
-    assert run(app, ["publish", "--set", "dashboards.foldr=x"]).exit_code == 2
-    assert run(app, ["publish", "--nonsense"]).exit_code == 2
+    assert run(app, ["dashboards", "publish", "--set", "dashboards.foldr=x"]).exit_code == 2
+    assert run(app, ["dashboards", "publish", "--nonsense"]).exit_code == 2
 
 
 def test_build_command_writes(tmp_path: Any) -> None:
-    result = CliRunner().invoke(app, ["build", str(tmp_path / "boards"), "--json"])
+    result = CliRunner().invoke(app, ["dashboards", "build", str(tmp_path / "boards"), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "boards" / "overview.json")]
     assert json.loads((tmp_path / "boards" / "overview.json").read_text())["title"] == "warmkv overview"
@@ -222,6 +226,6 @@ def test_absent_sdk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grafana_api", None)
     monkeypatch.delitem(sys.modules, "warmkv.dashboards.publish")
     monkeypatch.delattr("warmkv.dashboards.publish")
-    result = CliRunner().invoke(app, ["publish", "--dry-run"])
-    assert result.exit_code == 1
-    assert 'pip install "warmkv[dashboards]"' in result.stderr
+    result = CliRunner().invoke(app, ["dashboards", "publish", "--dry-run"])
+    assert result.exit_code == 2
+    assert "pip install 'warmkv[dashboards]'" in result.stderr

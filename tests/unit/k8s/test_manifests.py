@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.polling import PATIENCE
+from warmkv.cli import app
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import manifest
 from warmkv.platform.document import serve_document
@@ -274,14 +275,14 @@ def test_render_command(tmp_path: Path) -> None:
     settings = tmp_path / "warmkv.yaml"
     settings.write_text("cluster: {replicas: 3}\n")
     run = CliRunner().invoke
-    assert run(manifest.app, ["render", "-c", str(settings)]).exit_code == 0
+    assert run(app, ["k8s", "render", "-c", str(settings)]).exit_code == 0
     assert (tmp_path / "serve-config.yaml").exists()
     settings.write_text("gateway: {host: 0.0.0.0}\n")
-    refused = run(manifest.app, ["render", "-c", str(settings)])
+    refused = run(app, ["k8s", "render", "-c", str(settings)])
     assert refused.exit_code == 2
     assert "gateway.allow_open" in refused.stderr
     settings.write_text("cluster: {replica: 3}\n")
-    refused = run(manifest.app, ["render", "-c", str(settings)])
+    refused = run(app, ["k8s", "render", "-c", str(settings)])
     assert refused.exit_code == 2
     assert "replicas" in refused.stderr
     with pytest.raises(ConfigError):

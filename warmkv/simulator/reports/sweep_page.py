@@ -10,15 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich import box
 from rich.console import Console
-from rich.markup import escape as plain
-from rich.table import Table
 
 from warmkv.report_page import page
 from warmkv.simulator.reports import sweep_charts as charts
 from warmkv.simulator.studies.grid import short_names, shown
 from warmkv.simulator.studies.sweep import SweepRow, names_of
+from warmkv.terminal import ruled_table, show_table
 
 MOST_LINES = 40  # of the table in the terminal; with more points it shows those on the front
 COLUMNS = (
@@ -47,23 +45,18 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
     listed = rows if len(rows) <= MOST_LINES else [row for row in rows if row.front]
     paths = paths_of(rows)
     names = short_names(paths)
-    lines = [["#", *names.values(), *(HEADS.get(name, name) for name in COLUMNS)]]
+    caption = f"*: on the Pareto front of {', '.join(front)}; stored, slots: largest bytes over all replicas"
+    heads = ("#", *names.values(), *(HEADS.get(name, name) for name in COLUMNS))
+    table = ruled_table("", *heads, caption=caption, left=1 + len(paths))
+    table.columns[0].justify = "right"
     for row in listed:
         settings = [shown(row.settings[path]) if path in row.settings else "" for path in paths]
-        lines.append([f"{row.number}{'*' * row.front}", *settings, *(text(row, name) for name in COLUMNS)])
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
-    table.caption = f"*: on the Pareto front of {', '.join(front)}; stored, slots: largest bytes over all replicas"
-    for at, head in enumerate(lines[0]):
-        table.add_column(plain(head), justify="left" if 0 < at <= len(paths) else "right", no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*map(plain, line))
-    width = sum(max(map(len, column)) + 2 for column in zip(*lines, strict=True))
-    console.width = max(console.width, width)  # lines of a narrower terminal wrap rather than lose figures
-    console.print(table)
+        table.add_row(f"{row.number}{'*' * row.front}", *settings, *(text(row, name) for name in COLUMNS))
+    show_table(table, console)
     if len(listed) < len(rows):
         console.print(f"{len(rows) - len(listed):,} points that are not on the front: see results.parquet")
     for path in idle:
-        console.print(f"made no difference: {path}", highlight=False, markup=False)
+        console.print(f"made no difference: {path}")
 
 
 def text(row: SweepRow, name: str) -> str:

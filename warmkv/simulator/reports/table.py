@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,30 +13,49 @@ from warmkv.simulator.cache.measures import Percentiles
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replay import Amount, Result
 from warmkv.simulator.studies.summary import figures
+from warmkv.terminal import ruled_table, show_table
 
 
 def show(results: Sequence[Result], console: Console) -> None:
     """Print three tables with a row per variant: cache and bills, memory and latency, what the service is worth."""
     for table in (_money(results), _latency(results), _service(results)):
-        console.print(table)
+        show_table(table, console)
 
 
-def to_json(results: Sequence[Result], times: StepTimes, source: str) -> str:
-    """All figures of all variants, and the step times they were computed with."""
-    document = {
+def headline(first: Result) -> str:
+    """Return how much was replayed, on how many replicas."""
+    alive = first.replicas
+    replicas = f"{alive.peak} replicas"
+    if alive.mean != alive.peak:
+        replicas = f"{alive.mean:.2f} replicas on average, at most {alive.peak}"
+    return (
+        f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
+        f"{first.usage.output:,} output tokens, {replicas}"
+    )
+
+
+def document(results: Sequence[Result], times: StepTimes, source: str) -> dict[str, Any]:
+    """Return all figures of all variants, and the step times they were computed with."""
+    return {
         "step_times": {"source": source, **times.figures()},
         "variants": [{**asdict(result), "figures": figures(result)} for result in results],
     }
-    return json.dumps(document, indent=2)
 
 
 def _money(results: Sequence[Result]) -> Table:
-    table = _table("Cache and cost")
-    table.caption = (
+    table = _table(
+        "Cache and cost",
         "hit: share of prompt tokens not computed, of full blocks found; read, written, input: tokens billed;\n"
-        "saved: against the same requests at the plain input price; gone: blocks and tails evicted, expired"
+        "saved: against the same requests at the plain input price; gone: blocks and tails evicted, expired",
+        "hit tokens",
+        "hit blocks",
+        "read",
+        "written",
+        "input",
+        "bill",
+        "saved",
+        "gone",
     )
-    _columns(table, "hit tokens", "hit blocks", "read", "written", "input", "bill", "saved", "gone")
     for r in results:
         usage = r.usage
         table.add_row(
@@ -53,12 +71,17 @@ def _money(results: Sequence[Result]) -> Table:
 
 
 def _latency(results: Sequence[Result]) -> Table:
-    table = _table("Memory and latency")
-    table.caption = (
+    table = _table(
+        "Memory and latency",
         "slots, stored: MiB or GiB of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
-        "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full"
+        "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full",
+        "slots",
+        "stored",
+        "TTFT ms",
+        "TPOT ms",
+        "E2E s",
+        "refused",
     )
-    _columns(table, "slots", "stored", "TTFT ms", "TPOT ms", "E2E s", "refused")
     for r in results:
         table.add_row(
             *_name(r),
@@ -73,12 +96,18 @@ def _latency(results: Sequence[Result]) -> Table:
 
 
 def _service(results: Sequence[Result]) -> Table:
-    table = _table("Service and money")
-    table.caption = (
+    table = _table(
+        "Service and money",
         "in SLO: share of all requests whose TTFT and TPOT stayed within simulator.slo, goodput: how many/s;\n"
-        "GPU cost: of all replicas at the price of simulator.gpu, and by prompt and output tokens together"
+        "GPU cost: of all replicas at the price of simulator.gpu, and by prompt and output tokens together",
+        "TTFT p95 ms",
+        "E2E p95 s",
+        "in SLO",
+        "goodput /s",
+        "GPU hours",
+        "GPU cost",
+        "$ / M tokens",
     )
-    _columns(table, "TTFT p95 ms", "E2E p95 s", "in SLO", "goodput /s", "GPU hours", "GPU cost", "$ / M tokens")
     for r in results:
         table.add_row(
             *_name(r),
@@ -93,22 +122,8 @@ def _service(results: Sequence[Result]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-
-
-def _columns(table: Table, *names: str) -> None:
-    table.add_column("policy", no_wrap=True)
-    table.add_column("TTL s", no_wrap=True, justify="right")
-    for name in names:
-        table.add_column(name, no_wrap=True, justify="right")
+def _table(title: str, caption: str, *columns: str) -> Table:
+    return ruled_table(title, "policy", "TTL s", *columns, caption=caption)
 
 
 def _name(result: Result) -> tuple[str, str]:

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from tests.unit.simulator.commands.test_replay_command import modules_after
+from tests.unit.cli.test_replay_command import modules_after
 from tests.unit.simulator.conversations import config, record
 from tests.unit.simulator.published import published
-from warmkv.simulator.commands.calibrate import calibrate as command
-from warmkv.simulator.commands.options import JsonCommand
+from warmkv.cli import app
 from warmkv.simulator.latency import calibration, measured_requests
 from warmkv.simulator.latency.batching import Limits, Sequence, Server
 from warmkv.simulator.latency.calibration import CalibrationError
@@ -23,12 +21,10 @@ from warmkv.simulator.studies.replay import recorded_policy
 from warmkv.simulator.traces import TraceError
 
 TRUE = StepCost(0.012, 4e-5, 8e-8)
-app = typer.Typer(rich_markup_mode="markdown")
-app.command(cls=JsonCommand)(command)
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
 
 
 def served(count, rate, limits, cost=TRUE, seed=1, noise=0.0):
@@ -224,4 +220,4 @@ def test_help_has_an_example_and_loads_nothing_heavy():
     result = call("--help")
     assert result.exit_code == 0
     assert "Example" in result.output
-    assert not modules_after("import warmkv.simulator.commands.calibrate") & {"torch", "ray", "numpy", "simpy"}
+    assert not modules_after("import warmkv.cli.calibrate") & {"torch", "ray", "numpy", "simpy"}

@@ -3,18 +3,11 @@ import subprocess
 import sys
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.unit.simulator.conversations import record
+from warmkv.cli import app
 from warmkv.gpus import CATALOGUE
-from warmkv.simulator.commands import replay as commands
-from warmkv.simulator.commands.options import JsonCommand
-from warmkv.simulator.commands.workload import workload
-
-app = typer.Typer(rich_markup_mode="markdown")
-app.command(cls=JsonCommand)(commands.replay)
-app.command()(workload)
 
 
 def call(*arguments):
@@ -138,14 +131,13 @@ def modules_after(statement):
 
 
 def test_help_loads_nothing_heavy():
-    loaded = modules_after("import warmkv.simulator.commands.replay")
+    loaded = modules_after("import warmkv.cli.replay")
     assert not loaded & {"torch", "ray", "transformers", "fastapi", "numpy", "simpy"}
 
 
 def test_a_replay_loads_neither_torch_nor_ray(log):
     loaded = modules_after(
-        f"sys.argv = ['x', {str(log)!r}]; from warmkv.simulator.commands.replay import replay; import typer; "
-        "app = typer.Typer(); app.command()(replay); app(standalone_mode=False)"
+        f"sys.argv = ['x', 'replay', {str(log)!r}]; from warmkv.cli import app; app(standalone_mode=False)"
     )
     assert "simpy" in loaded
     assert not loaded & {"torch", "ray", "transformers", "fastapi"}
@@ -224,7 +216,8 @@ def test_a_run_is_written_as_a_folder(tmp_path):
 def test_a_folder_needs_its_libraries(tmp_path, monkeypatch):
     path = tmp_path / "trace"
     path.write_text(MOONCAKE)
-    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    for module in ("pyarrow", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
     result = call("replay", path, "--out", tmp_path / "run")
     assert result.exit_code == 2
     assert "--out needs pyarrow and matplotlib; install with: pip install 'warmkv[eval]'" in result.stderr

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from warmkv.faults import UserError
-from warmkv.simulator.commands.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    StrictOption,
-    bar,
-    fail,
-    read_config,
-    told,
-    write,
-)
+from warmkv.cli.command import write
+from warmkv.cli.options import JsonOptions, SettingsOptions, StrictOption, tell_left_out
+from warmkv.terminal import bar, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.latency.calibration import Calibration, Judgement
@@ -44,10 +33,10 @@ def calibrate(
     profile: Annotated[
         Path | None, typer.Option(help="Write the result as a profile, for `warmkv replay --profile`.")
     ] = None,
-    json_file: JsonOption = None,
     strict: StrictOption = False,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006 (Typer copies it)
+    *,
+    output: JsonOptions,
+    options: SettingsOptions,
 ) -> None:
     """Fit step times (A + B * tokens + C * context) to the measured times of requests, and tell how well they fit.
 
@@ -59,45 +48,31 @@ def calibrate(
     from warmkv.simulator.latency import calibration, measured_requests
     from warmkv.simulator.latency.batching import Limits
 
-    settings = read_config(config, set_)
-    try:
-        given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}
-        limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, **given)
-        rows = measured_requests.read(requests, strict=strict)
-    except UserError as error:
-        fail("calibrate", str(error))
-    told(rows.broken, rows.skipped, rows.faults)
-    try:
-        with bar("simulating") as progress:
-            result = calibration.calibrate(rows, limits, progress)
-    except calibration.CalibrationError as error:
-        fail("calibrate", str(error))
+    settings = options.read()
+    given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}
+    limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, **given)
+    rows = measured_requests.read(requests, strict=strict)
+    tell_left_out(rows.broken, rows.skipped, rows.faults)
+    with bar("simulating") as progress:
+        result = calibration.calibrate(rows, limits, progress)
 
     if profile is not None:
         from warmkv.simulator.latency.calibrated_profile import profile_of
 
         written = profile_of(result, rows, settings, limits)
-        write(written.model_dump_json(indent=2), profile, "calibrate")
-    document = json.dumps(
-        {
-            "requests": len(rows),
-            "broken": rows.broken,
-            "skipped": rows.skipped,
-            "limits": asdict(limits),
-            "step": asdict(result.cost),
-            "step_of_first_half": asdict(result.half_cost),
-            "preemptions": result.preemptions,
-            "in_sample": _judged(result.in_sample),
-            "out_of_sample": _judged(result.out_of_sample),
-        },
-        indent=2,
-    )
-    if json_file == "-":
-        print(document)
-        return
-    _show(result, len(rows))
-    if json_file is not None:
-        write(document, json_file, "calibrate")
+        write(written.model_dump_json(indent=2) + "\n", profile)
+    document = {
+        "requests": len(rows),
+        "broken": rows.broken,
+        "skipped": rows.skipped,
+        "limits": asdict(limits),
+        "step": asdict(result.cost),
+        "step_of_first_half": asdict(result.half_cost),
+        "preemptions": result.preemptions,
+        "in_sample": _judged(result.in_sample),
+        "out_of_sample": _judged(result.out_of_sample),
+    }
+    output.give(document, lambda: _show(result, len(rows)))
 
 
 def _judged(judgement: Judgement) -> dict[str, Any]:
@@ -105,17 +80,12 @@ def _judged(judgement: Judgement) -> dict[str, Any]:
 
 
 def _show(result: Calibration, count: int) -> None:
-    from rich.table import Table
-
     cost = result.cost
     print(
         f"a step takes {cost.a * 1e3:.4g} ms + {cost.b * 1e6:.4g} us per token + {cost.c * 1e9:.4g} ns per context "
         f"token; {count:,} requests, {result.preemptions:,} preemptions\n"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("measured", "simulated", "error", "2nd half", "simulated", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("", "measured", "simulated", "error", "2nd half", "simulated", "error", gap=2)
     inside, outside = result.in_sample, result.out_of_sample
     for metric, figures in inside.measured.items():
         for figure, truth in figures.items():
@@ -125,7 +95,7 @@ def _show(result: Calibration, count: int) -> None:
                 row += [f"{one[metric][figure] * 1e3:,.1f}" for one in (outside.measured, outside.simulated)]
                 row += [f"{outside.error[metric][figure]:+.1%}"]
             table.add_row(f"{metric.upper()} {figure}, ms", *row)
-    Console().print(table)
+    show_table(table)
     print(
         "\nmeasured, simulated, error: fitted to all requests; 2nd half: fitted to the first half, judged on the second"
     )

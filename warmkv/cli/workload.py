@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from warmkv.simulator.commands.options import ConfigOption, SetOption, errors, fail, read_config
+from warmkv.cli.command import writing
+from warmkv.cli.options import SettingsOptions
 from warmkv.simulator.workload.sessions import PRESETS, Workload, WorkloadError
+from warmkv.terminal import errors
 
 CHAT = PRESETS["chat"]
 
@@ -52,15 +54,15 @@ def workload(
     format: Annotated[
         OutputFormat, typer.Option(help="An access log, or a trace that other tools read, too.")
     ] = OutputFormat.WARMKV,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006
+    *,
+    options: SettingsOptions,
 ) -> None:
     """Write the requests of generated sessions, to be replayed.
 
     Examples: `warmkv workload --sessions 500 --hours 2 --cv 2 --out sessions.jsonl && warmkv replay sessions.jsonl`,
     `warmkv workload --preset chat=180 --preset agentic=20 --hours 24 --swing 0.6 --out day.jsonl`
     """
-    settings = read_config(config, set_)
+    settings = options.read()
     changes: dict[str, Any] = {
         "hours": hours,
         "cv": cv,
@@ -78,29 +80,21 @@ def workload(
     from warmkv.simulator.traces.warmkv import trace_of
     from warmkv.simulator.workload import generator
 
-    try:
-        parts = {name: replace(shape, **changes) for name, shape in _presets(preset or ["chat"], sessions).items()}
-        source = np.random.SeedSequence(seed)
-        if len(parts) == 1:
-            records = generator.generate(next(iter(parts.values())), source, settings)
-        else:
-            records = generator.mix(parts, source, settings)
-    except WorkloadError as error:
-        fail("workload", str(error))
-    try:
+    parts = {name: replace(shape, **changes) for name, shape in _presets(preset or ["chat"], sessions).items()}
+    source = np.random.SeedSequence(seed)
+    if len(parts) == 1:
+        records = generator.generate(next(iter(parts.values())), source, settings)
+    else:
+        records = generator.mix(parts, source, settings)
+    with writing(out):
         if format is OutputFormat.MOONCAKE:
             count = mooncake.write(trace_of(records), out)
         else:
             count = generator.write(records, out)
-    except OSError as error:
-        fail("workload", f"cannot write {out}: {error.strerror}")
     held = sum(part.sessions for part in parts.values())
     errors.print(
         f"{out}: {count:,} requests in {held:,} sessions, {sum(r.input_tokens for r in records):,} prompt tokens, "
-        f"blocks of {settings.prefix_cache.block_size}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"blocks of {settings.prefix_cache.block_size}"
     )
 
 

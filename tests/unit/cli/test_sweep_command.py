@@ -184,7 +184,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch, files):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = call("sweep", files / "log.jsonl", "--grid", files / "grid.yaml")
     assert result.exit_code == 2
-    assert "pyarrow missing; install with: pip install 'warmkv[eval]'" in result.stderr
+    assert "a sweep needs pyarrow; install with: pip install 'warmkv[eval]'" in result.stderr
 
 
 def test_two_points_of_a_sweep_are_compared(done, files):

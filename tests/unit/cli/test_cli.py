@@ -97,12 +97,12 @@ def test_a_package_that_is_missing_is_named_with_its_extra():
         [sys.executable, "-c", f"{without_ray}from warmkv.cli import main; main()"], capture_output=True, text=True
     )
     assert ran.returncode == 2
-    assert ran.stderr == "warmkv: ray is not installed; this needs: pip install 'warmkv[serve]'\n"
+    assert ran.stderr == "serve: ray is not installed; this needs: pip install 'warmkv[serve]'\n"
     assert advice("numpy") is None
 
 
 def test_every_extra_is_one_of_the_packages():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     assert EXTRAS.keys() == project["project"]["optional-dependencies"].keys() - {"dev"}
 
 

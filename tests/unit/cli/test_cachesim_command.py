@@ -2,21 +2,16 @@ import json
 import math
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from tests.unit.simulator.commands.test_replay_command import modules_after
+from tests.unit.cli.test_replay_command import modules_after
 from tests.unit.simulator.published import published
 from tests.unit.simulator.test_traces import FILES, MOONCAKE
-from warmkv.simulator.commands.cachesim import cachesim
-from warmkv.simulator.commands.options import JsonCommand
-
-app = typer.Typer(rich_markup_mode="markdown")
-app.command(cls=JsonCommand)(cachesim)
+from warmkv.cli import app
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["cachesim", *map(str, arguments)])
 
 
 def figures(*arguments):
@@ -36,7 +31,7 @@ def test_help_has_an_example_and_loads_nothing_heavy():
     result = call("--help")
     assert result.exit_code == 0
     assert "Example" in result.output
-    loaded = modules_after("import warmkv.simulator.commands.cachesim")
+    loaded = modules_after("import warmkv.cli.cachesim")
     assert not loaded & {"torch", "ray", "numpy", "simpy", "matplotlib"}
 
 

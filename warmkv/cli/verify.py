@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from warmkv.faults import UserError
-from warmkv.simulator.commands.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
+from warmkv.cli.options import (
+    JsonOptions,
+    SettingsOptions,
     StepTimes,
+    StepTimesOption,
     StrictOption,
-    fail,
-    read_config,
     read_requests,
-    write,
 )
+from warmkv.terminal import console, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.studies.verify import Verdict
@@ -29,14 +24,11 @@ if TYPE_CHECKING:
 
 def verify(
     log: Annotated[Path, typer.Argument(help="Access log of a live run.", show_default=False)],
-    step_times: Annotated[
-        StepTimes,
-        typer.Option(help="Where step times come from: a profile, else the log itself, else the settings."),
-    ] = StepTimes.AUTO,
-    json_file: JsonOption = None,
+    step_times: StepTimesOption = StepTimes.AUTO,
     strict: StrictOption = False,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006 (Typer copies it)
+    *,
+    output: JsonOptions,
+    options: SettingsOptions,
 ) -> None:
     """Replay a live run's access log as it was, and tell how well the replay gives what the live run gave.
 
@@ -46,38 +38,25 @@ def verify(
     Examples: `warmkv verify access.jsonl --config warmkv.yaml`,
     `warmkv verify access.jsonl --config warmkv.yaml --set simulator.profile=profile.json --json`
     """
-    settings = read_config(config, set_)
+    settings = options.read()
     from warmkv.simulator.studies.replay import recorded_policy
     from warmkv.simulator.studies.step_times import choose_cost
     from warmkv.simulator.studies.verify import verify as verified
     from warmkv.simulator.workload.source import OWN_FORMAT, Source
 
-    records = read_requests("verify", Source(log, OWN_FORMAT, strict=strict), settings).requests.records
-    try:
-        times, source = choose_cost(records, settings, recorded_policy(), step_times.value)
-        verdict = verified(records, settings, times)
-    except UserError as error:
-        fail("verify", str(error))
+    records = read_requests(Source(log, OWN_FORMAT, strict=strict), settings).requests.records
+    times, source = choose_cost(records, settings, recorded_policy(), step_times.value)
+    verdict = verified(records, settings, times)
     figures = {**asdict(verdict), "hit_error": verdict.hit_error, "misses": verdict.misses}
-    document = json.dumps({**figures, "step_times": {"source": source, **times.figures()}}, indent=2)
-    if json_file == "-":
-        print(document)
-    else:
-        print(f"{verdict.requests:,} requests; step times: {source}\n")
-        _show(verdict, Console())
-        if json_file is not None:
-            write(document, json_file, "verify")
+    document = {**figures, "step_times": {"source": source, **times.figures()}}
+    output.give(document, lambda: _show(verdict, source))
     if verdict.misses:
         raise typer.Exit(1)
 
 
-def _show(verdict: Verdict, console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("live", "replay", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _show(verdict: Verdict, source: str) -> None:
+    print(f"{verdict.requests:,} requests; step times: {source}\n")
+    table = plain_table("", "live", "replay", "error")
     hits = (verdict.live_hit_tokens, verdict.simulated_hit_tokens)
     table.add_row("hit tokens", *(f"{tokens:,}" for tokens in hits), f"{verdict.hit_error:+.2%}")
     if verdict.times is not None:
@@ -87,10 +66,11 @@ def _show(verdict: Verdict, console: Console) -> None:
                 table.add_row(
                     f"{metric.upper()} {figure}, ms", f"{truth * 1e3:,.1f}", f"{guess * 1e3:,.1f}", f"{error:+.1%}"
                 )
-    console.print(table)
+    show_table(table)
     equal = {"hit tokens": verdict.equal_hits, "bill": verdict.equal_bills, "slot bytes": verdict.equal_slots}
     print("\nequal for " + ", ".join(f"{share:.1%} of the requests: {what}" for what, share in equal.items()))
     if verdict.misses:
-        console.print("[red]not as it was:[/red] " + "; ".join(verdict.misses), highlight=False)
+        console.print("not as it was: ", style="red", end="")
+        console.print("; ".join(verdict.misses))
     else:
-        console.print("[green]as it was[/green]")
+        console.print("as it was", style="green")

@@ -5,53 +5,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warmkv import __version__
+from warmkv.cli.command import fail, writing
+from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimes
 from warmkv.config import Config
-from warmkv.faults import UserError
-from warmkv.simulator.commands.options import (
-    BlockSizeOption,
-    CharactersOption,
-    ConfigOption,
-    FormatOption,
-    GpuOption,
-    JsonOption,
-    ModelOption,
-    OpenOption,
-    Scope,
-    ScopeOption,
-    SetOption,
-    StepTimes,
-    StrictOption,
-    TraceArgument,
-    bar,
-    errors,
-    fail,
-    machine,
-    read_config,
-    read_requests,
-    write,
-)
+from warmkv.extras import require
 from warmkv.simulator.studies import variants
+from warmkv.terminal import bar, console, errors
 
 if TYPE_CHECKING:
     from warmkv.simulator.steps.costs import StepTimes as Times
     from warmkv.simulator.studies.replay import Result
     from warmkv.simulator.workload.requests import Requests
 
-TABLE_WIDTH = 110  # lines of a narrower terminal wrap rather than lose figures
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
 
 
 def replay(
     context: typer.Context,
-    trace: TraceArgument,
+    trace: ReplayOptions,
+    machine: MachineOptions,
+    output: JsonOptions,
+    options: SettingsOptions,
     ttl: Annotated[
         list[float], typer.Option(help="Seconds that every prefix lives after each use. May be repeated.")
     ] = TTLS,
@@ -65,23 +45,10 @@ def replay(
     as_recorded: Annotated[
         bool, typer.Option("--as-recorded", help="First show the log's own policies and TTLs, too.")
     ] = False,
-    step_times: Annotated[
-        StepTimes,
-        typer.Option(
-            help="Where step times come from: a profile, else --model, else the log's timings, else the settings."
-        ),
-    ] = StepTimes.AUTO,
     profile: Annotated[
         Path | None,
         typer.Option(help="Measured step times, as `warmkv profile` writes them; same as simulator.profile."),
     ] = None,
-    gpu: GpuOption = None,
-    model: ModelOption = None,
-    open_loop: OpenOption = False,
-    scope: ScopeOption = Scope.GLOBAL,
-    format: FormatOption = None,
-    block_size: BlockSizeOption = None,
-    characters_per_token: CharactersOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -89,90 +56,59 @@ def replay(
             "Replays the log as it was recorded, unless TTLs, policies or budgets are given; then with a folder each."
         ),
     ] = None,
-    json_file: JsonOption = None,
-    strict: StrictOption = False,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006 (Typer copies it)
 ) -> None:
     """Replay an access log, or any trace, in a simulated cluster: hit rate, memory, cost and latency.
 
     Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
     `warmkv replay access.jsonl --profile profile.json`, `warmkv replay trace.jsonl --model FOLDER --gpu L4 --out run`
     """
-    set_ = [*machine(gpu, model), *set_]
-    if profile is not None:
-        if step_times is StepTimes.LOG:
-            fail("replay", "--profile and --step-times log exclude each other")
-        set_ = [*set_, f"simulator.profile={json.dumps(str(profile))}"]
-    settings = read_config(config, set_)
-    try:
-        grid = variants.grid(settings.compression.policy, ttl, [_budget(text) for text in budget], policy)
-    except variants.VariantError as error:
-        fail("replay", str(error))
+    options = options.under(*machine.flags())
+    if profile is not None and machine.step_times is StepTimes.LOG:
+        fail("--profile and --step-times log exclude each other")
+    settings = options.read(*([] if profile is None else [f"simulator.profile={json.dumps(str(profile))}"]))
+    grid = variants.grid(settings.compression.policy, ttl, [_budget(text) for text in budget], policy)
     if out is not None and not any(_given(context, name) for name in ("ttl", "budget", "policy")):
         grid = [variants.Variant()]
     elif as_recorded:
         grid = [variants.Variant(), *grid]
     folders = _folders(out, grid)
-
-    from warmkv.simulator.workload.source import Source
-
-    read = read_requests(
-        "replay", Source(trace, format, block_size, characters_per_token, scope.value, open_loop, strict), settings
-    )
-    requests, arrivals = read.requests, "arrivals as recorded"
-    if requests.turns:
-        arrivals = "turns follow the answers before them"
+    read = trace.read(settings)
+    requests = read.requests
+    arrivals = "turns follow the answers before them" if requests.turns else "arrivals as recorded"
 
     from warmkv.simulator.reports import table
     from warmkv.simulator.studies import replay as replaying
     from warmkv.simulator.studies.step_times import choose_cost, stand_ins
 
-    try:
-        cost, source = choose_cost(requests.records, settings, replaying.recorded_policy(), step_times.value)
-        not_measured = stand_ins(cost, [variant.policy for variant in grid if variant.policy])
-        meta = {
-            "format": 1,
-            "warmkv": __version__,
-            "trace": {
-                "file": trace.name,
-                "sha256": read.sha256,
-                "format": read.format,
-                "requests": len(requests.records),
-                "broken": read.broken,
-                "skipped": read.skipped,
-                "arrivals": arrivals,
-            },
-            "step_times": {"source": source, **cost.figures()},
-            "config": settings.model_dump(mode="json"),
-        }
-        results = _replay_with_bar(requests, settings, grid, cost, folders, meta)
-    except UserError as error:
-        fail("replay", str(error))
-
+    cost, source = choose_cost(requests.records, settings, replaying.recorded_policy(), machine.step_times.value)
+    not_measured = stand_ins(cost, [variant.policy for variant in grid if variant.policy])
+    meta = {
+        "format": 1,
+        "warmkv": __version__,
+        "trace": {
+            "file": trace.trace.name,
+            "sha256": read.sha256,
+            "format": read.format,
+            "requests": len(requests.records),
+            "broken": read.broken,
+            "skipped": read.skipped,
+            "arrivals": arrivals,
+        },
+        "step_times": {"source": source, **cost.figures()},
+        "config": settings.model_dump(mode="json"),
+    }
+    results = _replay_with_bar(requests, settings, grid, cost, folders, meta)
     if not_measured:
-        errors.print(f"[yellow]not measured:[/yellow] {', '.join(not_measured)}", highlight=False)
-    document = table.to_json(results, cost, source)
-    if json_file == "-":
-        print(document)
-        return
-    first = results[0]
-    alive = first.replicas
-    replicas = f"{alive.peak} replicas"
-    if alive.mean != alive.peak:
-        replicas = f"{alive.mean:.2f} replicas on average, at most {alive.peak}"
-    print(
-        f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens, {replicas}; {arrivals}\n"
-        f"step times: {source}\n"
-    )
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    table.show(results, console)
-    if out is not None:
-        print(f"written to {out}")
-    if json_file is not None:
-        write(document, json_file, "replay")
+        errors.print("not measured: ", style="yellow", end="")
+        errors.print(", ".join(not_measured))
+
+    def show() -> None:
+        print(f"{table.headline(results[0])}; {arrivals}\nstep times: {source}\n")
+        table.show(results, console)
+        if out is not None:
+            print(f"written to {out}")
+
+    output.give(table.document(results, cost, source), show)
 
 
 def _replay_with_bar(
@@ -206,11 +142,9 @@ def _replay_with_bar(
             if folder is not None:
                 from warmkv.simulator.reports import run_folder
 
-                try:
-                    own = {"variant": {"policy": variant.label, "ttl": variant.ttl}}
+                own = {"variant": {"policy": variant.label, "ttl": variant.ttl}}
+                with writing(folder):
                     run_folder.write(folder, done, {**meta, **own}, settings.prices)
-                except OSError as error:
-                    fail("replay", f"cannot write {folder}: {error.strerror}")
     return results
 
 
@@ -218,14 +152,10 @@ def _folders(out: Path | None, grid: Sequence[variants.Variant]) -> list[Path | 
     """Where each variant is written: to `out` itself if it is the only one, else to a folder of its own in it."""
     if out is None:
         return [None] * len(grid)
-    if missing := [name for name in ("pyarrow", "matplotlib") if find_spec(name) is None]:
-        fail("replay", f"--out needs {' and '.join(missing)}; install with: pip install 'warmkv[eval]'")
-    from warmkv.simulator.reports.run_folder import RunFolderError, check
+    require("--out", "pyarrow", "matplotlib")
+    from warmkv.simulator.reports.run_folder import check
 
-    try:
-        check(out)
-    except RunFolderError as error:
-        fail("replay", str(error))
+    check(out)
     if len(grid) == 1:
         return [out]
     return [out / _name(variant) for variant in grid]

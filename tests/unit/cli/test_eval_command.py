@@ -159,7 +159,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("--out", tmp_path / "run")
     assert result.exit_code == 2
-    assert "matplotlib missing; install with: pip install 'warmkv[eval]'" in result.stderr
+    assert "an evaluation needs matplotlib; install with: pip install 'warmkv[eval]'" in result.stderr
 
 
 def test_quick_changes_defaults_only():

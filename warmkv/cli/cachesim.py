@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
+from warmkv.cli.command import fail, writing
+from warmkv.cli.options import JsonOptions, Scope, SettingsOptions, TraceOptions
 from warmkv.config import Eviction
-from warmkv.faults import UserError
-from warmkv.simulator.commands.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    StrictOption,
-    bar,
-    fail,
-    read_config,
-    read_trace,
-    write,
-)
+from warmkv.extras import require
+from warmkv.terminal import bar, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.studies.cachesim import Hits, LruCurve
@@ -34,19 +24,13 @@ CURVE_POINTS = 200  # of a plotted line
 EVICTIONS = get_args(Eviction)
 
 
-class ScopeName(StrEnum):
-    GLOBAL = "global"
-    SESSION = "session"
-    TENANT = "tenant"
-
-
 class EvictFirst(StrEnum):
     HEAD = "head"
     TAIL = "tail"
 
 
 def cachesim(
-    trace: Annotated[Path, typer.Argument(help="A trace of any format, also as .gz.", show_default=False)],
+    source: TraceOptions,
     capacity: Annotated[
         list[str],
         typer.Option(
@@ -66,8 +50,8 @@ def cachesim(
         str, typer.Option(help=f"Orders of eviction, a list with commas: {', '.join(EVICTIONS)}.")
     ] = "lru",
     scope: Annotated[
-        ScopeName, typer.Option(help="One cache for all, or one of that size for each session or tenant.")
-    ] = ScopeName.GLOBAL,
+        Scope, typer.Option(help="One cache for all, or one of that size for each session or tenant.")
+    ] = Scope.GLOBAL,
     evict_first: Annotated[
         EvictFirst,
         typer.Option(
@@ -83,20 +67,12 @@ def cachesim(
         Path | None, typer.Option(help="Folder of a model, or its config.json, for sizes in bytes.")
     ] = None,
     token_bytes: Annotated[int | None, typer.Option(min=1, help="KV bytes of a token, for sizes in bytes.")] = None,
-    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")
-    ] = None,
-    characters_per_token: Annotated[
-        float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")
-    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the curve to this file (.svg, .png); needs the extra `eval`.")
     ] = None,
-    json_file: JsonOption = None,
-    strict: StrictOption = False,
-    config: ConfigOption = None,
-    set_: SetOption = [],  # noqa: B006
+    *,
+    output: JsonOptions,
+    options: SettingsOptions,
 ) -> None:
     """Hit rates of prefix caches for a trace, at many capacities and lifetimes, without simulating time.
 
@@ -108,46 +84,33 @@ def cachesim(
     from warmkv.simulator.studies import cachesim as sim
     from warmkv.simulator.studies import quantities
 
-    settings = read_config(config, set_)
+    settings = options.read()
     evictions = _split([eviction]) or ["lru"]
     if unknown := [name for name in evictions if name not in EVICTIONS]:
-        fail("cachesim", f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
+        fail(f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
     if model is not None and token_bytes is not None:
-        fail("cachesim", "--model and --token-bytes exclude each other")
-    try:
-        if model is not None:
-            token_bytes = quantities.model_token_bytes(model)
-        capacities = [quantities.capacity(text, token_bytes) for text in _split(capacity)]
-        ttls = [quantities.seconds(text) for text in _split(ttl)] or [math.inf]
-    except quantities.QuantityError as error:
-        fail("cachesim", str(error))
+        fail("--model and --token-bytes exclude each other")
+    if model is not None:
+        token_bytes = quantities.model_token_bytes(model)
+    capacities = [quantities.capacity(text, token_bytes) for text in _split(capacity)]
+    ttls = [quantities.seconds(text) for text in _split(ttl)] or [math.inf]
     if plot is not None:
-        _need_matplotlib()
+        require("--plot", "matplotlib")
 
-    requests = read_trace(
-        "cachesim",
-        trace,
-        format,
-        strict=strict,
-        block_size=block_size,
-        characters_per_token=characters_per_token,
-    )
+    requests = source.read_blocks()
     correction = sim.Correction(partial_hit_tokens, min_hit_tokens)
     units: list[Unit] = sorted({one.unit for one in capacities}) or ["tokens"]
     curves: dict[Unit, LruCurve] = {}
-    try:
-        with bar("looking up", len(units)) as progress:
-            for number, unit in enumerate(units):
-                progress(number)
-                curves[unit] = sim.lru(
-                    requests,
-                    unit=unit,
-                    scope=scope.value,
-                    correction=correction,
-                    tail_first=evict_first is EvictFirst.TAIL,
-                )
-    except sim.CacheSimError as error:
-        fail("cachesim", str(error))
+    with bar("looking up", len(units)) as progress:
+        for number, unit in enumerate(units):
+            progress(number)
+            curves[unit] = sim.lru(
+                requests,
+                unit=unit,
+                scope=scope.value,
+                correction=correction,
+                tail_first=evict_first is EvictFirst.TAIL,
+            )
     if not capacities:
         sizes = [*sim.round_capacities(curves["tokens"].enough), math.inf] if not ttl else [math.inf]
         capacities = [quantities.Capacity(size, "tokens", _short(size)) for size in sizes]
@@ -157,46 +120,35 @@ def cachesim(
     cost = PrefillCost(settings.prefix_cache.attention_tokens)
     others = [name for name in EVICTIONS if name in evictions and name != "lru"]
     walks = [(name, size, life) for name in others for size in capacities for life in ttls]
-    try:
-        with bar("walking", len(walks) * len(requests)) as progress:
-            for number, (name, size, life) in enumerate(walks):
-                hits = sim.by_order(
-                    requests,
-                    order(name, cost),
-                    size.amount,
-                    life,
-                    unit=size.unit,
-                    scope=scope.value,
-                    correction=correction,
-                    progress=lambda done, number=number: progress(number * len(requests) + done),  # type: ignore[misc]
-                )
-                points.append((name, size, life, hits))
-    except sim.CacheSimError as error:
-        fail("cachesim", str(error))
+    with bar("walking", len(walks) * len(requests)) as progress:
+        for number, (name, size, life) in enumerate(walks):
+            hits = sim.by_order(
+                requests,
+                order(name, cost),
+                size.amount,
+                life,
+                unit=size.unit,
+                scope=scope.value,
+                correction=correction,
+                progress=lambda done, number=number: progress(number * len(requests) + done),  # type: ignore[misc]
+            )
+            points.append((name, size, life, hits))
     ideal = curves[units[0]].hits(math.inf)
     if plot is not None:
         _plot(curves[units[0]], capacities, ttls, ideal, units[0], plot)
-    document = json.dumps(
-        {
-            "trace": _summary(requests),
-            "rules": {
-                "scope": scope.value,
-                "evict_first": evict_first.value,
-                "partial_hit_tokens": partial_hit_tokens,
-                "min_hit_tokens": min_hit_tokens,
-                "token_bytes": token_bytes,
-            },
-            "ideal": _figures(ideal),
-            "points": [_point(*point) for point in points],
+    document = {
+        "trace": _summary(requests),
+        "rules": {
+            "scope": scope.value,
+            "evict_first": evict_first.value,
+            "partial_hit_tokens": partial_hit_tokens,
+            "min_hit_tokens": min_hit_tokens,
+            "token_bytes": token_bytes,
         },
-        indent=2,
-    )
-    if json_file == "-":
-        print(document)
-        return
-    _show(requests, points, ideal)
-    if json_file is not None:
-        write(document, json_file, "cachesim")
+        "ideal": _figures(ideal),
+        "points": [_point(*point) for point in points],
+    }
+    output.give(document, lambda: _show(requests, points, ideal))
 
 
 def _split(values: list[str]) -> list[str]:
@@ -242,8 +194,6 @@ def _figures(hits: Hits) -> dict[str, Any]:
 
 
 def _show(trace: Trace, points: list[tuple[str, Capacity, float, Hits]], ideal: Hits) -> None:
-    from rich.table import Table
-
     summary = _summary(trace)
     print(
         f"{trace.format}: {summary['requests']:,} requests over {summary['seconds']:,.0f} s, "
@@ -251,13 +201,11 @@ def _show(trace: Trace, points: list[tuple[str, Capacity, float, Hits]], ideal: 
         f"{summary['distinct_blocks']:,} of them distinct; "
         f"an unlimited cache finds {ideal.token_rate:.2%} of the tokens\n"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("eviction", "capacity", "TTL s", "hit tokens", "hit blocks"):
-        table.add_column(column, justify="left" if column == "eviction" else "right", no_wrap=True)
+    table = plain_table("eviction", "capacity", "TTL s", "hit tokens", "hit blocks")
     for name, size, life, hits in points:
         lasting = "unlimited" if math.isinf(life) else f"{life:g}"
         table.add_row(name, size.text, lasting, f"{hits.token_rate:.4f}", f"{hits.block_rate:.4f}")
-    Console().print(table)
+    show_table(table)
 
 
 def _short(amount: float) -> str:
@@ -265,13 +213,6 @@ def _short(amount: float) -> str:
         if size <= amount < math.inf:
             return f"{amount / size:g}{letter}"
     return "unlimited" if math.isinf(amount) else f"{amount:g}"
-
-
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401 (is missing now rather than after the work)
-    except ImportError:
-        fail("cachesim", "--plot needs matplotlib: pip install 'warmkv[eval]'")
 
 
 def _plot(curve: LruCurve, capacities: list[Capacity], ttls: list[float], ideal: Hits, unit: Unit, file: Path) -> None:
@@ -293,7 +234,5 @@ def _plot(curve: LruCurve, capacities: list[Capacity], ttls: list[float], ideal:
         asked = [(life, curve.hits(math.inf, life).token_rate) for life in lives]
         lines = marks = {"unlimited capacity": asked or [(1.0, ideal.token_rate)]}
         axis = "TTL, seconds"
-    try:
+    with writing(file):
         hit_rate_chart.save(lines, marks, ideal.token_rate, axis, file)
-    except (OSError, UserError) as error:
-        fail("cachesim", f"cannot write {file}: {getattr(error, 'strerror', None) or error}")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from warmkv.config import Config, ConfigError, load
+from warmkv.cli.options import JsonOptions, SettingsOptions
+from warmkv.config import Config
 from warmkv.policies import pricing
+from warmkv.terminal import plain_table, show_table
 
-TABLE_WIDTH = 100
 
-
-def price_prefix(
+def price(
+    options: SettingsOptions,
+    output: JsonOptions,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prefix.")] = 50_000,
     rest: Annotated[int, typer.Option(min=0, help="Tokens behind it in each request: the question.")] = 200,
     uses: Annotated[int, typer.Option(min=1, help="Requests that begin with it, each within the TTL.")] = 10,
@@ -30,34 +27,15 @@ def price_prefix(
     model: Annotated[
         str | None, typer.Option(help="Its own prices (pricing.models), if it has any.", show_default="the one served")
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON; `-` prints only them.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")] = None,
-    set_: Annotated[
-        list[str], typer.Option("--set", help="A setting, as in `--set pricing.read=0.05`. May be repeated.")
-    ] = [],  # noqa: B006 (Typer copies it)
 ) -> None:
     """Show what a prefix costs with and without caching, by TTL, and from how many uses on caching is cheaper.
 
     Examples: `warmkv price --tokens 50000 --rest 200 --uses 10 --set pricing.input=5`,
     `warmkv price --tokens 8000 --per-hour 4`, `warmkv price --set 'pricing.write={5m: 1.25, 1h: 1.6}' --json -`
     """
-    try:
-        settings = load(config, flags=set_)
-    except ConfigError as error:
-        _fail("configuration", str(error))
+    settings = options.read()
     document = _document(settings, model or settings.model.name, tokens, rest, uses, per_hour)
-    text = json.dumps(document, indent=2)
-    if json_file == "-":
-        print(text)
-        return
-    _show(document)
-    if json_file is not None:
-        try:
-            Path(json_file).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            _fail("price", f"cannot write {json_file}: {error.strerror}")
+    output.give(document, lambda: _show(document))
 
 
 def _document(
@@ -90,24 +68,20 @@ def _document(
 
 
 def _show(document: dict[str, Any]) -> None:
-    console, steady = Console(), document["per_hour"] is not None
-    console.width = max(console.width, TABLE_WIDTH)
+    steady = document["per_hour"] is not None
     print(
         f"{document['tokens']:,} tokens of prefix and {document['rest']:,} behind it, {document['model']} at "
         f"${document['input_per_million']:g} per million input tokens\n"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
     headings = ["write", "read", "pays from", "or per hour", "first", "later", f"{document['uses']} uses", "saved"]
     headings += [f"at {document['per_hour']:g}/h", "saved"] if steady else []
-    table.add_column("TTL", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table("TTL", *headings, gap=2)
     plain = f"${document['uncached']:.4f}"
     row = ["none", "", "", "", "", plain, plain, f"${document['uncached_uses']:.4f}", ""]
     table.add_row(*row, *([plain, ""] if steady else []))
     for cost in document["ttls"]:
         table.add_row(
-            escape(cost["ttl"]),
+            cost["ttl"],
             f"{cost['write']:g}x",
             f"{cost['read']:g}x",
             _number(cost["break_even_uses"], "uses"),
@@ -116,7 +90,7 @@ def _show(document: dict[str, Any]) -> None:
             f"{cost['saved']:.1%}",
             *([f"${cost['steady']:.4f}", f"{cost['steady_saved']:.1%}"] if steady else []),
         )
-    console.print(table)
+    show_table(table)
     print(
         "\npays from: uses from which caching is cheaper, (w - r) / (1 - r), each within the TTL of the one before;\n"
         "or requests per hour that come at random for ever. Output tokens cost the same either way."
@@ -129,10 +103,3 @@ def _show(document: dict[str, Any]) -> None:
 
 def _number(value: float | None, unit: str) -> str:
     return "never" if value is None else f"{value:.2f} {unit}".strip()
-
-
-def _fail(what: str, message: str) -> NoReturn:
-    """End the program with code 2, as for any fault in what was asked."""
-    Console(stderr=True).print(f"[red]{what}:[/red] ", end="")
-    Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from warmkv.config import ConfigError, GatewayConfig, read_value
+from warmkv.cli.command import add_command, fail
+from warmkv.cli.options import JsonOptions
+from warmkv.config import GatewayConfig, read_value
 from warmkv.platform.operator_key import read_key
 
 TIMEOUT_SECONDS = 30.0
@@ -31,7 +32,6 @@ KeyOption = Annotated[
         show_envvar=True,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer of the service as JSON.")]
 WhyOption = Annotated[str, typer.Option(help="The reason, kept with the version.")]
 BasedOnOption = Annotated[
     int | None, typer.Option(min=0, help="Refuse the change unless this version is in force.", show_default=False)
@@ -39,23 +39,23 @@ BasedOnOption = Annotated[
 URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
 
 
-@app.command()
-def show(url: UrlOption = URL, key: KeyOption = "", as_json: JsonOption = False) -> None:
+@add_command(app, code=1)
+def show(output: JsonOptions, url: UrlOption = URL, key: KeyOption = "") -> None:
     """Show the settings in force, who changed them last, and which version each gateway has.
 
     Example: `warmkv policy show --url http://127.0.0.1:8400`
     """
-    _tell(_call("GET", url, key), as_json)
+    _tell(_call("GET", url, key), output)
 
 
-@app.command("set")
+@add_command(app, "set", code=1)
 def set_(
     changes: Annotated[list[str], typer.Argument(metavar="SETTING=VALUE...", help="As for --set of `warmkv serve`.")],
     why: WhyOption,
+    output: JsonOptions,
     based_on: BasedOnOption = None,
     url: UrlOption = URL,
     key: KeyOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Change settings for all requests that come from now on: all of them, or none if one is refused.
 
@@ -66,45 +66,43 @@ def set_(
     for change in changes:
         setting, equals, text = change.partition("=")
         if not equals:
-            _fail(f"{change}: write it as section.key=value, as in compression.policy=snapkv@0.2", code=2)
-        try:
-            wanted[setting.strip()] = read_value(setting, text)
-        except ConfigError as error:
-            _fail(str(error), code=2)
-    _tell(_call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on)), as_json)
+            fail(f"{change}: write it as section.key=value, as in compression.policy=snapkv@0.2")
+        wanted[setting.strip()] = read_value(setting, text)
+    _tell(_call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on)), output)
 
 
-@app.command()
+@add_command(app, code=1)
 def rollback(
     why: WhyOption,
+    output: JsonOptions,
     to: Annotated[
         int | None, typer.Option(min=0, help="Version; 0 is the configuration at start.", show_default="the one before")
     ] = None,
     based_on: BasedOnOption = None,
     url: UrlOption = URL,
     key: KeyOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Bring the settings of an earlier version into force anew.
 
     Examples: `warmkv policy rollback --why "answers got worse"`, `warmkv policy rollback --to 0 --why "as configured"`
     """
-    _tell(_call("POST", url, key, "/rollback", _without_none(to=to, why=why, version=based_on)), as_json)
+    _tell(_call("POST", url, key, "/rollback", _without_none(to=to, why=why, version=based_on)), output)
 
 
-@app.command()
-def history(url: UrlOption = URL, key: KeyOption = "", as_json: JsonOption = False) -> None:
+@add_command(app, code=1)
+def history(output: JsonOptions, url: UrlOption = URL, key: KeyOption = "") -> None:
     """List the versions that are kept, the last one first.
 
     Example: `warmkv policy history --json`
     """
     found = _call("GET", url, key, "/history")
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for version in found["versions"]:
-        print(_headline(version))
-        _lines(version["changes"])
+
+    def show() -> None:
+        for version in found["versions"]:
+            print(_headline(version))
+            _lines(version["changes"])
+
+    output.give(found, show)
 
 
 def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -120,9 +118,9 @@ def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] 
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
-        _fail(_message(error), code=2 if error.code < 500 else 1)
+        fail(_message(error), code=2 if error.code < 500 else 1)
     except (OSError, ValueError) as error:
-        _fail(f"{url}: {error}", code=1)
+        fail(f"{url}: {error}", code=1)
 
 
 def _message(error: urllib.error.HTTPError) -> str:
@@ -132,16 +130,16 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"{error.url}: {error}"
 
 
-def _tell(policy: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(policy, indent=2))
-        return
-    print(_headline(policy))
-    _lines(policy["settings"])
-    for part, said in sorted(policy["parts"].items()):
-        print(f"gateway {part}: version {said['version']}" + (f"; {said['fault']}" if said["fault"] else ""))
-    if policy["fault"]:
-        print(policy["fault"])
+def _tell(policy: dict[str, Any], output: JsonOptions) -> None:
+    def show() -> None:
+        print(_headline(policy))
+        _lines(policy["settings"])
+        for part, said in sorted(policy["parts"].items()):
+            print(f"gateway {part}: version {said['version']}" + (f"; {said['fault']}" if said["fault"] else ""))
+        if policy["fault"]:
+            print(policy["fault"])
+
+    output.give(policy, show)
 
 
 def _headline(version: dict[str, Any]) -> str:
@@ -157,10 +155,3 @@ def _lines(settings: dict[str, Any]) -> None:
 
 def _without_none(**body: Any) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    errors = Console(stderr=True)
-    errors.print("[red]policy:[/red] ", end="")
-    errors.print(message, highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(code)

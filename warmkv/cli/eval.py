@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from warmkv.cli.command import resumable
+from warmkv.cli.options import JsonOptions
 from warmkv.config import ModelConfig
 from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
 from warmkv.evaluation.plan import EvalError, EvalPlan
+from warmkv.extras import require
 from warmkv.policy_spec import split_policies
+from warmkv.terminal import console, steps
 
 if TYPE_CHECKING:
     from warmkv.evaluation.summary import Row
     from warmkv.replicas.loading.load import LoadedModel
 
-errors = Console(stderr=True)
 DEFAULT = EvalPlan()
 
 
@@ -38,6 +39,7 @@ def _listed(items: tuple[Any, ...]) -> str:
 
 
 def evaluate(
+    output: JsonOptions,
     out: Annotated[Path, typer.Option(help="Folder of the results; one that holds this run is continued.")] = Path(
         "runs/eval"
     ),
@@ -68,9 +70,6 @@ def evaluate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples and lengths: about a minute, tiny model.")
     ] = False,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the summary as JSON, too; `-` prints only it.")
-    ] = None,
 ) -> None:
     """Measure how well answers survive compression policies, all of them at the same bytes.
 
@@ -80,60 +79,47 @@ def evaluate(
     Examples: `warmkv eval --quick`, `warmkv eval --model Qwen/Qwen3-0.6B --policies snapkv,h2o,full+kivi4 --budgets
     0.5,0.2 --tasks needle,chat --lengths 2048,8192 --out runs/qwen3`
     """
-    try:
-        given = {
-            "model": model,
-            "device": device,
-            "seed": seed,
-            "samples": samples,
-            "stream_tokens": stream_tokens,
-            "policies": split_policies(policies),
-            "budgets": _numbers("--budgets", budgets, float),
-            "lengths": _numbers("--lengths", lengths, int),
-            "depths": _numbers("--depths", depths, float),
-            "tasks": families.NAMES if tasks.strip() == "all" else tuple(_pieces(tasks)),
-            "forms": {"auto": (), "both": ("plain", "chat")}.get(form, (form.value,)),
-        }
-        plan = plans.make(quick, given)
-        summary = _run(plan, out, quiet=json_file == "-")
-    except EvalError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        errors.print(f"interrupted; the same command goes on with what is in {out}", highlight=False, markup=False)
-        raise typer.Exit(130) from None
-    document = json.dumps(summary, indent=2)
-    if json_file == "-":
-        print(document)
-    elif json_file is not None:
-        try:
-            Path(json_file).write_text(document + "\n", encoding="utf-8")
-        except OSError as error:
-            _fail(f"cannot write {json_file}: {error.strerror}")
+    given = {
+        "model": model,
+        "device": device,
+        "seed": seed,
+        "samples": samples,
+        "stream_tokens": stream_tokens,
+        "policies": split_policies(policies),
+        "budgets": _numbers("--budgets", budgets, float),
+        "lengths": _numbers("--lengths", lengths, int),
+        "depths": _numbers("--depths", depths, float),
+        "tasks": families.NAMES if tasks.strip() == "all" else tuple(_pieces(tasks)),
+        "forms": {"auto": (), "both": ("plain", "chat")}.get(form, (form.value,)),
+    }
+    plan = plans.make(quick, given)
+    require("an evaluation", "torch", "transformers", "matplotlib", "pyarrow")
+    with resumable(out):
+        summary, show = _run(plan, out)
+    output.give(summary, show)
 
 
-def _run(plan: EvalPlan, out: Path, quiet: bool) -> Row:
-    if missing := [name for name in ("torch", "transformers", "matplotlib", "pyarrow") if find_spec(name) is None]:
-        raise EvalError(f"{', '.join(missing)} missing; install with: pip install 'warmkv[eval]'")
+def _run(plan: EvalPlan, out: Path) -> tuple[Row, Callable[[], None]]:
+    """Evaluate, and write the files of the run; return its summary, and what prints it."""
     from warmkv.evaluation import report, run, summary, table
     from warmkv.evaluation.results import RunFolder
 
-    try:
-        loaded, tokenizer = _load(plan)
-        run.check(plan, loaded)
-        folder = RunFolder(out, run.meta_of(plan, loaded))
-        _with_bar(plan, loaded, tokenizer, folder)
-        rows, stream = folder.rows(), folder.stream()
-        entries = summary.summarise(rows)
-        document = summary.document(folder.meta, entries, stream)
-        folder.write("summary.json", json.dumps(document, indent=2) + "\n")
-        folder.write("report.html", report.render(plan, folder.meta, entries, rows, stream))
-    except OSError as error:
-        raise EvalError(f"cannot use {out}: {error.strerror or error}") from None
-    if not quiet:
-        console = Console()
+    loaded, tokenizer = _load(plan)
+    run.check(plan, loaded)
+    folder = RunFolder(out, run.meta_of(plan, loaded))
+    with steps(run.work(plan, tokenizer)) as progress:
+        run.evaluate(plan, loaded, tokenizer, folder, progress)
+    rows, stream = folder.rows(), folder.stream()
+    entries = summary.summarise(rows)
+    document = summary.document(folder.meta, entries, stream)
+    folder.write("summary.json", json.dumps(document, indent=2) + "\n")
+    folder.write("report.html", report.render(plan, folder.meta, entries, rows, stream))
+
+    def show() -> None:
         table.show(plan, entries, stream, console)
-        console.print(f"{out}/report.html", highlight=False, markup=False, soft_wrap=True)
-    return document
+        console.print(f"{out}/report.html")
+
+    return document, show
 
 
 def _load(plan: EvalPlan) -> tuple[LoadedModel, Any]:
@@ -152,29 +138,6 @@ def _load(plan: EvalPlan) -> tuple[LoadedModel, Any]:
         raise EvalError(f"cannot load {plan.model}: {str(error).splitlines()[0]}") from None
 
 
-def _with_bar(plan: EvalPlan, model: LoadedModel, tokenizer: Any, folder: Any) -> None:
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    from warmkv.evaluation import run
-
-    columns = (TextColumn("{task.description:<22}", markup=False), BarColumn(), TaskProgressColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("", total=run.work(plan, tokenizer))
-
-        def progress(what: str, work: int) -> None:
-            bar.update(task, advance=work, description=what)
-
-        run.evaluate(plan, model, tokenizer, folder, progress)
-
-
 def _pieces(text: str) -> list[str]:
     return [piece for piece in (piece.strip() for piece in text.split(",")) if piece]
 
@@ -186,10 +149,3 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple
         return tuple(kind(piece) for piece in _pieces(text))
     except ValueError:
         raise EvalError(f"{option} {text}: write numbers with commas between them") from None
-
-
-def _fail(message: str) -> NoReturn:
-    """End the program with code 2, as for any fault in what was asked."""
-    errors.print("[red]eval:[/red] ", end="")
-    errors.print(message, highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(2)

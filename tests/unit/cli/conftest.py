@@ -1,0 +1,3 @@
+"""The small random model of the measuring tests."""
+
+from tests.unit.measuring.conftest import folder  # noqa: F401

@@ -1,0 +1,91 @@
+"""`warmkv dashboards`: build the JSON, and publish it. The SDKs are imported when a command runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warmkv.cli.command import add_command, writing
+from warmkv.cli.options import JsonOptions, SettingsOptions
+
+app = typer.Typer(no_args_is_help=True, help="Build the Grafana dashboards, and publish them.")
+
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+
+
+@add_command(app, code=1)
+def build(
+    output: JsonOptions,
+    folder: Annotated[Path, typer.Argument(help="Folder for the JSON files.")] = Path("dashboards"),
+    dry_run: DryRunOption = False,
+) -> None:
+    """Write every dashboard as the JSON that Grafana loads; the same input gives the same bytes.
+
+    Example: `warmkv dashboards build`, or into another folder `warmkv dashboards build /tmp/boards`
+    """
+    from warmkv.dashboards import build as building
+
+    with writing(folder, code=1):
+        names = [folder / f"{name}.json" for name in building.BOARDS] if dry_run else building.build_all(folder)
+
+    def show() -> None:
+        for name in names:
+            print(f"{'would write' if dry_run else 'wrote'} {name}")
+
+    output.give({"files": [str(name) for name in names], "dry_run": dry_run}, show)
+
+
+@add_command(app, code=1)
+def metrics(
+    file: Annotated[Path, typer.Argument(help="Markdown file to write.")] = Path("docs/metrics.md"),
+) -> None:
+    """Write the page that lists every metric with its labels and buckets.
+
+    Example: `warmkv dashboards metrics docs/metrics.md`
+    """
+    from warmkv.dashboards.metrics_page import page
+
+    with writing(file, code=1):
+        file.write_text(page(), encoding="utf-8")
+    print(f"wrote {file}")
+
+
+@add_command(app, code=1)
+def publish(
+    options: SettingsOptions,
+    output: JsonOptions,
+    url: Annotated[str | None, typer.Option(help="Address of Grafana instead of the configured one.")] = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Upload every dashboard to Grafana, into the folder `dashboards.folder`, replacing older versions.
+
+    The token of a service account is read from the variable that `dashboards.token_env` names.
+
+    Example: `GRAFANA_TOKEN=... warmkv dashboards publish --url http://127.0.0.1:3000`
+    """
+    settings = options.read(*([f"dashboards.grafana_url={url}"] if url else [])).dashboards
+    from warmkv.dashboards import build as building
+    from warmkv.dashboards import publish as publishing
+
+    documents = building.documents()
+    if dry_run:
+        rows = [{"uid": board["uid"], "title": board["title"]} for board in documents.values()]
+    else:
+        published = publishing.publish(settings, os.environ.get(settings.token_env, ""), documents)
+        rows = [asdict(board) for board in published]
+
+    def show() -> None:
+        for row in rows:
+            name, place = f"{row['title']} ({row['uid']})", f"{settings.grafana_url}, folder {settings.folder}"
+            print(
+                f"would publish {name} to {place}"
+                if dry_run
+                else f"published {row['title']}: {row['url']} (version {row['version']})"
+            )
+
+    target = {"grafana": settings.grafana_url, "folder": settings.folder, "dry_run": dry_run}
+    output.give({**target, "dashboards": rows}, show)

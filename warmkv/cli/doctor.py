@@ -1,0 +1,33 @@
+"""`warmkv doctor`: the installation, the device, the memory plan and the model's self-check."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+from rich.text import Text
+
+from warmkv.cli.options import JsonOptions, SettingsOptions
+from warmkv.terminal import console, errors
+
+COLOURS = {"ok": "green", "missing": "yellow", "failed": "red"}
+
+
+def doctor(options: SettingsOptions, output: JsonOptions) -> None:
+    """Say what is installed, which device there is, how memory is planned, and check the model against itself.
+
+    Exits 1 if something that `warmkv serve` needs is missing or fails. Example: `warmkv doctor --set model.path=FOLDER`
+    """
+    from warmkv.doctor import Finding, examine
+
+    settings, found = options.read(), list[Finding]()
+    with errors.status("looking") as shown:
+        for finding in examine(settings, lambda what: shown.update(Text(what))):
+            found.append(finding)
+            if not output.alone:
+                console.print(finding.state, style=COLOURS[finding.state], end=" ")
+                console.print(finding.what, style="bold", end=" ")
+                console.print(finding.detail)
+    output.give([asdict(finding) for finding in found], lambda: None)
+    needed = [finding for finding in found if finding.state == "failed" or finding.what == "extra serve"]
+    raise typer.Exit(int(any(finding.state != "ok" for finding in needed)))

@@ -1,0 +1,226 @@
+"""Options that several commands have: one dataclass for those that belong together, with what is done with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+from warmkv.cli.command import fail, write
+from warmkv.config import Config, load
+from warmkv.terminal import bar, errors, plain_table, show_table
+
+if TYPE_CHECKING:
+    from warmkv.simulator.traces import Trace
+    from warmkv.simulator.workload.source import Source
+    from warmkv.simulator.workload.source import Trace as Requested
+
+
+@dataclass(frozen=True)
+class SettingsOptions:
+    """The settings in force: a file, the environment, then `--set`."""
+
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")] = None
+    set_: Annotated[
+        list[str], typer.Option("--set", help="A setting, as in `--set cluster.replicas=4`. May be repeated.")
+    ] = field(default_factory=list)
+
+    def read(self, *flags: str) -> Config:
+        """Return the settings; `flags` win over `--set`. Raises ConfigError."""
+        return load(self.config, flags=[*self.set_, *flags])
+
+    def under(self, *flags: str) -> Self:
+        """Return these options with flags that `--set` wins over."""
+        return replace(self, set_=[*flags, *self.set_])
+
+
+@dataclass(frozen=True)
+class JsonOptions:
+    """Where a command's result goes as JSON."""
+
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="[FILE]",
+            help="Write the result as JSON to a file; without one, or with `-`, print only that.",
+        ),
+    ] = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else is printed."""
+        return self.json_file == "-"
+
+    def give(self, document: object, show: Callable[[], object]) -> None:
+        """Print the result for people, unless its JSON is to be printed; then write that to the file, if any."""
+        text = json.dumps(document, indent=2)
+        if self.alone:
+            print(text)
+            return
+        show()
+        if self.json_file is not None:
+            write(text + "\n", self.json_file)
+
+
+StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """A trace, and how its format is understood."""
+
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="An access log, or a trace of any format that is read; a folder: all its files.", show_default=False
+        ),
+    ]
+    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")] = (
+        None
+    )
+    characters_per_token: Annotated[
+        float | None, typer.Option(min=0.1, help="Of traces that have texts and no token counts.")
+    ] = None
+    strict: StrictOption = False
+
+    def read_blocks(self) -> Trace:
+        """Read the trace as block hashes, without a cluster; say what was left out. Raises TraceError."""
+        from warmkv.simulator import traces
+
+        characters = () if self.characters_per_token is None else (self.characters_per_token,)
+        reading = traces.Reading(self.block_size, *characters)
+        with bar(f"reading {self.trace.name}") as progress:
+            trace = traces.read(self.trace, self.format, reading=reading, strict=self.strict, progress=progress)
+        tell_left_out(trace.broken, trace.skipped, trace.faults)
+        for note in trace.notes:
+            errors.print(f"{trace.format}: {note}")
+        if not len(trace):
+            fail(f"{self.trace} has no request")
+        return trace
+
+
+class Scope(StrEnum):
+    GLOBAL = "global"
+    SESSION = "session"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True)
+class ReplayOptions(TraceOptions):
+    """A trace, and how its requests arrive in a simulated cluster."""
+
+    scope: Annotated[
+        Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
+    ] = Scope.GLOBAL
+    open_loop: Annotated[
+        bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
+    ] = False
+
+    def read(self, base: Config) -> Requested:
+        """Read the requests; say what was left out. Raises TraceError."""
+        from warmkv.simulator.workload.source import Source
+
+        characters = self.characters_per_token
+        return read_requests(
+            Source(self.trace, self.format, self.block_size, characters, self.scope.value, self.open_loop, self.strict),
+            base,
+        )
+
+
+class StepTimes(StrEnum):
+    AUTO = "auto"
+    CONFIG = "config"
+    LOG = "log"
+
+
+StepTimesOption = Annotated[
+    StepTimes,
+    typer.Option(
+        help="Where step times come from: a profile, else a model's roofline, else the log's timings, else settings."
+    ),
+]
+
+
+def _show_gpus(name: str | None) -> str | None:
+    """Print the catalogue instead of running the command, if that is asked for."""
+    if name != "list":
+        return name
+    from warmkv.gpus import CATALOGUE, Gpu
+
+    columns = ("name", "bf16 TFLOP/s", "TB/s", "GB", "PCIe GB/s", "NVLink GB/s", "$/h", "as of", "source")
+    table = plain_table(*columns, gap=1)
+    for gpu in map(Gpu.model_validate, CATALOGUE):
+        rates = (gpu.flops / 1e12, gpu.bandwidth / 1e12, gpu.memory / 1e9, gpu.pcie / 1e9, (gpu.nvlink or 0) / 1e9)
+        table.add_row(gpu.name, *(f"{rate:g}" for rate in rates), f"{gpu.dollars:.2f}", str(gpu.as_of), gpu.source)
+    show_table(table)
+    raise typer.Exit
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """The simulated machine."""
+
+    step_times: StepTimesOption = StepTimes.AUTO
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Name in the catalogue, or `list` to see it: its price, and with a model the step times of its "
+            "roofline.",
+            callback=_show_gpus,
+            is_eager=True,
+            show_default="simulator.gpu",
+        ),
+    ] = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a model, or its config.json: step times of its roofline on the GPU, and its KV shape."
+        ),
+    ] = None
+
+    def flags(self) -> list[str]:
+        """Return the settings that these options stand for."""
+        named = {"gpu": self.gpu, "model": None if self.model is None else str(self.model)}
+        return [f"simulator.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What many replays run on."""
+
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes, or Ray actors.", show_default="one per core")
+    ] = None
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="On the running Ray cluster that RAY_ADDRESS names, or this machine's.")
+    ] = False
+
+
+def read_requests(source: Source, base: Config) -> Requested:
+    """Read the requests of a trace; say what was left out, fail if nothing is left. Raises TraceError."""
+    from warmkv.simulator.workload import source as sources
+
+    with bar(f"reading {source.path.name}") as progress:
+        trace = sources.read(source, base, progress)
+    tell_left_out(trace.broken, trace.skipped, trace.faults)
+    for note in trace.notes:
+        errors.print(f"{source.path.name}: {note}")
+    if not trace.requests.records:
+        fail(f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
+    return trace
+
+
+def tell_left_out(broken: int, skipped: int, faults: tuple[str, ...]) -> None:
+    """Say what of a trace was left out."""
+    if broken:
+        errors.print(f"{broken:,} broken lines left out", style="yellow", end="")
+        errors.print(f"; the first: {faults[0]}")
+    if skipped:
+        errors.print(f"{skipped:,} requests left out that failed, were cancelled or ran inside another")

@@ -1,0 +1,83 @@
+"""The `warmkv packs` commands. What they need is imported when they run: help is instant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warmkv.cli.command import add_command, fail
+from warmkv.cli.options import SettingsOptions
+from warmkv.config import Config, ConfigError
+from warmkv.terminal import errors
+
+app = typer.Typer(no_args_is_help=True, help="Knowledge packs: prefixes computed once, which replicas keep for good.")
+
+
+def _secret(config: Config) -> bytes:
+    if secret := os.environ.get(config.gateway.salt_env, "").encode():
+        return secret
+    raise ConfigError(f"{config.gateway.salt_env} is not set: without the service's salt nobody would find the pack")
+
+
+@add_command(app, code=1)
+def build(
+    options: SettingsOptions,
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or new.")],
+    tenant: Annotated[
+        list[str],
+        typer.Option(help="Who may read it: a tenant's name, or the API key if none are configured."),
+    ],
+    system: Annotated[Path | None, typer.Option(help="File with the system prompt, if conversations have one.")] = None,
+    document: Annotated[
+        list[Path], typer.Option(help="File with a document that is the first block of a user message.")
+    ] = [],  # noqa: B006 (Typer copies it)
+) -> None:
+    """Compute a system prompt, or documents behind it, and write their KV as a pack.
+
+    Hashes are salted by tenant: the pack serves only the tenants given here, under the same model and salt. List it in
+    `prefix_cache.packs`.
+
+    Example: `warmkv packs build packs/handbook --tenant support --system system.txt --document handbook.txt`
+    """
+    from warmkv.platform import packs
+    from warmkv.platform.gateway.apis.errors import ApiError
+    from warmkv.platform.tenants_file import find_tenant
+
+    settings = options.read()
+    secret = _secret(settings)
+    try:
+        built = packs.build(
+            settings,
+            [find_tenant(name, settings, secret) for name in dict.fromkeys(tenant)],
+            system.read_text() if system else None,
+            [path.read_text() for path in document],
+            out,
+            errors.print,
+        )
+    except (ApiError, LookupError, UnicodeDecodeError) as error:
+        fail(str(error), code=1)
+    print(f"{out}: {built.prefixes} prefixes, {built.tokens} tokens, {built.blocks} blocks, {built.bytes} bytes")
+    print(f"serve with --set 'prefix_cache.packs=[{out}]'")
+
+
+@add_command(app, code=1)
+def load(
+    options: SettingsOptions,
+    paths: Annotated[list[Path], typer.Argument(help="Packs.")],
+) -> None:
+    """Load packs as a replica would at its start: the model, every checksum, and whether memory suffices.
+
+    Example: `warmkv packs load packs/handbook`
+    """
+    from warmkv.replicas.engine.engine import Engine
+    from warmkv.replicas.loading.load import load_model
+
+    settings = options.read()
+    none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
+    cache = settings.prefix_cache.model_copy(update={"enabled": True, "packs": tuple(paths), "disk": none})
+    engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
+    held = ", ".join(f"{size} bytes in the tier {tier}" for tier, size in engine.store.tier_bytes.items() if size)
+    print(f"{len(engine.store)} blocks, {held}")
