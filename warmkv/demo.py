@@ -272,7 +272,7 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
 
 
 def show(result: DemoResult, config: Config, console: Console) -> None:
-    """The table, and what follows from it in plain words."""
+    """Print the table and what follows from it in plain words."""
     heads = ("SDK", "policy", "right", "cold", "warm", "read", "KV", "price", "saved")
     table = plain_table(*heads, left=2, gap=2)
     table.caption = "cold, warm: TTFT in ms; KV: MiB resident; ‒ the policy evicted the fact"
