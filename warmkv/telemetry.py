@@ -81,7 +81,9 @@ DROPPED_LINES = Metric(
     ("log",),
 )
 # Recorded by the gateway, at every change.
-POLICY_VERSION = Metric("warmkv_policy_version", "gauge", "Version of the policy in force in a gateway", "version")
+LIVE_CONFIG_VERSION = Metric(
+    "warmkv_live_config_version", "gauge", "Version of the live configuration that a gateway has in force", "version"
+)
 TENANTS_READ = Metric(
     "warmkv_tenants_read", "counter", "Tenants files read anew by a gateway: taken, refused", "files", ("result",)
 )
@@ -143,7 +145,7 @@ DIRECTORY_LEFT_OUT = Metric(
 )
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
-GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, POLICY_VERSION, TENANTS_READ)
+GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, LIVE_CONFIG_VERSION, TENANTS_READ)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
 REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, *STORE)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)

@@ -19,7 +19,7 @@ _DEFAULTS = GatewayConfig()
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="See and change the policy of a running service: compression, TTLs, routing, prices. For operators.",
+    help="See and change the live configuration of a service: policy, TTLs, routing, prices. For operators.",
 )
 
 UrlOption = Annotated[str, typer.Option(help="Where the service is.")]

@@ -43,7 +43,9 @@ class GatewayConfig(Section):
         None, description="YAML or JSON with further `tenants` and `operators`, read again whenever it changes"
     )
     tenants_file_seconds: float = Field(5.0, gt=0, description="how often a gateway looks whether it has changed")
-    operators: tuple[OperatorConfig, ...] = Field((), description="who may change the policy without being a tenant")
+    operators: tuple[OperatorConfig, ...] = Field(
+        (), description="who may change the live configuration without being a tenant"
+    )
     rights: tuple[Right, ...] | None = Field(
         None,
         description="of tenants that name none: policy, replica, ignore_eos; null: all of them where no tenants are "

@@ -41,7 +41,7 @@ class KeyHolder(Section):
 
 
 class OperatorConfig(KeyHolder):
-    """May change the policy and see the replicas' state, but asks for no answers: that is a tenant's."""
+    """May change the live configuration and see the replicas' state, but asks for no answers: that is a tenant's."""
 
 
 class LimitsConfig(Section):
@@ -71,7 +71,8 @@ class TenantLimits(Section):
 
 class TenantConfig(KeyHolder):
     operator: bool = Field(
-        False, description="may change the policy, and see the replicas' state, in which all tenants' activity shows"
+        False,
+        description="may change the live configuration and see the replicas' state, which shows all tenants' activity",
     )
     rights: tuple[Right, ...] | None = Field(None, description="as gateway.rights if absent")
     limits: TenantLimits = Field(TenantLimits(), description="those of gateway.limits that are absent here")

@@ -349,13 +349,13 @@ def build() -> Any:
     ):
         board.with_panel(panel)
 
-    board.with_row(panels.row("Policy"))
+    board.with_row(panels.row("Live configuration"))
     board.with_panel(
         graph(
-            "Policy version by gateway",
-            "Version of the live policy in force in each gateway; 0 is the configuration at start.",
+            "Live configuration by gateway",
+            "Version of the live configuration in force in each gateway; 0 is the configuration at start.",
             "short",
-            [(level(t.POLICY_VERSION, ("replica",)), "{{replica}}")],
+            [(level(t.LIVE_CONFIG_VERSION, ("replica",)), "{{replica}}")],
         )
     )
     board.with_panel(

@@ -1,4 +1,4 @@
-"""Changing the policy of a running service: an actor holds the versions, and every gateway follows it.
+"""Live configuration: an actor keeps its versions, and every gateway follows it by long polls.
 
 A request takes from its gateway, when it arrives, all that it is served under: compression policy, lifetimes of its
 prefixes, routing parameters and prices. They go with it to the router and to the replica, which therefore hold none of

@@ -1,4 +1,4 @@
-"""What of the configuration may be changed while the service runs, and the versions of it that were in force. Pure.
+"""Live configuration: the settings that may be changed while the service runs, and their versions. Pure.
 
 A version says what differs from the configuration that the service was started with, so that it can be brought into
 force again on any start. Version 0 is that configuration itself.

@@ -1,4 +1,4 @@
-"""Where the versions of the policy are kept: in a folder, or in the cluster's own store."""
+"""Stores for the versions of the live configuration: a folder, or the Ray cluster's own store."""
 
 from __future__ import annotations
 

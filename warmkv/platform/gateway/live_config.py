@@ -1,4 +1,4 @@
-"""The endpoints by which operators see and change the policy of the running service."""
+"""Endpoints of the live configuration: operators see it, change it and roll it back."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Service:
     def take(self, version: Version) -> None:
         """Bring a version into force for requests that come from now on. Raises ConfigError; then nothing changes."""
         self.policy = LiveConfig.of(self.config, version)
-        self._recorder.set(telemetry.POLICY_VERSION, version.number)
+        self._recorder.set(telemetry.LIVE_CONFIG_VERSION, version.number)
 
     def arrive(self, context: RequestContext) -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
