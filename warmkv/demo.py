@@ -161,9 +161,9 @@ def ask_all(
 
 
 def still_known(policy: str, prompt_tokens: int, depth: float) -> bool:
-    """Whether a fact at this depth survives; only StreamingLLM gives up tokens whatever they say."""
+    """Whether a fact at this depth survives; only windows give up tokens whatever they say."""
     spec = PolicySpec.model_validate(policy)
-    if spec.name != "streaming_llm":
+    if not spec.method.recent_only:
         return True
     recent = budgets.kept_tokens(spec, prompt_tokens) - (spec.sinks or 0)
     return depth * prompt_tokens > prompt_tokens - recent + 32  # clear of the window's edge

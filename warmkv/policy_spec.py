@@ -7,66 +7,36 @@ A policy is three independent choices: what survives the hand-off (the method an
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Optional, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from warmkv.knobs import HEAVY, PROTECT, SINKS, Knob
+from warmkv.registry import METHODS as METHODS
+from warmkv.registry import PluginError
+
+if TYPE_CHECKING:
+    from warmkv.policies.compression.method import Method
 
 DecodeRule = Literal["append", "ring", "argmin"]
 Storage = Literal["model", "fp8", "kivi4", "kivi2", "turbo4", "turbo3"]
-Task = Literal["general", "reasoning", "few_shot"]
 
-PolicyName = Literal[
-    "full", "window", "streaming_llm", "h2o", "snapkv", "pyramidkv", "adakv", "tova", "knorm", "keydiff",
-    "expected_attention", "rocketkv", "fastgen", "cake", "adaptive", "auto",
-]  # fmt: skip
-
-_VOTES = {"window": 32, "kernel": 5, "pooling": "avg"}
-METHODS: dict[PolicyName, dict[str, Any]] = {
-    "full": {},
-    "window": {},
-    "streaming_llm": {"sinks": 4},
-    "h2o": {"heavy": 0.5},
-    "snapkv": _VOTES,
-    "pyramidkv": {**_VOTES, "beta": 20},
-    "adakv": {"window": 32, "kernel": 7, "pooling": "max", "floor": 0.2},
-    "tova": {"per_head": False},
-    "knorm": {},
-    "keydiff": {},
-    "expected_attention": {"sinks": 4, "window": 128, "horizon": 512},
-    "rocketkv": {"window": 32, "kernel": 63, "pooling": "max"},
-    "fastgen": {"recovery": 0.95},
-    "cake": {"window": 32, "kernel": 5, "pooling": "avg", "gamma": 200.0, "tau1": 1.0, "tau2": 1.0},
-    "adaptive": {**_VOTES, "target": 0.9, "least": 0.05},
-    "auto": {"task": "general", "scoring": 0.25},
-}
-"""Every method with its knobs and their defaults (reference: the papers named in each method's file)."""
-
-KNOBS = tuple(dict.fromkeys(knob for knobs in METHODS.values() for knob in knobs))
-_DECODE: dict[PolicyName, DecodeRule] = {"window": "ring", "streaming_llm": "ring", "h2o": "argmin", "tova": "argmin"}
-_WITHOUT_BUDGET = ("full", "fastgen", "auto")
-_ONLY_APPEND = ("full", "rocketkv", "fastgen", "auto")
-_WITHOUT_SCORES = ("full", "window", "streaming_llm", "fastgen", "auto")
-_RULES: dict[DecodeRule, dict[str, Any]] = {"ring": {"sinks": 4}, "argmin": {"heavy": 0.5}}  # knobs of decode rules
-PROTECT, RESIDUAL = 0.1, 32
+METHODS.load()
+_RULES: dict[DecodeRule, Knob] = {"ring": SINKS, "argmin": HEAVY}
+RESIDUAL = 32
 KIVI_RESIDUAL = 128
 """Of the name `kivi`, as its authors evaluate it on LongBench; 32, as in their example, where it is a storage among
 other choices: in the rows that eviction leaves, 128 entries in the model's dtype would be most of what is kept."""
 
 
-class PolicySpec(BaseModel):
-    """A compression policy.
-
-    `budget` counts every token kept per KV head and layer: an int is tokens, a float in (0, 1] is a share of the
-    prompt. A ring over the whole prompt as its budget makes room for every new token by evicting an old one.
-    The short form `NAME[@BUDGET][+PART...][:KNOB=VALUE,...]` is accepted wherever a policy is: `snapkv@0.2`,
-    `snapkv@1024+ring+kivi4`, `h2o@0.1+protect`, `snapkv@0.2:window=16`. `kivi`, `turboquant` and `fp8` name the full
-    cache in such a storage, `kivi` with the residual of its paper; `structural` and `shotkv` name snapkv inside that
-    wrapper.
-    """
+class PolicyParts(BaseModel):
+    """The fields that every compression policy has; `PolicySpec` adds the knobs of all methods."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    name: PolicyName = "full"
+    name: str = "full"
     budget: int | float = 1.0
     decode: DecodeRule = Field("append", description="where new tokens go; by default as the method does")
     storage: Storage = Field("model", description="how kept entries are stored; model is the model's own dtype")
@@ -75,25 +45,6 @@ class PolicySpec(BaseModel):
     residual: int = Field(
         RESIDUAL, ge=32, le=4096, multiple_of=32, description="most recent entries that kivi leaves in model dtype"
     )
-    sinks: int | None = Field(None, ge=0, le=4096, description="first tokens that are never given up")
-    heavy: float | None = Field(None, ge=0, le=1, description="share of an argmin budget that is not the most recent")
-    window: int | None = Field(None, ge=1, le=4096, description="last prompt tokens that vote")
-    kernel: int | None = Field(None, ge=1, le=1023, description="width of the pooling along positions, odd")
-    pooling: Literal["avg", "max"] | None = None
-    beta: int | None = Field(None, ge=1, le=1000, description="how steep the pyramid is (pyramidkv)")
-    floor: float | None = Field(
-        None, ge=0, le=1, description="weight of an even share beside what heads win, 1 is snapkv (adakv)"
-    )
-    per_head: bool | None = Field(None, description="each KV head keeps tokens of its own, by its own scores (tova)")
-    horizon: int | None = Field(None, ge=1, le=65536, description="future positions averaged over (expected_attention)")
-    recovery: float | None = Field(None, gt=0, le=1, description="attention mass a head must keep (fastgen)")
-    gamma: float | None = Field(None, ge=0, description="weight of a token's variance of attention (cake)")
-    tau1: float | None = Field(None, gt=0, description="a layer's entropy counts to the power of 1/tau1 (cake)")
-    tau2: float | None = Field(None, gt=0, description="a layer's variance counts to the power of 1/tau2 (cake)")
-    target: float | None = Field(None, gt=0, le=1, description="attention mass to keep (adaptive)")
-    least: float | None = Field(None, ge=0, le=1, description="smallest share of the prompt kept (adaptive)")
-    task: Task | None = Field(None, description="what is asked for, where the method chooses by it (auto)")
-    scoring: float | None = Field(None, ge=0, description="most that scoring may add to prefill, a share of it (auto)")
 
     @model_validator(mode="before")
     @classmethod
@@ -105,51 +56,62 @@ class PolicySpec(BaseModel):
             return value
         tree = _resolve_alias(dict(value))
         name: Any = tree.get("name", "full")
-        if name not in get_args(PolicyName):
+        if not isinstance(name, str) or name not in METHODS:
             return tree  # refused by the field itself, with the known names
         given = {knob for knob in KNOBS if tree.get(knob) is not None}
         tree = {key: item for key, item in tree.items() if item is not None}
-        tree.setdefault("decode", _DECODE.get(name, "append"))
-        own = own_knobs(name, tree["decode"])
+        tree.setdefault("decode", METHODS[name].decode)
+        own = {knob.name: knob.default for knob in own_knobs(name, tree["decode"])}
         for knob in sorted(given - own.keys()):
-            owners: list[str] = [method for method, knobs in METHODS.items() if knob in knobs]
-            owners += [f"any {rule}" for rule, knobs in _RULES.items() if knob in knobs]
-            raise ValueError(f"{knob} is a knob of {', '.join(owners)}; {name} with {tree['decode']} does not have it")
+            owners = ", ".join(_owners(knob))
+            raise ValueError(f"{knob} is a knob of {owners}; {name} with {tree['decode']} does not have it")
         return {**own, **tree}
 
     @model_validator(mode="after")
-    def _check(self) -> PolicySpec:
+    def _check(self) -> Self:
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             raise ValueError(f"a share must be in (0, 1], got {self.budget}; for tokens write an integer")
         if isinstance(self.budget, int) and self.budget < 2:
             raise ValueError(f"a budget in tokens must be at least 2, got {self.budget}; the whole prompt is 1.0")
-        if self.name in _WITHOUT_BUDGET and self.budget != 1.0:
+        method, sinks = METHODS[self.name], getattr(self, "sinks", None)
+        if not method.has_budget and self.budget != 1.0:
             raise ValueError(f"{self.name} has no budget, got {self.budget}")
-        if self.decode == "ring" and isinstance(self.budget, int) and self.budget <= (self.sinks or 0):
-            raise ValueError(f"budget {self.budget} leaves no recent token beside {self.sinks} sinks")
-        if self.kernel is not None and self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, got {self.kernel}")
-        if self.decode != "append" and self.name in _ONLY_APPEND:
-            raise ValueError(f"{self.name} only appends while decoding, got {self.decode}")
-        if self.name in ("window", "streaming_llm") and self.decode != "ring":
-            raise ValueError(f"{self.name} is a ring while decoding, got {self.decode}")
-        if self.residual != RESIDUAL and self.name != "auto" and not self.storage.startswith("kivi"):
+        if self.decode == "ring" and isinstance(self.budget, int) and self.budget <= (sinks or 0):
+            raise ValueError(f"budget {self.budget} leaves no recent token beside {sinks} sinks")
+        for knob in method.knobs:
+            if knob.odd and getattr(self, knob.name) % 2 == 0:
+                raise ValueError(f"{knob.name} must be odd, got {getattr(self, knob.name)}")
+        if self.decode not in method.decode_rules:
+            raise ValueError(f"{self.name} {_only(method.decode_rules)} while decoding, got {self.decode}")
+        if self.residual != RESIDUAL and not method.delegates and not self.storage.startswith("kivi"):
             raise ValueError(f"residual is a knob of kivi2 and kivi4 storage, got {self.storage}")
-        if self.name == "rocketkv" and self.storage != "model":
-            raise ValueError(f"rocketkv reads chosen pages in the model's dtype, got {self.storage}")
-        if self.name in _WITHOUT_SCORES and (self.protect or self.shots):
+        if method.storages and self.storage not in method.storages:
+            raise ValueError(f"{self.name} goes with storage {' or '.join(method.storages)}, got {self.storage}")
+        if not method.has_scores and (self.protect or self.shots):
             raise ValueError(f"protect and shots change what a scorer picks; {self.name} has no scores")
-        if self.shots and self.name == "adakv":
+        if self.shots and method.shares_heads:
             raise ValueError(
-                "shots keeps the same units in all heads of a layer; adakv gives each head a budget of its own"
+                f"shots keeps the same units in all heads of a layer; {self.name} gives each head its own budget"
             )
         return self
+
+    @cached_property
+    def method(self) -> Method:
+        """The method of this policy. Kept, for the simulator asks it of every request."""
+        return METHODS[self.name](self)  # type: ignore[arg-type]
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, whose method is its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("method", None)
+        return copied
 
     @property
     def label(self) -> str:
         """The short form: `name@budget`, parts and knobs that are not at their default."""
-        head = self.name if self.name in _WITHOUT_BUDGET else f"{self.name}@{self.budget}"
-        if self.decode != _DECODE.get(self.name, "append"):
+        method = METHODS[self.name]
+        head = f"{self.name}@{self.budget}" if method.has_budget else self.name
+        if self.decode != method.decode:
             head += f"+{self.decode}"
         if self.storage != "model":
             head += f"+{self.storage}"
@@ -157,8 +119,8 @@ class PolicySpec(BaseModel):
             head += "+protect"
         if self.shots:
             head += "+shots"
-        own = own_knobs(self.name, self.decode)
-        given = {knob: getattr(self, knob) for knob, default in own.items() if getattr(self, knob) != default}
+        own = ((knob, getattr(self, knob.name)) for knob in own_knobs(self.name, self.decode))
+        given = {knob.name: value for knob, value in own if value != knob.default}
         knobs = [f"{knob}={str(value).lower() if isinstance(value, bool) else value}" for knob, value in given.items()]
         if self.protect not in (0.0, PROTECT):
             knobs.append(f"protect={self.protect}")
@@ -167,14 +129,69 @@ class PolicySpec(BaseModel):
         return f"{head}:{','.join(knobs)}" if knobs else head
 
 
-def own_knobs(name: PolicyName, decode: DecodeRule) -> dict[str, Any]:
-    """Knobs of a method and of the decode rule it is combined with, with their defaults."""
-    knobs = METHODS[name]
-    if decode == "ring" and name != "window":
-        knobs = {**_RULES["ring"], **knobs}
-    if decode == "argmin" and name != "tova":
-        knobs = {**_RULES["argmin"], **knobs}
-    return knobs
+def _owners(knob: str) -> list[str]:
+    """Return the methods and decode rules that have a knob."""
+    methods = [name for name, method in METHODS.items() if any(own.name == knob for own in method.knobs)]
+    return methods + [f"any {rule}" for rule, own in _RULES.items() if own.name == knob]
+
+
+def _all_knobs() -> dict[str, Knob]:
+    """Return the knobs of all decode rules and methods, without defaults. Raises PluginError where two differ."""
+    found: dict[str, Knob] = {}
+    for own in (tuple(_RULES.values()), *(method.knobs for method in METHODS.values())):
+        for knob in own:
+            meant = found.setdefault(knob.name, knob.by_default(None))
+            if meant != knob.by_default(None) or hasattr(PolicyParts, knob.name):
+                raise PluginError(f"{knob.name}, a knob of {_owners(knob.name)[-1]}, has another meaning already")
+    return found
+
+
+def _field(knob: Knob) -> tuple[Any, Any]:
+    """Return a knob as a field of a pydantic model, None where a method does not have it."""
+    owners = _owners(knob.name)
+    description = f"{knob.description} ({owners[0]})" if knob.description and len(owners) == 1 else knob.description
+    limits: dict[str, Any] = {"ge": knob.ge, "gt": knob.gt, "le": knob.le}
+    return Optional[knob.type], Field(None, description=description, **limits)  # noqa: UP045
+
+
+KNOBS = _all_knobs()
+_DOC = """A compression policy.
+
+`budget` counts every token kept per KV head and layer: an int is tokens, a float in (0, 1] is a share of the
+prompt. A ring over the whole prompt as its budget makes room for every new token by evicting an old one.
+The short form `NAME[@BUDGET][+PART...][:KNOB=VALUE,...]` is accepted wherever a policy is: `snapkv@0.2`,
+`snapkv@1024+ring+kivi4`, `h2o@0.1+protect`, `snapkv@0.2:window=16`. `kivi`, `turboquant` and `fp8` name the full
+cache in such a storage, `kivi` with the residual of its paper; `structural` and `shotkv` name snapkv inside that
+wrapper.
+"""
+
+if TYPE_CHECKING:
+
+    class PolicySpec(PolicyParts):
+        def __getattr__(self, knob: str) -> Any: ...
+
+else:
+    PolicySpec = create_model(
+        "PolicySpec",
+        __base__=PolicyParts,
+        __module__=__name__,
+        __doc__=_DOC,
+        name=(Literal[tuple(METHODS)], "full"),
+        **{name: _field(knob) for name, knob in KNOBS.items()},
+    )
+
+
+def own_knobs(name: str, decode: DecodeRule) -> tuple[Knob, ...]:
+    """Return the knobs of a method and of the decode rule it is combined with."""
+    method = METHODS[name]
+    known = {knob.name for knob in method.knobs} | set(method.rule_knobs_refused)
+    return (*(knob for rule, knob in _RULES.items() if rule == decode and knob.name not in known), *method.knobs)
+
+
+def _only(rules: tuple[DecodeRule, ...]) -> str:
+    """Say which decode rules a method goes with."""
+    phrases = {"append": "only appends", "ring": "is a ring", "argmin": "evicts by score"}
+    return " or ".join(phrases[rule] for rule in rules)
 
 
 def _parse(text: str) -> dict[str, Any]:

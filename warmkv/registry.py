@@ -11,9 +11,12 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from warmkv.faults import UserError
+
+if TYPE_CHECKING:
+    from warmkv.policies.compression.method import Method
 
 
 class Named(Protocol):
@@ -75,3 +78,7 @@ class Registry(dict[str, Plugin]):
             ) from error
         if entry.name not in self:
             raise PluginError(f"package {package} offers a {self.kind} {entry.name}, but {entry.value} registers none")
+
+
+METHODS: Registry[type[Method]] = Registry("method", "warmkv.policies.compression.methods", "warmkv.methods")
+"""Compression methods; `warmkv.policy_spec` loads them."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from warmkv.evaluation import matching
 from warmkv.policies import budgets, compression
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
+from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel

@@ -15,9 +15,6 @@ from warmkv.policies import budgets
 from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind
 from warmkv.policy_spec import PolicySpec
 
-BUDGETLESS = ("full", "fastgen", "auto")
-"""Methods whose memory follows from the prompt; they are measured once, at what they take."""
-
 
 def full_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
     """Bytes of the uncompressed cache; the last new token is never written."""
@@ -57,7 +54,8 @@ def _exact_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
 
 
 def has_budget(spec: PolicySpec) -> bool:
-    return spec.name not in BUDGETLESS
+    """Return whether a policy has one; memory of the others follows from the prompt, and is measured once."""
+    return spec.method.has_budget
 
 
 def smallest_budget(spec: PolicySpec) -> int:

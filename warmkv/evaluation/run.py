@@ -15,7 +15,6 @@ from warmkv.evaluation import matching, scoring, stream, tasks
 from warmkv.evaluation.plan import EvalError, EvalPlan, SampleSet, bounded
 from warmkv.evaluation.results import STREAM, Row, RunFolder
 from warmkv.policies.compression.prefill_state import TokenClasses
-from warmkv.replicas.engine.engine import REROTATING
 from warmkv.replicas.loading.load import LoadedModel, token_classes
 
 Progress = Callable[[str, int], None]
@@ -62,7 +61,7 @@ def check(plan: EvalPlan, model: LoadedModel) -> None:
     """Check that the model can do what the plan asks. Raises EvalError."""
     specs = plan.specs()
     if not model.fixed_rotation:
-        if turning := [label for label, spec in specs.items() if spec.name in REROTATING]:
+        if turning := [label for label, spec in specs.items() if spec.method.rotates]:
             raise EvalError(f"the rotary embedding of {plan.model} cannot be turned on, as {', '.join(turning)} must")
         if tasks.STREAM in plan.tasks and plan.stream_tokens > model.max_context:
             raise EvalError(f"{plan.model} takes {model.max_context} tokens; give at most so many --stream-tokens")
@@ -84,7 +83,7 @@ def work(plan: EvalPlan, tokenizer: Any) -> int:
 def evaluate(plan: EvalPlan, model: LoadedModel, tokenizer: Any, folder: RunFolder, progress: Progress) -> None:
     """Do what is missing in the folder, and merge everything. `plan` and `model` are those of its `meta`."""
     texts, specs = tasks.Texts(tokenizer), plan.specs()
-    reads_classes = any(spec.shots or spec.name in ("fastgen", "auto") for spec in specs.values())
+    reads_classes = any(spec.shots or spec.method.reads_classes for spec in specs.values())
     classes = token_classes(tokenizer) if reads_classes else None
     parts = list(plan.parts(tasks.has_template(tokenizer)))
     for part in parts:

@@ -76,7 +76,7 @@ def evaluate(
 
 
 def _matched(model: LoadedModel, spec: PolicySpec, prompt: int, new: int, allowed: int) -> PolicySpec | None:
-    if spec.name == "streaming_llm" and not model.fixed_rotation:
+    if spec.method.rotates and not model.fixed_rotation:
         return None
     return matching.match(spec, model.kv_shape, prompt, new, allowed)
 
@@ -87,7 +87,7 @@ def _turns(spec: PolicySpec) -> bool:
     Sinks beside packed groups stay as they were cached, which only StreamingLLM makes good.
     """
     apart = spec.decode == "ring" and bool(spec.sinks) and spec.storage.startswith("kivi")
-    return not apart or spec.name == "streaming_llm"
+    return not apart or spec.method.rebased
 
 
 def _decoded(

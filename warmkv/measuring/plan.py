@@ -85,8 +85,8 @@ class ProfilePlan:
 
     def __post_init__(self) -> None:
         for label, spec in self.specs().items():
-            if spec.name == "auto":
-                raise MeasureError("auto stands for other policies; name those that it chooses from")
+            if spec.method.delegates:
+                raise MeasureError(f"{label} stands for other policies; name those that it chooses from")
             if spec.budget != 1.0:
                 raise MeasureError(f"policy {label}: leave the budget out; a profile covers all of them")
         _check_counts(self.lengths or (SHORTEST,), self.batches, self.repeats)

@@ -16,8 +16,8 @@ from torch import Tensor
 from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
 from warmkv.policies import budgets, compression
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import Sequence

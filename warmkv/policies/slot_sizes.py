@@ -78,22 +78,19 @@ def size_class(capacity: int) -> int:
 def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     """Return the kind of row for a KV head that needs at most `limit` entries."""
     spec = budgets.resolve_auto(spec, prompt_tokens)
+    method = spec.method
     sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
     kind = RowKind(
         capacity=size_class(limit),
         storage=spec.storage,
         decode=spec.decode,
-        replaces=spec.name == "tova" and spec.decode == "argmin",
-        alike=budgets.keeps_alike(spec) and spec.decode == "argmin",
+        replaces=method.by_last_step and spec.decode == "argmin",
+        alike=method.keeps_alike() and spec.decode == "argmin",
         sinks=sinks,
-        rebased=spec.name == "streaming_llm",
+        rebased=method.rebased,
     )
-    if spec.name == "rocketkv":
-        budget = budgets.resolve_budget(spec, prompt_tokens)
-        assert budget is not None
-        if budget < prompt_tokens:
-            page = budgets.rocket_page(budget, prompt_tokens)
-            return replace(kind, capacity=-(-size_class(limit) // page) * page, page=page)
+    if page := budgets.page_tokens(spec, prompt_tokens):
+        return replace(kind, capacity=-(-size_class(limit) // page) * page, page=page)
     if spec.storage.startswith("kivi"):
         packed = packed_limit(spec, limit)
         if packed == 0:  # everything it may hold is recent
@@ -112,7 +109,7 @@ def layer_row_kind(
     kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, limit)
     if not sliding.slides(window, prompt_tokens, new_tokens):
         return kind, limit
-    without_gaps = kept >= min(prompt_tokens, window) or spec.name in ("window", "streaming_llm")
+    without_gaps = kept >= min(prompt_tokens, window) or spec.method.recent_only
     newest_only = without_gaps and kind.decode == "ring" and not kind.grouped and limit <= window
     return kind if newest_only else replace(kind, window=window), limit
 
@@ -167,7 +164,8 @@ def slot_bytes(
         return _sliding_bytes(spec, shape, prompt_tokens, new_tokens)
     spec = budgets.resolve_auto(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
-        by_class = not spec.storage.startswith("kivi") and spec.name != "rocketkv"  # or other things count, too
+        # Where entries are packed in groups or read by pages, the class alone does not tell the bytes.
+        by_class = not spec.storage.startswith("kivi") and not budgets.page_tokens(spec, prompt_tokens)
         rows, total = rows if rows is not None and by_class else {}, 0
         for kept, layers in budgets.layer_counts(spec, prompt_tokens, shape.layers).items():
             limit = budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
@@ -198,7 +196,7 @@ def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tok
     for window, count in Counter(shape.windows).items():
         slid = sliding.slides(window, prompt_tokens, new_tokens)
         # Layers that share a budget (cake) may spend on one what the window takes from another.
-        most = min(limit, window + KIVI_GROUP) if slid and spec.name != "cake" else limit
+        most = min(limit, window + KIVI_GROUP) if slid and not spec.method.shares_layers else limit
         kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, most)
         spread = replace(
             kind,

@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.policies.budgets import (
-    column_sums_share,
     in_force,
     kept_tokens,
     needs_column_sums,
-    pyramid,
     recomputed_tokens,
     resolve_auto,
     resolve_budget,
     slot_capacity,
 )
+from warmkv.policies.compression.methods.auto import column_sums_share
+from warmkv.policies.compression.methods.pyramidkv import pyramid
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 

@@ -18,8 +18,8 @@ from tests.unit.replicas.test_engine import prompt
 from tests.unit.replicas.test_matrix import POLICIES
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.loading.packed_weights import packed_bytes

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from warmkv.policies import budgets
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.decode_state import DecodeState
@@ -45,7 +45,7 @@ def test_a_step_reads_the_pages_that_can_match_best(budget, others):
     random = torch.Generator().manual_seed(budget)
     tokens, new = 60, 25
     spec = PolicySpec(name="rocketkv", budget=budget, window=3)
-    kept, page = budgets.rocket_kept(budget, tokens), budgets.rocket_page(budget, tokens)
+    kept, page = budgets.kept_tokens(spec, tokens), budgets.page_tokens(spec, tokens)
     assert kept > budget
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     slots, caches = [], []

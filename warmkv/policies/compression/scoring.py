@@ -14,6 +14,9 @@ from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, ca
 if TYPE_CHECKING:
     from warmkv.policies.compression.prefill_state import PrefillState
 
+NONE = -1
+"""Fills up the positions of a head that keeps fewer than the others."""
+
 
 def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterator[Tensor]:
     """Attention of the prompt's last queries, softmax in float32, causal inside the window; a few queries at a time.
@@ -77,6 +80,14 @@ def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
 def best(scores: Tensor, count: int) -> Tensor:
     """Positions [..., count] of the highest scores [..., n], the highest first; ties go to the lower position."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+def padded_positions(kept: Tensor) -> Tensor:
+    """Positions of a mask [kv_heads, T], ascending, as [kv_heads, n] with NONE at the ends of shorter rows."""
+    counts = kept.sum(dim=1)
+    longest = int(counts.max())
+    order = kept.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :longest]
+    return order.masked_fill(torch.arange(longest, device=kept.device) >= counts[:, None], NONE)
 
 
 def pool_positions(scores: Tensor, kernel: int, pooling: Literal["avg", "max"]) -> Tensor:

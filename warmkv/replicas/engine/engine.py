@@ -64,7 +64,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
-REROTATING = ("streaming_llm", "expected_attention")  # methods that turn keys or queries to other positions
 
 
 class Engine:
@@ -121,7 +120,7 @@ class Engine:
         policy = compression.build(
             budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
         )
-        if policy.spec.name in REROTATING and not self.model.fixed_rotation:
+        if policy.rotates and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
         multiple = head_dim_multiple(policy.spec.storage)
         if self.model.kv_shape.head_dim % multiple:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from warmkv.config import EngineConfig
-from warmkv.policies.compression.base import Policy
+from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.memory_plan import Limit
@@ -35,7 +35,7 @@ class Sequence:
     """A request on its way through the engine."""
 
     request: GenerateRequest
-    policy: Policy
+    policy: Method
     emit: Emit
     arrived: float
     random: np.random.Generator

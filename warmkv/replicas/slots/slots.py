@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from warmkv.policies import budgets, sliding
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.rows import FREE, Ints, RowTable
@@ -328,9 +328,8 @@ class SlotPool:
                 claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
         budget = budgets.resolve_budget(slot_request.spec, prompt.tokens)
-        pages = 0
-        if slot_request.spec.name == "rocketkv" and budget is not None and budget < prompt.tokens:
-            pages = budget // budgets.rocket_page(budget, prompt.tokens)
+        page = budgets.page_tokens(slot_request.spec, prompt.tokens)
+        pages = budget // page if budget is not None and page else 0
         for slab, rows in slot.places:
             window = self.shape.window(slab.layers[0])
             spec = slot_request.in_layer(window)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from warmkv.policy_spec import DecodeRule, PolicyName, PolicySpec, Storage
+from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class PhaseCosts:
 class StepKind(NamedTuple):
     """What of a policy decides how long its steps take; its budget counts through the context."""
 
-    method: PolicyName
+    method: str
     decode: DecodeRule
     storage: Storage
 

@@ -21,7 +21,6 @@ from warmkv.policies.budgets import kept_tokens
 from warmkv.policy_spec import PolicySpec
 
 FULL = "full"
-_BUDGETLESS = ("full", "fastgen", "auto")
 _SAMPLE = ("task", "variant", "length", "depth", "sample")
 COLUMNS = (*_SAMPLE, "policy", "share", "score", "kept_tokens", "prompt_tokens")
 
@@ -91,7 +90,7 @@ def retention(quality: Quality, spec: PolicySpec, prompts: Mapping[int, int]) ->
     A prompt within the budget is kept whole: it counts as the full cache in the policy's storage.
     """
     own, whole = quality.get(label_of(spec)), quality.get(label_of(PolicySpec(name="full", storage=spec.storage)))
-    if spec.name in _BUDGETLESS:
+    if not spec.method.has_budget:
         return own.retention[0] if own is not None else None
     total = 0.0
     for prompt, count in prompts.items():

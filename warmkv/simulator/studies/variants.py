@@ -38,7 +38,7 @@ class Variant:
 
 def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
     """Build the policy `name` at `budget`, with those knobs of `base` that it has. Raises VariantError."""
-    knobs = {knob: getattr(base, knob) for knob in METHODS[base.name]} if name == base.name else {}
+    knobs = {knob.name: getattr(base, knob.name) for knob in METHODS[base.name].knobs} if name == base.name else {}
     try:
         return PolicySpec.model_validate({"name": name, "budget": budget, **knobs})
     except ValidationError as error:

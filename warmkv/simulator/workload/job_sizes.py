@@ -27,7 +27,7 @@ def sizes_of(
     """What each job takes. A slot is sized for what its request allowed."""
     if not records:
         return []
-    if all(spec.name == "full" and spec.storage == "model" for spec in {id(spec): spec for spec in specs}.values()):
+    if all(spec == PolicySpec() for spec in {id(spec): spec for spec in specs}.values()):
         return _whole_sizes(records, StepKind.of(specs[0]), shape)
     known: dict[tuple[int, int, int, int], Sizes] = {}  # many requests are alike
     forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}

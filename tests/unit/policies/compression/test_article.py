@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.unit.replicas.slow_methods import rotation
 from warmkv.policies.budgets import in_force, kept_tokens, slot_limit
 from warmkv.policies.compression import build
-from warmkv.policies.compression.base import Selection
 from warmkv.policies.compression.prefill_state import PrefillState, add_column_sums
 from warmkv.policies.compression.scoring import best, pool_positions
+from warmkv.policies.compression.selection import Selection
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.replicas import slow_methods
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
-from warmkv.policies.compression.adakv import safeguarded
+from warmkv.policies.compression.methods.adakv import safeguarded
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.compression.shotkv import best_units
 from warmkv.policy_spec import PolicySpec

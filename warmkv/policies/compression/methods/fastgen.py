@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from warmkv.knobs import Knob
 from warmkv.policies.budgets import share
-from warmkv.policies.compression.adakv import padded_positions
-from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prefill_state import PrefillState
-from warmkv.policies.compression.scoring import best
+from warmkv.policies.compression.method import Method, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 HEAVY = RECENT = 0.3
 
 
-class FastGen(Policy):
+@register
+class FastGen(Method):
     """Per KV head, the first of [special, +punctuation, +heavy, +window, everything] that recovers enough attention.
 
     Recovery is measured on the prompt itself, as the mean share of their attention that all queries find in the set
     (section 4). The last token is always kept.
     """
 
-    def layer_budgets(self, prompt: PrefillState) -> list[int]:
-        return [prompt.tokens] * prompt.layers
+    name = "fastgen"
+    knobs = (Knob("recovery", float, 0.95, "attention mass a head must keep", gt=0, le=1),)
+    keeps = "smallest set that recovers a share of attention"
+    differs = "sizes by head"
+    source = "2310.01801, the paper alone"
+    deviates = "recovery is the mean over queries; no profile while decoding"
+    decode_rules = ("append",)
+    has_budget = has_scores = False
+    follows_content = reads_classes = True
+
+    def selects_all_lengths(self, prompt_tokens: int) -> bool:
+        return True
+
+    def needs_column_sums(self, compressed: bool) -> bool:
+        return True
 
     def select_layer(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
+        import torch
+
+        from warmkv.policies.compression.scoring import best, padded_positions
+
         assert prompt.column_sums is not None
-        assert self.spec.recovery is not None
         sums = prompt.column_sums[layer]
         heads, tokens = sums.shape
         kept = prompt.members("special").expand(heads, -1).clone()
@@ -41,5 +60,5 @@ class FastGen(Policy):
         return padded_positions(kept)
 
     def _recovers(self, sums: Tensor, kept: Tensor) -> Tensor:
-        assert self.spec.recovery is not None
-        return (sums * kept).sum(dim=1) >= self.spec.recovery * sums.sum(dim=1)
+        recovery: float = self.spec.recovery
+        return (sums * kept).sum(dim=1) >= recovery * sums.sum(dim=1)

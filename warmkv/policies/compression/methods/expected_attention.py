@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.knobs import SINKS, WINDOW, Knob
+from warmkv.policies.compression.method import Method, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 PIECE = 4096
 """Keys that are looked at together."""
 
 
-class ExpectedAttention(Policy):
+@register
+class ExpectedAttention(Method):
     """Keep the tokens whose expected contribution to the next `horizon` queries is largest, per KV head.
 
     Queries before rotation are taken as normally distributed, with mean and covariance of the prompt's last `window`
@@ -22,13 +27,27 @@ class ExpectedAttention(Policy):
     independent of what was cached.
     """
 
+    name = "expected_attention"
+    knobs = (
+        SINKS,
+        WINDOW.by_default(128),
+        Knob("horizon", int, 512, "future positions averaged over", ge=1, le=65536),
+    )
+    keeps = "most useful to queries to come"
+    source = "2510.00636; NVIDIA/kvpress"
+    deviates = "the last `window` queries instead of all; no constant is added to the scores"
+    rotates = True
+
+    def observed_queries(self, prompt_tokens: int, compressed: bool) -> int:
+        return min(int(self.spec.window), prompt_tokens) if compressed else 0
+
     def ends(self, budget: int) -> tuple[int, int]:
-        return min(self.spec.sinks or 0, budget), 0
+        return min(self.spec.sinks, budget), 0
 
     def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
-        assert self.spec.window is not None
+        import torch
+
         assert prompt.inv_freq is not None
-        assert self.spec.horizon is not None
         sinks = 0 if prompt.first else self.ends(budget)[0]  # they have left a sliding window
         queries = prompt.last_queries(layer, min(self.spec.window, prompt.tokens - sinks)).double()  # [q_heads, w, d]
         window, tokens, device = queries.shape[1], prompt.tokens, queries.device
@@ -60,5 +79,7 @@ class ExpectedAttention(Policy):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [..., d] by angles of which cosine and sine [..., d/2] are given (halves convention)."""
+    import torch
+
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

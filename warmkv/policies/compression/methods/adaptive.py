@@ -5,25 +5,46 @@ How much a prompt needs is an open problem of the literature; this takes the obs
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from warmkv.knobs import VOTES, Knob
 from warmkv.policies import budgets
-from warmkv.policies.compression.prefill_state import PrefillState
-from warmkv.policies.compression.scoring import window_votes
-from warmkv.policies.compression.snapkv import SnapKV
+from warmkv.policies.compression.method import register
+from warmkv.policies.compression.methods.snapkv import SnapKV
+
+if TYPE_CHECKING:
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 
+@register
 class Adaptive(SnapKV):
     """SnapKV under the smallest budget at which the window's queries keep `target` of their attention.
 
     The mean over layers and KV heads decides. `budget` is the most that is kept, `least` the smallest share.
     """
 
-    def layer_budgets(self, prompt: PrefillState) -> list[int]:
+    name = "adaptive"
+    knobs = (
+        *VOTES,
+        Knob("target", float, 0.9, "attention mass to keep", gt=0, le=1),
+        Knob("least", float, 0.05, "smallest share of the prompt kept", ge=0, le=1),
+    )
+    keeps = "as snapkv"
+    differs = "budget by prompt"
+    source = "warmkv's own"
+    deviates = "nothing"
+    follows_content = True
+    by_default_in_eval = False
+
+    def selects_all_lengths(self, prompt_tokens: int) -> bool:
+        return prompt_tokens > int(self.spec.window)
+
+    def content_budgets(self, prompt: PrefillState) -> list[int]:
+        import torch
+
+        from warmkv.policies.compression.scoring import window_votes
+
         most = budgets.kept_tokens(self.spec, prompt.tokens)
-        assert self.spec.window is not None
-        assert self.spec.target is not None
-        assert self.spec.least is not None
         window = min(self.spec.window, most)
         if window == most:
             return [most] * prompt.layers

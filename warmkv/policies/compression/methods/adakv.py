@@ -4,24 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from warmkv.knobs import KERNEL, POOLING, WINDOW, Knob
+from warmkv.policies.compression.method import register
+from warmkv.policies.compression.methods.snapkv import SnapKV
 
-from warmkv.policies.compression.base import NONE
-from warmkv.policies.compression.prefill_state import PrefillState
-from warmkv.policies.compression.scoring import best
-from warmkv.policies.compression.snapkv import SnapKV
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 
+@register
 class AdaKV(SnapKV):
     """SnapKV's votes, compared across the KV heads of a layer: heads whose attention is spread keep more.
 
     What a head keeps is interpolated between its part of the layer's best votes and an even share (section 3.3).
     """
 
+    name = "adakv"
+    knobs = (
+        WINDOW,
+        KERNEL.by_default(7),
+        POOLING.by_default("max"),
+        Knob("floor", float, 0.2, "weight of an even share beside what heads win, 1 is snapkv", ge=0, le=1),
+    )
+    keeps = "as snapkv"
+    differs = "budgets by head"
+    source = "2407.11550; FFY0/AdaKV"
+    deviates = "head budgets are rounded together, so that the layer keeps exactly its budget"
+    follows_content = shares_heads = True
+    by_default_in_eval = False
+
     def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState) -> Tensor:
-        assert self.spec.floor is not None
+        import torch
+
+        from warmkv.policies.compression.scoring import best, padded_positions
+
         first, last = ends
         heads, tokens = scores.shape
         even = budget - first - last
@@ -48,11 +68,3 @@ def safeguarded(greedy: Sequence[int], even: int, floor: float) -> list[int]:
     for head in by_remainder[: len(greedy) * even - sum(counts)]:
         counts[head] += 1
     return counts
-
-
-def padded_positions(kept: Tensor) -> Tensor:
-    """Positions of a mask [kv_heads, T], ascending, as [kv_heads, n] with NONE at the ends of shorter rows."""
-    counts = kept.sum(dim=1)
-    longest = int(counts.max())
-    order = kept.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :longest]
-    return order.masked_fill(torch.arange(longest, device=kept.device) >= counts[:, None], NONE)

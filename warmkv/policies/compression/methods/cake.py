@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from warmkv.knobs import VOTES, Knob
 from warmkv.policies import budgets
-from warmkv.policies.compression.base import Policy
-from warmkv.policies.compression.prefill_state import PrefillState
-from warmkv.policies.compression.scoring import pool_positions, window_moments
+from warmkv.policies.compression.method import Method, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warmkv.policies.compression.prefill_state import PrefillState
 
 
-class Cake(Policy):
+@register
+class Cake(Method):
     """Layers share the budget in proportion to entropy^(1/tau1) * variance^(1/tau2) of their attention (section 4.1).
 
     A token's score is its mean attention plus `gamma` times its variance over the window (section 4.3).
     """
 
+    name = "cake"
+    knobs = (
+        *VOTES,
+        Knob("gamma", float, 200.0, "weight of a token's variance of attention", ge=0),
+        Knob("tau1", float, 1.0, "a layer's entropy counts to the power of 1/tau1", gt=0),
+        Knob("tau2", float, 1.0, "a layer's variance counts to the power of 1/tau2", gt=0),
+    )
+    keeps = "mean and variance of the last `w`"
+    differs = "budgets by layer"
+    source = "2503.12491; antgroup/cakekv, as forks have it"
+    deviates = "layers share what others cannot use in proportion; budgets are divided once; decoding appends"
+    follows_content = shares_layers = True
+
     def ends(self, budget: int) -> tuple[int, int]:
         return 0, self.votes_window(budget)
 
-    def layer_budgets(self, prompt: PrefillState) -> list[int]:
+    def content_budgets(self, prompt: PrefillState) -> list[int]:
         budget = budgets.kept_tokens(self.spec, prompt.tokens)
-        assert self.spec.window is not None
         window = min(self.spec.window, budget)
         if window == budget:
             return [budget] * prompt.layers
@@ -32,9 +48,10 @@ class Cake(Policy):
         return budgets.with_room(self.spec, layers, budget)
 
     def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
-        assert self.spec.gamma is not None
-        assert self.spec.kernel is not None
-        assert self.spec.pooling is not None
+        import torch.nn.functional as F
+
+        from warmkv.policies.compression.scoring import pool_positions, window_moments
+
         window = self.votes_window(budget)
         mean, variance, _ = window_moments(prompt, layer, window)
         scores = (mean + self.spec.gamma * variance).sum(dim=1)
@@ -42,8 +59,8 @@ class Cake(Policy):
 
     def _preference(self, prompt: PrefillState, layer: int, window: int) -> float:
         """How much a layer asks for: both factors are summed over heads and tokens before the window."""
-        assert self.spec.tau1 is not None
-        assert self.spec.tau2 is not None
+        from warmkv.policies.compression.scoring import window_moments
+
         _, variance, entropy = window_moments(prompt, layer, window)
         return float(entropy ** (1 / self.spec.tau1) * variance.sum() ** (1 / self.spec.tau2))
 

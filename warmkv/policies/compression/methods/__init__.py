@@ -1,0 +1,1 @@
+"""Compression methods, one file each. Importing a file registers its method, without torch."""

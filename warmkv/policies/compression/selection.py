@@ -1,0 +1,100 @@
+"""The hand-off: positions that each layer keeps of a computed prompt, by a method's scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from warmkv.policies import budgets
+from warmkv.policies.compression import shotkv
+from warmkv.policies.compression.method import Method
+from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.scoring import NONE, best, window_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What one layer keeps of a prompt.
+
+    `positions` int64 [kv_heads, n], ascending, ends filled up with NONE where heads differ. `attention` float32 of the
+    same shape is what each kept token received from the queries that were looked at, where the decode rule needs it.
+    """
+
+    positions: Tensor
+    attention: Tensor | None = None
+
+
+def select(method: Method, prompt: PrefillState) -> list[Selection]:
+    """Return what each layer keeps of a prompt."""
+    if method.delegates:
+        return select(method.resolve(prompt.tokens).method, prompt)
+    compressed = budgets.is_compressed(method.spec, prompt.tokens)
+    kept = method.content_budgets(prompt) if compressed else [prompt.tokens] * prompt.layers
+    return [
+        _select_in_window(method, prompt.in_window(layer), layer, budget, compressed)
+        for layer, budget in enumerate(kept)
+    ]
+
+
+def _select_in_window(method: Method, prompt: PrefillState, layer: int, budget: int, compressed: bool) -> Selection:
+    """Select among the tokens that a layer's window shows."""
+    if compressed:
+        positions = method.select_layer(prompt, layer, min(budget, prompt.tokens))
+    else:
+        positions = torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
+    attention = None
+    if method.spec.decode == "argmin":
+        attention = received_attention(method, prompt, layer).gather(1, positions.clamp(min=0))
+    selection = Selection(positions, attention)
+    if not prompt.first:
+        return selection
+    return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))
+
+
+def select_layer(method: Method, prompt: PrefillState, layer: int, budget: int) -> Tensor:
+    """Return the ends and the best tokens between them: positions [kv_heads, n], ascending."""
+    budget = min(budget, prompt.tokens)
+    first, last = method.protected_ends(budget)
+    whole = first + last >= budget or budget == prompt.tokens
+    if prompt.first:  # the prompt's beginning has left the window
+        first = 0
+    if whole:  # nothing is left to choose
+        head, tail = _ends(prompt.tokens, (first, budget - first), prompt.keys.device)
+        return torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)
+    return method.choose(method.score(prompt, layer, budget), (first, last), budget, prompt)
+
+
+def choose_per_head(scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState, shots: bool) -> Tensor:
+    """Return positions [kv_heads, budget], ascending: the ends and each head's best tokens, or units, between them."""
+    first, last = ends
+    tokens = scores.shape[1]
+    between = scores[:, first : tokens - last]
+    if shots:
+        chosen = shotkv.best_units(between, budget - first - last, prompt.members("separators")[first:])
+    else:
+        chosen = best(between, budget - first - last).sort(dim=-1).values
+    head, tail = _ends(tokens, ends, scores.device)
+    rows = len(scores)
+    return torch.cat([head.expand(rows, -1), chosen + first, tail.expand(rows, -1)], dim=-1)
+
+
+def _ends(tokens: int, ends: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of the first and of the last tokens."""
+    first, last = ends
+    return torch.arange(first, device=device), torch.arange(tokens - last, tokens, device=device)
+
+
+def received_attention(method: Method, prompt: PrefillState, layer: int) -> Tensor:
+    """Return what each token received so far, float32 [kv_heads, T]: from all queries or from those observed.
+
+    Summed over the query heads of each KV head, or over all heads where these keep the same tokens.
+    """
+    if budgets.needs_column_sums(method.spec, prompt.tokens):
+        assert prompt.column_sums is not None
+        return prompt.column_sums[layer]
+    if observed := budgets.observed_queries(method.spec, prompt.tokens):
+        sums = window_sums(prompt, layer, min(observed, prompt.tokens))
+        return sums.sum(dim=0, keepdim=True).expand_as(sums) if method.keeps_alike() else sums
+    return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)
