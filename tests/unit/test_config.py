@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,31 @@ def test_there_are_never_more_replicas_than_autoscaling_allows():
     assert parse({"cluster": {"replicas": 3, "autoscaling": {"max_replicas": 5}}}).cluster.most_replicas == 5
 
 
+def test_a_fault_names_its_source(file):
+    file.write_text("engine:\n  max_slots: 0\n  max_queue: 0\n  prefill_chunk: 0\ngateway:\n  tenants:\n  - nam: a\n")
+    environ = {"WARMKV_ENGINE__MAX_QUEUE": "-1", "WARMKV_CLUSTR__REPLICAS": "2"}
+    with pytest.raises(ConfigError) as caught:
+        load(file, flags=["engine.prefill_chunk=-1", "prefix_cache.default_ttl=2h"], environ=environ)
+    sources = dict(re.fullmatch(r"(\S+): .* \((.*)\)", line).groups() for line in str(caught.value).splitlines())
+    assert sources == {
+        "engine.max_slots": f"{file}, line 2",
+        "engine.max_queue": "WARMKV_ENGINE__MAX_QUEUE",
+        "engine.prefill_chunk": "--set engine.prefill_chunk",
+        "gateway.tenants.0.name": f"{file}, line 7",
+        "gateway.tenants.0.nam": f"{file}, line 7",
+        "prefix_cache": "--set prefix_cache.default_ttl",
+        "clustr": "WARMKV_CLUSTR__REPLICAS",
+    }
+
+
+def test_a_mapping_that_is_set_as_a_whole_takes_the_place_of_the_other(file):
+    file.write_text("prefix_cache: {ttls: {5m: 10, 1h: 20}, min_tokens: 5}\npricing: {write: {5m: 1, 1h: 2, 1d: 3}}\n")
+    environ = {"WARMKV_PREFIX_CACHE__TTLS": "{5m: 30}"}
+    assert load(file, environ=environ).prefix_cache.ttls == {"5m": 30}
+    assert load(file, environ=environ).prefix_cache.min_tokens == 5
+    assert load(file, flags=["prefix_cache.ttls.1d=40"], environ=environ).prefix_cache.ttls == {"5m": 30, "1d": 40}
+
+
 def test_every_fault_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
         load(flags=["engine.max_slots=0", "cluster.replica=2"], environ={})
@@ -228,7 +254,12 @@ def test_a_knob_does_not_erase_a_policy_in_short_form(file):
 def test_files_that_cannot_be_read(file):
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         load(file, environ={})
-    for content, message in [("a: [", "is not YAML"), ("- 1", "expected a mapping"), (b"\xff\xfe\x00", "not")]:
+    for content, message in [
+        ("a: [", "is not YAML"),
+        ("- 1", "expected a mapping"),
+        ("1: {}", "expected a mapping"),
+        (b"\xff\xfe\x00", "not"),
+    ]:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ConfigError, match=message):
             load(file, environ={})

@@ -11,7 +11,7 @@ from warmkv.config.gateway import GatewayConfig, IntakeConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import BlockStorage, DiskConfig, Eviction, PrefixCacheConfig, TierConfig
 from warmkv.config.pricing import ModelPrices, Prices, PricingConfig
-from warmkv.config.reading import describe, load, parse, put, read_value
+from warmkv.config.reading import describe, load, parse
 from warmkv.config.routing import RoutingConfig
 from warmkv.config.simulator import FailureConfig, RooflineConfig, SimulatorConfig, SloConfig
 from warmkv.config.tenants import (
@@ -26,6 +26,7 @@ from warmkv.config.tenants import (
 )
 from warmkv.config.transfer import TransferConfig
 from warmkv.config.tree import Config
+from warmkv.config.values import put, read_value
 
 __all__ = [
     "AutoBytes",

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, Valida
 
 from warmkv.faults import UserError
 
-ENV_PREFIX = "WARMKV_"
-
 
 class ConfigError(UserError):
     """A configuration that cannot be used; the message says where and what to do."""
@@ -42,6 +40,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def planned(value: ByteSize | Literal["auto"], name: str) -> int:
+    """Return a size that a memory plan has resolved. Raises RuntimeError while it is auto."""
     if value == "auto":
         raise RuntimeError(f"{name} is auto: a memory plan must resolve it first")
     return int(value)
