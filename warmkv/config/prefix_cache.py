@@ -17,7 +17,7 @@ BlockStorage = Literal["model", "fp8", "kivi4"]
 
 
 class TierConfig(Section):
-    """Where blocks go that the tier above it gives up."""
+    """Where blocks go that the tier above evicts."""
 
     memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
     eviction: Eviction | None = Field(None, description="which block goes first; as prefix_cache.eviction if absent")
@@ -66,7 +66,7 @@ class PrefixCacheConfig(Section):
         0.0,
         ge=0,
         le=1,
-        description="share of every tier that nobody else can evict a tenant from; 0 is one queue for all",
+        description="share of every tier reserved for a tenant: no other can evict it below; 0 is one queue for all",
     )
     attention_tokens: int = Field(
         8192, ge=1, description="prompt tokens before a token that double its cost, for eviction by cost"

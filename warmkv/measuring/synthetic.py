@@ -1,4 +1,4 @@
-"""Prompts that nobody computed: random keys and values, so that long contexts cost nothing to begin with.
+"""Synthetic prompts: random keys and values, so that long contexts need no prefill.
 
 Sequences are put straight into the engine's scheduler, in the state in which its own hand-off (or an earlier chunk)
 would have left them; every step after that is the engine's. This is the only file that knows how.

@@ -16,7 +16,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_listening(gateway: GatewayConfig, host: str | None = None) -> None:
-    """Raise ConfigError if everybody could call who reaches the host, by default `gateway.host`, and nobody said so."""
+    """Raise ConfigError for an open service beyond loopback, unless `gateway.allow_open` says so."""
     host = gateway.host if host is None else host
     if gateway.is_open and not gateway.allow_open and not is_loopback(host):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The authority on which replica holds which block, fed by the replicas' events and followed by the routers.
 
 Events come in batches with sequence numbers. A gap, or an actor that has restarted empty, is healed by asking the
-replica for a snapshot. Routers keep a copy of the index and follow the changes, so a routing decision calls nobody.
+replica for a snapshot. Routers keep a copy of the index and follow the changes, so a routing decision makes no call.
 The blocks may be shared among several actors (`directory.shards`), each of which then works as if it were alone.
 """
 

@@ -1,6 +1,6 @@
 """The router: sends a request to the replica where its longest prefix is warm, unless that one is overloaded.
 
-It lives in every gateway, with its own copy of the prefix index, so that a decision calls nobody. A choice is booked
+It lives in every gateway, with its own copy of the prefix index, so that a decision makes no call. A choice is booked
 in the same breath and counts as load until the stream ends, or concurrent requests would all pick the same replica.
 """
 

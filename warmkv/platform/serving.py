@@ -43,7 +43,7 @@ def serve_until_stopped(config: Config, console: Console) -> None:
 
 
 def tenant_with_key(file: Path) -> str:
-    """Return the setting that makes whoever has the key in a file the only tenant.
+    """Return the setting that makes the holder of the key in a file the only tenant.
 
     Raises ConfigError where the file cannot be read or is empty.
     """

@@ -20,7 +20,7 @@ HALF_LIFE = 100
 """Decisions after which an earlier one counts half as much in what replicas were given lately."""
 
 BUSY_DECISIONS = 32
-"""Over so many the share of replicas with a prompt to compute is averaged; earlier ones count less and less."""
+"""Decisions over which the share of replicas with a prompt to compute is averaged, exponentially weighted."""
 
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGE = 1e9
@@ -83,7 +83,7 @@ class InFlightRequests:
                 del self.load[replica]
 
     def give_up(self, request: Hashable) -> None:
-        """Mark a request for which nobody waits any more. A replica that works ends it, which releases the booking."""
+        """Mark a request as abandoned. A working replica ends it, which releases its booking."""
         if request in self._booked:
             self._given_up.add(request)
 
@@ -128,7 +128,7 @@ class Choice(NamedTuple):
 class Dispatcher:
     """The decisions of one router: its copy of the index, its bookings, and the settings in force.
 
-    A choice awaits nothing and calls nobody, so in an event loop choosing and booking are one step. `slots` is how
+    A choice awaits and calls nothing, so in an event loop choosing and booking are one step. `slots` is how
     many sequences a replica decodes together; `clock`, in seconds, times the breaker.
     """
 

@@ -67,6 +67,6 @@ class FairQueue(Generic[Item]):
         return True
 
     def _forget(self) -> None:
-        """Once nobody waits, nobody is ahead of anybody."""
+        """Reset virtual time when the queue is empty."""
         if not self._heap:
             self._now, self._finish = 0.0, {}

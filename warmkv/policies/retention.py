@@ -64,11 +64,11 @@ def as_it_is(plain: int, tokens: int) -> int:
 class TierIndex:
     """Which blocks a tier holds: TTL with sliding refresh, and an order of eviction, within a byte limit.
 
-    Only the end of a chain is ever given up, and only while nobody reads it, so presence is prefix-closed under every
+    Only the end of a chain without readers is ever evicted, so presence is prefix-closed under every
     order. A parent lives at least as long as its children. Every operation on a block takes O(log n).
 
     `weigh(plain bytes, tokens)` is what a block takes here. With `share` above 0 every tenant has that share of the
-    capacity to itself: nobody else can evict it below. Beyond that, whoever holds most gives way first.
+    capacity reserved: no other tenant can evict it below. Beyond that, the tenant that holds most is evicted first.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TierIndex:
         self._floor = 0.0
         self._pinned = 0  # bytes that cannot be evicted
         self._ticks = 0
-        self._deadlines: LazyHeap[bytes] = LazyHeap()  # of ends of chains that nobody reads; no other can expire first
+        self._deadlines: LazyHeap[bytes] = LazyHeap()  # of ends of chains without readers; no other can expire first
         self._ends: defaultdict[str, LazyHeap[bytes]] = defaultdict(LazyHeap)  # the same, by tenant, as they are to go
         self._held: defaultdict[str, int] = defaultdict(int)  # bytes by tenant, where tenants are told apart
         self._largest: LazyHeap[str] = LazyHeap()  # tenants, those that hold most first
@@ -187,7 +187,7 @@ class TierIndex:
         tokens: Sequence[int] | None = None,
         tenant: str = "",
     ) -> StoreOutcome:
-        """Hold a chain, evicting what the order gives up; its head is kept if not all of it fits.
+        """Insert a chain, evicting in order; keep the longest prefix that fits.
 
         `sizes` are plain bytes, `tokens` those in each block (1 each if left out). Entries already there live at least
         `ttl` longer. Nothing of the chain itself and nothing pinned is evicted. A parent comes before its children.
@@ -375,7 +375,7 @@ class TierIndex:
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
-        """Let an entry go when it is its turn, if it is the end of a chain that nobody reads."""
+        """Make an entry evictable if it is the end of a chain without readers."""
         if entry.pins or entry.children:
             return
         self._ends[entry.tenant if self._apart else ""].set(entry.key, self._order(entry, self._reuse))

@@ -36,7 +36,7 @@ def in_layer(spec: PolicySpec, window: int, prompt_tokens: int, new_tokens: int)
 def row_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int) -> int:
     """Return the entries that a KV head which kept `kept` of the prompt ever needs in a layer.
 
-    Storage that is packed in groups gives up a whole group at a time, and needs so many more to hold a window.
+    Storage that is packed in groups evicts a whole group at a time, and needs a group more to hold a window.
     """
     spec = budgets.resolve_auto(spec, prompt_tokens)
     if not slides(window, prompt_tokens, new_tokens):

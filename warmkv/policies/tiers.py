@@ -180,7 +180,7 @@ class Tiers:
             yield from self._gone(tier, StoreOutcome(expired=ledger.expire(now)), now)
 
     def drop(self, keys: Sequence[bytes]) -> Iterator[Step]:
-        """Give keys up at once, wherever they are and whoever reads them."""
+        """Remove keys from every tier at once, readers or not."""
         for tier, ledger in enumerate(self.ledgers):
             for key in keys:
                 if key in ledger:

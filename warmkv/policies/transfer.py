@@ -24,7 +24,7 @@ PATIENCE = 8
 
 
 class Fetch(NamedTuple):
-    """Where a request's prefix is warm: whoever else gets the request may fetch what it lacks from there."""
+    """A replica where a request's prefix is warm; another that gets the request may fetch missing blocks from it."""
 
     donor: str
     blocks: int  # leading full blocks that the donor holds in memory
@@ -62,7 +62,7 @@ def choose_successor(
 ) -> tuple[str, int]:
     """Who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
 
-    Who holds most of it, so that it stays together; if nobody does, rendezvous hashing of its first key, so that
+    Return the holder of most of it, so that it stays together; else rendezvous hashing of its first key, so that
     chains that begin alike stay together, and all are spread.
     """
     for held in range(len(chain), 0, -1):
@@ -140,7 +140,7 @@ class TransferTimes:
         return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.config.half_life))
 
     def declined(self) -> TransferTimes:
-        """After a fetch that did not seem worth it. A bad moment is not believed for ever: it is tried again."""
+        """Decay the estimate after a declined fetch, so that fetching is tried again."""
         guess = self.config.start_seconds + self.config.byte_seconds * PRIOR_BYTES
         return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * self.config.half_life))
 

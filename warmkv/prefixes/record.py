@@ -1,4 +1,4 @@
-"""One line of the access log: what a request was and what became of it.
+"""One line of the access log: a request and its outcome.
 
 The gateway writes it, the simulator replays it. Block hashes are salted by tenant, so a log shows which prefixes were
 equal but not what they said.

@@ -26,6 +26,6 @@ class Completions:
         self._ends.append(now)
 
     def seconds(self, places: int, now: float) -> float | None:
-        """Return the time until so many more requests will have ended, at the rate so far; None if none has yet."""
+        """Return the seconds until `places` more requests have ended, at the rate so far; None if none has yet."""
         count = len(self._ends)
         return places * (now - self._since) / count if count else None

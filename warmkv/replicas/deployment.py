@@ -91,7 +91,7 @@ class Replica:
         self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
 
     def _say(self, directory: Any, phase: str) -> None:
-        """Let whoever waits for this replica to start know what it does."""
+        """Report the stage of the start to those that wait for this replica."""
         directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:

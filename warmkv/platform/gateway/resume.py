@@ -1,4 +1,4 @@
-"""An answer that outlives its replica: what failed is sent again elsewhere and goes on where it was. Without Ray.
+"""Failover: resend a failed request to another replica, which resumes where it stopped. Without Ray.
 
 Tokens are drawn from the request's seed alone, so a replica that takes the tokens of another as its own (`resume` of
 a request) comes to the same cache, the same random numbers and the same text. What the client has is left out of it.

@@ -325,7 +325,7 @@ class Engine:
         prompt.reuse(sequence.reused, sums)
 
     def _keep_computed(self, sequence: Sequence) -> None:
-        """Store the full blocks of a prompt that is given up half way, for whoever waits for the same."""
+        """Store the full blocks of an abandoned prompt, for requests that wait for the same prefix."""
         prefill, request = sequence.prefill, sequence.request
         if prefill is None or sequence is not self.scheduler.prefilling:
             return
@@ -415,7 +415,7 @@ class Engine:
             self._deliver(sequence, token)
 
     def _decode(self) -> None:
-        """One token for every sequence that decodes. If a step fails, those that it fails with end, and no others."""
+        """Decode one token of every running sequence. If the step fails, only the sequences that it fails with end."""
         drawn = decode(
             self.scheduler.decoding,
             self.pool,

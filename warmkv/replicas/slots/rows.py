@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 FREE = -1
-"""The owner of a row that nobody has."""
+"""Owner of a free row."""
 ADVANCED = ("count", "packed", "cursor", "tail_start", "waiting")
 """Columns of `RowTable` that a decode step changes."""
 APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))
@@ -148,7 +148,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What rows do in a step, each [rows]; an idle row, which nobody reads, has one entry in use and writes to it."""
+    """Columns of rows in a step, each [rows]; an idle row, never read, has one entry in use and writes to it."""
 
     entries: Ints  # where the new token goes (of front and tail, where there are any)
     before: Ints  # entries in use before it

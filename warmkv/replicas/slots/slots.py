@@ -48,7 +48,7 @@ class SlotRequest:
         return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
 
     def in_window(self, kept: int, window: int) -> int:
-        """Of so many tokens of the prompt, those that a layer with a window can keep."""
+        """Clip a number of prompt tokens to what a layer with a window can keep."""
         slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
         return min(kept, window) if slid else kept
 

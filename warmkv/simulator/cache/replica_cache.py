@@ -105,7 +105,7 @@ class ReplicaCache:
     # --- from and to other replicas
 
     def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
-        """Leading blocks of a prompt, at most so many, by tier: those that are in it or in a faster one."""
+        """Count the leading blocks of a prompt, at most `most`, by tier: those in it or in a faster one."""
         keys, found = record.hashes[:most], [0, 0, 0]
         for tier, ledger in self._ledgers:
             found[tier] = ledger.match(keys, now)
@@ -144,7 +144,7 @@ class ReplicaCache:
         return BlockTransfer(nbytes, len(path), False, [chain for chain in chains if chain])
 
     def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
-        """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
+        """Insert fetched blocks that a request is about to read, with a full TTL."""
         self.take_over(parcel.chains, now)
         for ledger in self._cache.tiers.ledgers:
             ledger.prolong(record.hashes, self._ttl, now)

@@ -5,7 +5,7 @@ A prompt of 12,000 tokens has two dozen blocks, but in a trace most of them are 
 block with the ledgers of the live stores. It gives the same results (a test compares them) wherever these are all there
 is: tiers that give up the least recently used first, every full block kept for one TTL, no breakpoints, no column sums,
 no shares of tenants. Then all tiers note every use of a block, so that it expires everywhere at once; and the least
-recently used run of a tier that nobody reads is always the end of a chain.
+recently used run of a tier without readers is always the end of a chain.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class RunCache:
         """Likewise."""
 
     def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
-        """Leading blocks of a prompt, at most so many, by tier: those that are in it or in a faster one."""
+        """Count the leading blocks of a prompt, at most `most`, by tier: those in it or in a faster one."""
         device, host, anywhere = self.depths(self._runs[record.id])
         return min(device, most), min(host, most), min(anywhere, most)
 
@@ -245,7 +245,7 @@ class RunCache:
         return BlockTransfer(nbytes, end)
 
     def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
-        """Keep what came for a request, which is about to read it: it lives its TTL from now on."""
+        """Insert fetched blocks that a request is about to read, with a full TTL."""
         runs, count = self._begun(self._runs[record.id], parcel.blocks)
         for tier in range(len(self._places)):
             if self._keep(tier, runs, count):
@@ -318,7 +318,7 @@ class RunCache:
         return whole
 
     def _make_room(self, place: TierSpace, blocks: int, stays: Runs, evicted: list[tuple[int, int]]) -> None:
-        """Evict until so many blocks are free, or nothing else can go; notes runs with the blocks they had."""
+        """Evict until `blocks` are free or nothing more can be; record evicted runs with their blocks."""
         pinned, held, order, missing = place.pinned, place.held, place.order, blocks - place.free
         while missing > 0:
             for run in order:

@@ -1,4 +1,4 @@
-"""A run as a folder: what was replayed, what became of every request, how the cluster filled, what it adds up to.
+"""A run as a folder: its input, every request's outcome, the cluster over time, and the totals.
 
 `meta.json` (trace, settings, step times), `requests.parquet`, `timeseries.parquet`, `summary.json` (flat, see
 `summary.py`) and `report.html`. The same replay writes the same files. Needs pyarrow and matplotlib.

@@ -36,7 +36,7 @@ def looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def against(rows: Sequence[SweepRow], path: str, name: str) -> str:
-    """Six figures against what a setting is set to, a line for every choice of the others."""
+    """Draw six figures against a setting, a line for every choice of the others."""
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         if path in row.settings:

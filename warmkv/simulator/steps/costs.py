@@ -173,7 +173,7 @@ Line = tuple[float, float]  # seconds of the first of some steps under a roof, a
 
 
 def run_seconds(lines: Sequence[Line], steps: int) -> float:
-    """Seconds of so many steps, each as long as the highest of at most two lines; none falls."""
+    """Sum the seconds of `steps` steps, each as long as the higher of at most two non-decreasing lines."""
     if len(lines) == 1:
         ((first, growth),) = lines
         return steps * first + growth * (steps * (steps - 1) / 2)

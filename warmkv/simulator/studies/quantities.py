@@ -26,7 +26,7 @@ class QuantityError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room for so many tokens or blocks; `text` as it was written."""
+    """A capacity in tokens or blocks; `text` as written."""
 
     amount: float
     unit: Unit

@@ -101,7 +101,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished simulation of a variant: what became of the requests, and what it adds up to."""
+    """A finished simulation of a variant: its requests and its totals."""
 
     jobs: Sequence[Job]  # all, in the order of the records
     lifetimes: Lifetimes
@@ -228,7 +228,7 @@ def run(
     inputs: ReplayInputs | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
-    """Replay records once, as `replay` does, and keep what became of every request.
+    """Replay records once, as `replay` does, and keep the outcome of every request.
 
     `as_placed` sends each to the replica that its record names.
     """

@@ -55,7 +55,7 @@ Runner = Callable[[Sequence[SweepTask]], Iterator[tuple[SweepTask, Figures]]]
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """A point and what came of it."""
+    """A point and its figures."""
 
     number: int  # from 1, in the order of the grid
     key: str
@@ -208,7 +208,7 @@ def sweep(
     return [done[task.key] for task in tasks]
 
 
-# --- what came of it --------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------
 
 
 def prompt_lengths(requests: Requests) -> Counter[int]:

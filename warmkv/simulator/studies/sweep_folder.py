@@ -1,4 +1,4 @@
-"""A sweep's folder: `meta.json`, a file for every finished point, and what is made of them in the end."""
+"""A sweep's folder: `meta.json`, a file for every finished point, and the reports made from them."""
 
 from __future__ import annotations
 

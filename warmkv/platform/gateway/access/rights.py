@@ -9,7 +9,7 @@ from warmkv.platform.tenants import Tenant
 
 
 def check_options(options: WarmkvOptions, tenant: Tenant, config: Config) -> None:
-    """Raise ApiError (403) for an option that the tenant has no right to, or that is switched off for everybody."""
+    """Raise ApiError (403) for an option that the tenant has no right to, or that is switched off."""
     wanted: dict[Right, bool] = {
         "policy": options.policy is not None,
         "replica": options.replica is not None,

@@ -121,7 +121,7 @@ def reason(error: BaseException) -> str:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Return the seconds after which a replica that was full expects to have room; None if nobody knows."""
+    """Return the seconds after which a full replica expects to have room; None if unknown."""
     seconds: float | None = getattr(_unwrapped(error), "retry_after", None)
     return seconds
 
