@@ -29,7 +29,6 @@ OVERLAY = ROOT / "k8s" / "overlays" / "demo"
 OPERATOR = {"x-api-key": "operator of the tests"}  # headers
 ENVIRONMENT = {
     "WARMKV_SALT": "salt of the tests",
-    "RAY_worker_niceness": "0",  # replicas count as much as their clients, and more than tests beside these
     # A replica that takes longer to say how long its queue is, is passed over, even if a request names it.
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
     "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,29 @@ def test_the_next_request_lands_where_its_prefix_is_warm(cluster):
             usage = ask(cluster, marked(TEXT + str(number), question), key).usage
             assert usage.warmkv["replica"] == home
             assert usage.cache_read_input_tokens == first.cache_creation_input_tokens
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_replicas_get_as_much_of_the_processor_as_other_processes(cluster):
+    """Ray would start its workers at niceness 15."""
+    found = [nice for name, nice in descendants(os.getpid()) if name.startswith("ray::ServeReplica")]
+    assert found
+    assert set(found) == {os.nice(0)}
+
+
+def descendants(root: int) -> Iterator[tuple[str, int]]:
+    """Yield command line and niceness of a process's children, their children and so on."""
+    children: dict[int, list[tuple[int, str, int]]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            name = (folder / "cmdline").read_text()
+            children.setdefault(int(fields[1]), []).append((int(folder.name), name, int(fields[16])))
+    waiting = [root]
+    for parent in waiting:
+        for child, name, nice in children.get(parent, []):
+            waiting.append(child)
+            yield name, nice
 
 
 def test_a_named_replica_is_preferred_and_gives_the_same_answer(cluster):

@@ -222,6 +222,11 @@ def test_a_worker_is_ready_while_a_replica_takes_requests(rendered: list[dict[st
         assert urls == ([] if "head" in name else ready), name
 
 
+def test_replicas_do_not_run_at_rays_niceness(rendered: list[dict[str, Any]]) -> None:
+    for box in containers(rendered):
+        assert {"name": "RAY_worker_niceness", "value": "0"} in box["env"], box["name"]
+
+
 def test_salt_comes_from_a_secret(rendered: list[dict[str, Any]], config: Config) -> None:
     assert kind(rendered, "Secret") == [], "a secret in the repository is no secret"
     for box in containers(rendered):
