@@ -111,6 +111,13 @@ def page_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
     return 0 if budget is None or budget >= prompt_tokens else spec.method.page(budget, prompt_tokens)
 
 
+def page_reads(spec: PolicySpec, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
+    """Return the entries that a step reads of pages, and the channels by which it chooses them; 0 without pages."""
+    spec = resolve_auto(spec, prompt_tokens)
+    budget = resolve_budget(spec, prompt_tokens) if page_tokens(spec, prompt_tokens) else None
+    return (0, 0) if budget is None else spec.method.reads(budget, prompt_tokens, head_dim)
+
+
 def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int) -> int:
     """Entries that a KV head which kept `kept` of the prompt ever needs while `new_tokens` are decoded.
 

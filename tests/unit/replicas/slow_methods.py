@@ -142,7 +142,7 @@ def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
         tokens = layers[0].tokens
         ratio = tokens / budget
         alpha = min(0.2 + 0.06 * math.log2(ratio), 0.8)
-        return [math.ceil(round(tokens / ratio**alpha, 6))] * len(layers)
+        return [math.floor(round(tokens / ratio**alpha, 6))] * len(layers)
     return [budget] * len(layers)
 
 

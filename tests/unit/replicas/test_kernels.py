@@ -261,20 +261,20 @@ def test_only_chosen_pages_are_read(device, rows, group, head_dim, page, count, 
     keys, values = (torch.randn(rows, page * count, head_dim, generator=random).to(dtype) for _ in range(2))
     query = torch.randn(rows, group, head_dim, generator=random).to(dtype)
     lengths = torch.tensor(data.draw(st.lists(st.integers(1, page * count), min_size=rows, max_size=rows)))
-    pages = torch.tensor(data.draw(st.lists(st.integers(1, count + 2), min_size=rows, max_size=rows)))
-    by_page = keys.view(rows, count, page, head_dim)
-    given = query, keys, values, by_page.amin(dim=2), by_page.amax(dim=2), lengths, pages
-    wanted = attention.attend_pages(*given, int(pages.max()), 0.25)
-
-    chosen = attention.choose_pages(query, given[3], given[4], lengths, page, int(pages.max()))
-    read = torch.zeros(rows, count, dtype=torch.bool)
-    for row in range(rows):
-        read[row, chosen[row, : int(pages[row])]] = True
-    unread = ~read.repeat_interleave(page, dim=1) | (torch.arange(page * count) >= lengths[:, None])
-    keys.masked_fill_(unread[..., None], math.nan)
-    values.masked_fill_(unread[..., None], math.nan)
+    reads = torch.tensor(data.draw(st.lists(st.integers(1, page * count + 2), min_size=rows, max_size=rows)))
+    channels = torch.tensor(data.draw(st.lists(st.integers(1, head_dim), min_size=rows, max_size=rows)))
+    by_page, most = keys.view(rows, count, page, head_dim), int(reads.max())
+    given = query, keys, values, by_page.amin(dim=2), by_page.amax(dim=2), lengths, reads, channels
     moved = [tensor.to(device) for tensor in given]
-    assert_near(kernels.attend_pages(*moved, int(pages.max()), 0.25), wanted, dtype)
+    wanted = attention.attend_pages(*moved, most, 0.25).cpu()
+    chosen = attention.choose_entries(*(moved[i] for i in (0, 3, 4, 5, 6, 7)), page * count, most, 0.25)
+    for row in range(rows):
+        read = chosen[row][chosen[row] < page * count]
+        assert len(read) == len(set(read.tolist())) == min(int(reads[row]), int(lengths[row]))
+        assert int(read.max()) < lengths[row]
+        unread = torch.ones(page * count, dtype=torch.bool, device=device).index_fill(0, read, False)
+        moved[1][row, unread] = moved[2][row, unread] = math.nan
+    assert_near(kernels.attend_pages(*moved, most, 0.25), wanted, dtype)
 
 
 def test_what_cannot_be_read_is_refused(device):

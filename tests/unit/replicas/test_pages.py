@@ -20,32 +20,45 @@ GROUP, SCALE = 3, 8**-0.5
 
 
 def slow_attention(
-    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], page: int, count: int
+    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], page: int, reads: int, channels: int
 ) -> torch.Tensor:
-    """Queries [group, d] on the `count` best pages of one KV head, its newest page always among them."""
-    pages = [range(first, min(first + page, len(keys))) for first in range(0, len(keys), page)]
-    bounds = []
-    for entries in pages:
-        bound = 0.0
-        for query in queries:
-            for i, q in enumerate(query.tolist()):
-                column = [float(keys[entry][i]) for entry in entries]
-                bound += max(q * min(column), q * max(column))
-        bounds.append(bound)
-    bounds[-1] = math.inf
-    read = sorted(sorted(range(len(pages)), key=lambda p: -bounds[p])[:count])
-    entries = [entry for p in read for entry in pages[p]]
-    logits = queries @ torch.stack([keys[entry] for entry in entries]).T * SCALE
-    return logits.softmax(-1) @ torch.stack([values[entry] for entry in entries])
+    """Queries [group, d] on the `reads` entries of one KV head that promise most, by estimates from some channels."""
+    weights = [float(queries[:, c].abs().sum()) for c in range(SHAPE.head_dim)]
+    largest = sorted(range(SHAPE.head_dim), key=lambda c: -weights[c])[:channels]
+    promise = [0.0] * len(keys)
+    for query in queries:
+        estimates = []
+        for entry in range(len(keys)):
+            first = entry // page * page
+            neighbours = keys[first : first + page]
+            estimate = 0.0
+            for c in largest:
+                column = [float(key[c]) for key in neighbours]
+                estimate += float(query[c]) * (max(column) if float(queries[:, c].sum()) > 0 else min(column))
+            seen = sum(abs(float(query[c])) for c in largest) / float(query.abs().sum())
+            estimates.append(estimate * SCALE / math.sqrt(seen))
+        total = sum(math.exp(estimate) for estimate in estimates)
+        for entry, estimate in enumerate(estimates):
+            promise[entry] += math.exp(estimate) / total
+    read = sorted(sorted(range(len(keys)), key=lambda entry: (-promise[entry], entry))[:reads])
+    logits = queries @ torch.stack([keys[entry] for entry in read]).T * SCALE
+    return logits.softmax(-1) @ torch.stack([values[entry] for entry in read])
 
 
-@pytest.mark.parametrize("budget", [4, 8, 13])
+@pytest.mark.parametrize(
+    (
+        "budget",
+        "page",
+        "channels",
+    ),  # kept 18, 28, 36, 54: page ceil(sqrt(kept / budget)), channels 8 page budget // kept
+    [(4, 3, 5), (8, 2, 4), (13, 2, 5), (40, 1, 5)],
+)
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_step_reads_the_pages_that_can_match_best(budget, others):
+def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, others):
     random = torch.Generator().manual_seed(budget)
     tokens, new = 60, 25
     spec = PolicySpec(name="rocketkv", budget=budget, window=3)
-    kept, page = budgets.kept_tokens(spec, tokens), budgets.page_tokens(spec, tokens)
+    kept = budgets.kept_tokens(spec, tokens)
     assert kept > budget
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     slots, caches = [], []
@@ -76,5 +89,5 @@ def test_a_step_reads_the_pages_that_can_match_best(budget, others):
                 keys.append(key[0, head, 0])
                 values.append(value[0, head, 0])
                 group = slice(head * GROUP, (head + 1) * GROUP)
-                expected = slow_attention(query[0, group, 0], keys, values, page, budget // page)
+                expected = slow_attention(query[0, group, 0], keys, values, page, budget // 2, channels)
                 torch.testing.assert_close(out[0, group, 0], expected)

@@ -98,38 +98,62 @@ def attend_pages(
     lowest: Tensor,
     highest: Tensor,
     lengths: Tensor,
-    pages: Tensor,
+    reads: Tensor,
+    channels: Tensor,
     most: int,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [n, group, d] against the most promising pages of keys and values [n, C, d] (RocketKV stage 2, section 3.3).
+    """Attend q [n, group, d] to the most promising of keys and values [n, C, d] (RocketKV's second stage).
 
     lowest, highest [n, C / page, d] are the element-wise bounds of each page's keys, lengths [n] the entries in use,
-    pages [n] how many pages each row may read, at most `most`. The page of the newest entry is always read; pages are
-    ranked by the upper bound of q.k, summed over the query heads of the group.
+    reads [n] how many entries each row may read, at most `most`, and channels [n] how many its choice goes by.
     """
-    n, _, head_dim = query.shape
-    page = keys.shape[1] // lowest.shape[1]
-    chosen = choose_pages(query, lowest, highest, lengths, page, most)
-    entries = chosen[..., None] * page + torch.arange(page, device=query.device)
-    read = torch.arange(chosen.shape[1], device=query.device) < pages[:, None]
-    seen = (entries < lengths[:, None, None]) & read[..., None]
-    index = entries.reshape(n, -1, 1).expand(-1, -1, head_dim)
-    bias = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf")).reshape(n, -1)
+    capacity = keys.shape[1]
+    entries = choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
+    index = entries.clamp(max=capacity - 1)[..., None].expand(-1, -1, keys.shape[2])
+    bias = query.new_zeros(entries.shape).masked_fill_(entries == capacity, float("-inf"))
     return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale, softcap, sinks)
 
 
-def choose_pages(query: Tensor, lowest: Tensor, highest: Tensor, lengths: Tensor, page: int, most: int) -> Tensor:
-    """Choose the pages of `page` entries that a row reads, best first: int64 [n, at most `most`]."""
-    count = lowest.shape[1]
-    bound = query.clamp(min=0) @ highest.transpose(1, 2) + query.clamp(max=0) @ lowest.transpose(1, 2)
-    rank = bound.float().sum(dim=1)
-    newest = (lengths - 1).clamp(min=0) // page
-    at = torch.arange(count, device=query.device)
-    rank = rank.masked_fill(at > newest[:, None], float("-inf")).scatter(1, newest[:, None], float("inf"))
-    return rank.topk(min(most, count), dim=-1).indices
+def choose_entries(
+    query: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    lengths: Tensor,
+    reads: Tensor,
+    channels: Tensor,
+    capacity: int,
+    most: int,
+    scale: float,
+) -> Tensor:
+    """Return the entries that each row reads, int64 [n, at least `most`], filled up with `capacity`. As `attend_pages`.
+
+    The attention of every query head on every page is estimated from the channels where |q| is largest over the group,
+    by the greatest key of the page where the group's queries sum to a positive number and the least one elsewhere; the
+    scale makes up for the channels left out. Entries of the pages with the most attention, on average over the group,
+    are read (arXiv 2502.14051, section 3.3).
+    """
+    size, page = query.float().abs(), capacity // lowest.shape[1]
+    order = size.sum(dim=1).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(query.shape[2], device=query.device).expand_as(order)
+    )
+    part = query * (rank < channels[:, None])[:, None]
+    positive = query.float().sum(dim=1, keepdim=True) > 0
+    logits = (part * positive) @ highest.transpose(1, 2) + (part * ~positive) @ lowest.transpose(1, 2)
+    seen = part.float().abs().sum(dim=-1, keepdim=True) / size.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+    in_use = (lengths[:, None] - torch.arange(0, capacity, page, device=query.device)).clamp(0, page)[:, None]
+    # One logit stands for all entries of its page.
+    shares = (logits.float() * scale * seen.clamp(min=1e-30).rsqrt() + in_use.log()).softmax(dim=-1) / in_use
+    score = shares.mean(dim=1).masked_fill(in_use[:, 0] == 0, -1.0)
+    pages = score.argsort(dim=-1, descending=True, stable=True)[
+        :, : -(-most // page) + 1
+    ]  # the newest may be part full
+    entries = (pages[..., None] * page + torch.arange(page, device=query.device)).flatten(1)
+    used = entries < lengths[:, None]
+    return torch.where(used & (used.cumsum(dim=1) <= reads[:, None]), entries, capacity)
 
 
 def sum_heads(received: Tensor, kv_heads: int) -> Tensor:

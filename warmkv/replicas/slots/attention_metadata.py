@@ -23,7 +23,8 @@ class RowMetadata(NamedTuple, Generic[T]):
     oldest: T  # age above which entries are recent
     early: T  # age below which entries are protected
     rerotated: T  # positions by which sinks are rotated on
-    pages: T  # pages that may be read
+    reads: T  # entries that may be read, where pages are chosen
+    channels: T  # channels by which they are chosen
     source: T  # (sequence, KV head) of the row, counted through; 0 if idle
     target: T  # the same, with idle rows sent to a place of their own
 
@@ -61,7 +62,7 @@ class AttentionMetadata:
     bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
-    most_pages: int
+    most_reads: int
     packing: tuple[Packing, ...]
     progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 

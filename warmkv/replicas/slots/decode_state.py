@@ -110,7 +110,8 @@ class DecodeState:
             oldest=ages - state.recent,
             early=state.protected,
             rerotated=np.where(active, ages - shifts + 1 - lengths, 0),
-            pages=np.maximum(state.pages, 1),
+            reads=np.maximum(state.reads, 1),
+            channels=np.maximum(state.channels, 1),
             source=np.where(active, index, 0),
             target=np.where(active, index, self._rows),
         )

@@ -37,7 +37,8 @@ class RowTable:
     limit: Ints  # entries that may be in use
     recent: Ints  # newest entries that argmin never gives up
     protected: Ints  # first entries of the sequence that are never given up, beside the sinks of a ring
-    pages: Ints  # pages that may be read
+    reads: Ints  # entries that may be read, where pages are chosen
+    channels: Ints  # channels by which they are chosen
     packed_limit: Ints  # grouped: packed entries that may be in use
     packed: Ints  # packed entries in use
     cursor: Ints  # packed entry of a ring that is overwritten next
@@ -118,17 +119,17 @@ class RowTable:
         packed_limit: int,
         recent: int,
         protected: int,
-        pages: int,
+        reads: tuple[int, int] = (0, 0),
     ) -> None:
         """Set a row up that begins with `kept` entries and will use at most `limit`.
 
         Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's, and the
-        `protected` first ones are given up by no rule.
+        `protected` first ones are given up by no rule. `reads` are the columns of that name and `channels`.
         """
         if kind.decode == "ring" and limit <= kind.sinks:
             raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
-        self.count[row], self.limit[row], self.recent[row], self.pages[row] = kept, limit, recent, pages
-        self.protected[row] = protected
+        self.count[row], self.limit[row], self.recent[row], self.protected[row] = kept, limit, recent, protected
+        self.reads[row], self.channels[row] = reads
         if kind.grouped:
             front = min(kept, kind.front)
             self.packed_limit[row] = packed_limit

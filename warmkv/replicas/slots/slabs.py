@@ -222,7 +222,7 @@ class Slab:
             bias=bias,
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
-            most_pages=int(host.pages.max()) if kind.page else 0,
+            most_reads=int(host.reads.max()) if kind.page else 0,
             packing=tuple(self._packing(each, device) for each in due),
         )
 
@@ -283,9 +283,10 @@ class Slab:
                 self._widen_page(at, step, key)
                 done.attended = True
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
+            reads = used.lengths, used.reads, used.channels
             if self._fused:
-                return kernels.attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale)
-            return attend_pages(query, *whole, used.lengths, used.pages, step.most_pages, scale, softcap, sinks)
+                return kernels.attend_pages(query, *whole, *reads, step.most_reads, scale)
+            return attend_pages(query, *whole, *reads, step.most_reads, scale, softcap, sinks)
         uncompressed_tail = (self.uncompressed_keys[at, :n], self.uncompressed_values[at, :n]) if kind.grouped else None
         if uncompressed_tail and step.angles is not None:
             first = rotate(uncompressed_tail[0][:, : kind.front], step.angles[:, None])

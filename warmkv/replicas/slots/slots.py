@@ -327,9 +327,7 @@ class SlotPool:
             if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
                 claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
-        budget = budgets.resolve_budget(slot_request.spec, prompt.tokens)
-        page = budgets.page_tokens(slot_request.spec, prompt.tokens)
-        pages = budget // page if budget is not None and page else 0
+        reads = budgets.page_reads(slot_request.spec, prompt.tokens, self.shape.head_dim)
         for slab, rows in slot.places:
             window = self.shape.window(slab.layers[0])
             spec = slot_request.in_layer(window)
@@ -344,7 +342,7 @@ class SlotPool:
                     packed_limit=packed_limit(spec, limit),
                     recent=budgets.recent_entries(spec, limit),
                     protected=budgets.protected_entries(spec, limit),
-                    pages=pages,
+                    reads=reads,
                 )
             for layer in slab.layers:
                 for run in _alike(rows, slab.state.head, counts[layer]):

@@ -14,16 +14,16 @@ from warmkv.policies.compression.methods.snapkv import SnapKV
 class RocketKV(SnapKV):
     """SnapKV with a wide max pooling keeps T / cr^alpha tokens (stage 1).
 
-    While decoding, only the pages whose keys can match the query best are read, as many tokens as the budget allows
-    (stage 2; `replicas/slots/attention.py:attend_pages`). The budget bounds what is read, not what is resident.
+    While decoding, only the entries whose pages promise the most attention are read, as many as half of the budget
+    (stage 2; `replicas/slots/attention.py:choose_entries`). The budget bounds what is read, not what is resident.
     """
 
     name = "rocketkv"
     knobs = (WINDOW, KERNEL.by_default(63), POOLING.by_default("max"))
     keeps = "as snapkv, more than the budget"
-    decoding = "append, reads some pages"
-    source = "2502.14051, the paper alone"
-    deviates = "all channels of a query count in stage 2; no multi-turn variant"
+    decoding = "append, reads some entries"
+    source = "2502.14051; NVlabs/RocketKV, as a fork has it"
+    deviates = "the longest answer does not count towards T; no multi-turn variant"
     decode_rules = ("append",)
     storages = ("model",)  # pages are gathered as they lie
     reads_pages = True
@@ -33,8 +33,15 @@ class RocketKV(SnapKV):
         """Return T / cr^alpha with cr = T / budget (section 3.4)."""
         ratio = prompt_tokens / budget
         alpha = min(0.2 + 0.06 * math.log2(ratio), 0.8)
-        return min(prompt_tokens, math.ceil(round(prompt_tokens / math.pow(ratio, alpha), 6)))
+        return min(prompt_tokens, math.floor(prompt_tokens / math.pow(ratio, alpha) + 5e-7))
 
     def page(self, budget: int, prompt_tokens: int) -> int:
-        """Return ceil(sqrt(cr2)), cr2 what the first stage left of the ratio."""
-        return math.ceil(math.sqrt(Fraction(self.kept(budget, prompt_tokens), min(budget, prompt_tokens))))
+        """Return ceil(sqrt(cr2)), or 1 where that exceeds cr2 = kept / budget, which the first stage left."""
+        ratio = Fraction(self.kept(budget, prompt_tokens), min(budget, prompt_tokens))
+        page = math.ceil(math.sqrt(ratio))
+        return page if page <= ratio else 1
+
+    def reads(self, budget: int, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
+        """Return half of the budget, and as many channels as let choosing read the other half: d * page / cr2."""
+        channels = head_dim * self.page(budget, prompt_tokens) * budget // self.kept(budget, prompt_tokens)
+        return max(1, budget // 2), min(head_dim, max(1, channels))

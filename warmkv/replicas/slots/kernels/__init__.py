@@ -69,14 +69,15 @@ def attend_pages(
     lowest: Tensor,
     highest: Tensor,
     lengths: Tensor,
-    pages: Tensor,
+    reads: Tensor,
+    channels: Tensor,
     most: int,
     scale: float,
 ) -> Tensor:
-    """`attention.attend_pages`, of which the kernel reads only the pages that are chosen."""
+    """Compute `attention.attend_pages`, reading only the entries that are chosen."""
     from warmkv.replicas.slots.kernels import launch
 
-    chosen = attention.choose_pages(query, lowest, highest, lengths, keys.shape[1] // lowest.shape[1], most)
-    page = keys.shape[1] // lowest.shape[1]
-    plain = codec("model")
-    return launch.attend(query, plain, (keys,), (values,), lengths, None, scale, pages=(chosen, pages, page))
+    capacity = keys.shape[1]
+    entries = attention.choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
+    pages = entries, torch.full_like(lengths, entries.shape[1]), 1  # the kernel takes an entry for a page of one
+    return launch.attend(query, codec("model"), (keys,), (values,), lengths, None, scale, pages=pages)
