@@ -2,7 +2,7 @@
 
 Example:
 
-    python -m warmkv.models.tiny.evaluate --json warmkv/models/tiny/figures.json --card warmkv/models/tiny/README.md
+    python -m training.evaluate --json warmkv/models/tiny/figures.json --card warmkv/models/tiny/README.md
 
 Everything is measured on held-out text and held-out key words. `--quick` takes under a minute on two cores, the whole
 run about ten. Without --model the model that ships with the package is measured.
@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from warmkv.models.tiny import PATH, corpus, tasks
+from warmkv.terminal import console, plain_table, show_table
 
 Encode = Callable[[str], list[int]]
 Logits = Callable[[Tensor], Tensor]
@@ -41,7 +40,7 @@ PROMISED, PROMISED_LENGTH = ("single", "multi", FOLLOW_UP), 2048
 """The cells that the model is shipped for: measured with more samples."""
 WINDOW = 1024
 SINK_WINDOW = 512
-CARD_START, CARD_END = "<!-- figures: written by evaluate.py -->", "<!-- end of figures -->"
+CARD_START, CARD_END = "<!-- figures: written by training/evaluate.py -->", "<!-- end of figures -->"
 
 
 @torch.no_grad()
@@ -268,11 +267,11 @@ def main() -> None:
     args = parser.parse_args()
     figures = evaluate(args.model, args.quick, args.samples)
     lengths, rows = _grid(figures)
-    table = Table("family", "form", *(f"{n:,}" for n in lengths), title="whole answers right")
+    table = plain_table("family", "form", *(f"{n:,}" for n in lengths), left=2)
+    table.title = "whole answers right"
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.print(table)
+    show_table(table)
     ppl = figures["perplexity"]
     console.print(f"perplexity: model {ppl['model']:.2f}, trigram {ppl['trigram']:.2f}, unigram {ppl['unigram']:.2f}")
     console.print("first-token mass per layer: " + ", ".join(f"{x['mean']:.1%}" for x in figures["first_token_mass"]))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from warmkv.models.tiny.vocabulary import MAX_LENGTH, SPECIAL_TOKENS, VOCAB_SIZE
+from training.vocabulary import MAX_LENGTH, SPECIAL_TOKENS, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

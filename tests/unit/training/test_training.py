@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmkv.models.tiny import PATH, corpus, evaluate, net, tasks, train, vocabulary
+from training import evaluate, net, train, vocabulary
+from warmkv.models.tiny import PATH, corpus, tasks
 
 transformers = pytest.importorskip("transformers")
 

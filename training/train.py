@@ -2,7 +2,7 @@
 
 Example:
 
-    python -m warmkv.models.tiny.train --minutes 145 --out runs/tiny --seed 0 --device auto
+    python -m training.train --minutes 145 --out runs/tiny --seed 0 --device auto
 
 The folder given by --out holds a loadable model from the first save on; a run that was stopped goes on with --resume.
 """
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from warmkv.models.tiny import corpus, evaluate, tasks, vocabulary
-from warmkv.models.tiny.net import Muon, TinyNet
+from training import evaluate, vocabulary
+from training.net import Muon, TinyNet
+from warmkv.models.tiny import corpus, tasks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
