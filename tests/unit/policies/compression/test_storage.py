@@ -313,6 +313,34 @@ def test_the_codebook_is_that_of_lloyd_and_max(bits):
     assert mse == pytest.approx(MSE[bits], rel=0.01)
 
 
+def exact_mse(levels, head_dim):
+    """MSE of levels for a coordinate of a random unit vector times sqrt(head_dim), and the levels of the least MSE.
+
+    The density is that of lemma 1, in proportion to (1 - x^2 / head_dim)^((head_dim - 3) / 2); Lloyd's iteration.
+    """
+    x = np.linspace(-sqrt(head_dim), sqrt(head_dim), 20_001)
+    density = np.maximum(1 - x * x / head_dim, 0) ** ((head_dim - 3) / 2)
+    density /= density.sum()
+
+    def cells(levels):
+        return np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
+
+    best = levels
+    for _ in range(300):
+        of = cells(best)
+        best = np.bincount(of, density * x) / np.bincount(of, density)
+    return [float((density * (x - each[cells(each)]) ** 2).sum()) for each in (levels, best)]
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "excess"), [(3, 64, 0.0016), (3, 128, 0.0004), (4, 64, 0.0043), (4, 128, 0.0011)]
+)
+def test_levels_of_the_normal_limit_cost_next_to_nothing(bits, head_dim, excess):
+    positive = np.array(POSITIVE_LEVELS[bits])
+    limit, least = exact_mse(np.concatenate([-positive[::-1], positive]), head_dim)
+    assert limit / least - 1 == pytest.approx(excess, abs=0.0003)
+
+
 def rotation(codec, head_dim):
     return codec.to_basis(torch.eye(head_dim))
 

@@ -21,15 +21,15 @@ class FastGen(Method):
     """Per KV head, the first of [special, +punctuation, +heavy, +window, everything] that recovers enough attention.
 
     Recovery is measured on the prompt itself, as the mean share of their attention that all queries find in the set
-    (section 4). The last token is always kept.
+    (section 3.3). The last token is always kept.
     """
 
     name = "fastgen"
     knobs = (Knob("recovery", float, 0.95, "attention mass a head must keep", gt=0, le=1),)
     keeps = "smallest set that recovers a share of attention"
     differs = "sizes by head"
-    source = "2310.01801, the paper alone"
-    deviates = "recovery is the mean over queries; no profile while decoding"
+    source = "2310.01801, sections 3 and 5; no code was published"
+    deviates = "recovery is by column sums, so the window stands at the prompt's end; new tokens are appended"
     decode_rules = ("append",)
     has_budget = has_scores = False
     follows_content = reads_classes = True
