@@ -178,4 +178,5 @@ def protected_entries(spec: PolicySpec, limit: int) -> int:
 def recent_entries(spec: PolicySpec, limit: int) -> int:
     """Newest entries of a row that argmin never gives up, of those that may be in use."""
     recent = limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1
-    return max(recent, protected_entries(spec, limit))
+    protected = protected_entries(spec, limit)
+    return max(min(recent, limit - protected), protected)

@@ -183,6 +183,7 @@ class Reference:
         cache.protected = 0 if spec.decode == "append" else reserved(spec, cache.limit)
         cache.recent = cache.limit - math.floor(cache.limit * spec.heavy) if spec.heavy is not None else 1
         cache.recent = max(cache.recent, cache.protected)
+        cache.recent = min(cache.recent, cache.limit - cache.protected)  # the beginning comes first
         cache.accumulate = spec.name != "tova"
         cache.averaged = spec.name == "tova" and spec.decode == "argmin" and not spec.per_head
         looked_at = 0

@@ -38,7 +38,7 @@ POLICIES = [
     "fastgen:recovery=0.6",
     "cake@14:window=4",
     "cake@20+protect+ring:window=4",
-    "h2o@20+protect",
+    "h2o@20:heavy=0.25,protect=0.4",
     "tova@20:protect=0.3",
     "keydiff@20+argmin:protect=0.4",
     "snapkv@110+ring+kivi4:window=6,protect=0.2",
