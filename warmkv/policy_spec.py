@@ -141,7 +141,8 @@ def _all_knobs() -> dict[str, Knob]:
     for own in (tuple(_RULES.values()), *(method.knobs for method in METHODS.values())):
         for knob in own:
             meant = found.setdefault(knob.name, knob.by_default(None))
-            if meant != knob.by_default(None) or hasattr(PolicyParts, knob.name):
+            taken = knob.name in PolicyParts.model_fields or hasattr(PolicyParts, knob.name)
+            if taken or meant != knob.by_default(None):
                 raise PluginError(f"{knob.name}, a knob of {_owners(knob.name)[-1]}, has another meaning already")
     return found
 
