@@ -59,7 +59,7 @@ def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor)
         prompt.queries.normal_(generator=generator)
     if prompt.column_sums is not None:
         prompt.column_sums.uniform_(generator=generator)
-    prompt.computed, prompt.scale = tokens, prompt.head_dim**-0.5
+    prompt.computed = tokens
     return prompt
 
 

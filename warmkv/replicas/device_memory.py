@@ -14,6 +14,7 @@ from warmkv.config import ClusterConfig, Config, EngineConfig, ModelConfig, Pref
 from warmkv.faults import UserError
 from warmkv.policies import memory_plan
 from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
 from warmkv.replicas.loading.load import LoadedModel, model_path, resolve_device, resolve_dtype
 
@@ -232,5 +233,5 @@ def measure_attention(model: LoadedModel, chunk: int, peak: Peak) -> float:
     before = peak.allocated()
     peak.reset()
     prompt.begin_chunk(chunk)
-    prompt.attend(0, query, key, value, shape.head_dim**-0.5)
+    prompt.attend(0, query, key, value, Softmax(shape.head_dim**-0.5))
     return max(0, peak.most() - before) / tokens

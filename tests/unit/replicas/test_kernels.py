@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage import Codec, codec
 from warmkv.policy_spec import Storage
 from warmkv.replicas.slots import attention, kernels
@@ -210,11 +211,11 @@ def test_the_result_is_that_of_the_path_without_kernels(device, case):
         inputs.values,
         inputs.uncompressed_tail and inputs.uncompressed_tail[:2],
     )
-    plain, shares = attention.attend_packed(*given, bias, inputs.scale)
+    plain, shares = attention.attend_packed(*given, bias, Softmax(inputs.scale))
     assert_near(out[some], plain[some], case.dtype)
     assert_near(got[some], (wanted + shares.sum(dim=1))[some].cpu(), case.dtype)
     if case.storage == "model" and not inputs.uncompressed_tail:
-        rows = attention.attend_rows(inputs.query, inputs.keys[0], inputs.values[0], bias, inputs.scale)
+        rows = attention.attend_rows(inputs.query, inputs.keys[0], inputs.values[0], bias, Softmax(inputs.scale))
         assert_near(out[some], rows[some], case.dtype)
 
 
@@ -266,7 +267,7 @@ def test_only_chosen_pages_are_read(device, rows, group, head_dim, page, count, 
     by_page, most = keys.view(rows, count, page, head_dim), int(reads.max())
     given = query, keys, values, by_page.amin(dim=2), by_page.amax(dim=2), lengths, reads, channels
     moved = [tensor.to(device) for tensor in given]
-    wanted = attention.attend_pages(*moved, most, 0.25).cpu()
+    wanted = attention.attend_pages(*moved, most, Softmax(0.25)).cpu()
     chosen = attention.choose_entries(*(moved[i] for i in (0, 3, 4, 5, 6, 7)), page * count, most, 0.25)
     for row in range(rows):
         read = chosen[row][chosen[row] < page * count]

@@ -20,6 +20,7 @@ from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.loading.packed_weights import packed_bytes
@@ -160,7 +161,7 @@ def test_no_rule_takes_more_than_the_full_cache_beside_it_at_32k_tokens(name):
             computed.begin_chunk(chunk)
             for layer in range(layers):
                 own = (x[layer, None, :, -chunk:].clone() for x in (keys, values))
-                computed.attend(layer, query, *own, head_dim**-0.5)
+                computed.attend(layer, query, *own, Softmax(head_dim**-0.5))
         build(spec).select(computed)
     assert peak.most < full
 

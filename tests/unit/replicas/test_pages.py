@@ -10,6 +10,7 @@ import torch
 from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.decode_state import DecodeState
@@ -84,7 +85,7 @@ def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, othe
             batch = len(slots)
             query = torch.randn(batch, 2 * GROUP, 1, SHAPE.head_dim, generator=random)
             key, value = (torch.randn(batch, SHAPE.kv_heads, 1, SHAPE.head_dim, generator=random) for _ in range(2))
-            out = state.attend(layer, query, key, value, SCALE)
+            out = state.attend(layer, query, key, value, Softmax(SCALE))
             for head, (keys, values) in enumerate(caches[layer]):
                 keys.append(key[0, head, 0])
                 values.append(value[0, head, 0])

@@ -11,26 +11,16 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from warmkv.policies.compression.softmax import Softmax
+
 ATTENTION = "warmkv"
 
 
 class StepState(Protocol):
     """Where a step keeps its keys and values."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q.
-
-        `softcap` bounds the logits, `sinks` [q_heads] are logits of their own in the softmax.
-        """
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q."""
         ...
 
 
@@ -49,7 +39,8 @@ def _forward(
     if warmkv is None:
         raise ValueError("this model attends through warmkv: call it with the engine's state as warmkv=...")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return warmkv.attend(module.layer_idx, query, key, value, scale, softcap, s_aux).transpose(1, 2), None
+    out = warmkv.attend(module.layer_idx, query, key, value, Softmax(scale, softcap, s_aux))
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _forward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,7 @@ class PrefillState:
         self.layers, self.kv_heads, self.tokens, self.head_dim = keys.shape
         self.computed = 0  # tokens whose KV is in place
         self.inv_freq = inv_freq
-        self.scale = 1.0  # of the attention logits, as the model gives it
-        self.softcap: float | None = None  # and their bound
-        self._sinks: dict[int, Tensor] = {}  # learned ones of layers
+        self._softmaxes: dict[int, Softmax] = {}  # of layers, as the model gives them
         self._windows = windows  # newest tokens that each layer attends to, 0: all; none where all layers do
         self.first = 0  # position of the first token here; above 0 in a view of what a window shows
         self._whole_keys = keys
@@ -68,12 +66,15 @@ class PrefillState:
 
     def softmax(self, layer: int) -> Softmax:
         """Return the softmax of a layer."""
-        window = self._windows[layer] if self._windows else 0
-        return Softmax(self.scale, self.softcap, self._sinks.get(layer), window)
+        return self._softmaxes.get(layer) or Softmax(self.head_dim**-0.5, window=self.window(layer))
+
+    def window(self, layer: int) -> int:
+        """Return the newest tokens that a layer attends to, 0 for all."""
+        return self._windows[layer] if self._windows else 0
 
     def in_window(self, layer: int) -> PrefillState:
         """Return a view of the newest tokens that a layer's window shows to the last query, or the prompt itself."""
-        window = self.softmax(layer).window
+        window = self.window(layer)
         if not 0 < window < self.tokens:
             return self
         view = copy.copy(self)
@@ -132,21 +133,10 @@ class PrefillState:
         self.computed += self._chunk
         self._masks = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """q [1, q_heads, n, head_dim], k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of q."""
-        start, end, self.scale, self.softcap = self.computed, self.computed + self._chunk, scale, softcap
-        if sinks is not None:
-            self._sinks[layer] = sinks
-        softmax = self.softmax(layer)
+        start, end = self.computed, self.computed + self._chunk
+        softmax = self._softmaxes[layer] = replace(softmax, window=self.window(layer))
         self.keys[layer, :, start:end] = key[0]
         self.values[layer, :, start:end] = value[0]
         if self.queries is not None:
@@ -162,7 +152,7 @@ class PrefillState:
             return attend(query[0], keys[0], values[0], start, first, softmax)[None]
         mask = self._mask(softmax.window, first)
         return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=softmax.scale, enable_gqa=True
         )
 
     def _mask(self, window: int, first: int) -> Tensor | None:

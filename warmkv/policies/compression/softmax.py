@@ -17,7 +17,7 @@ class Softmax:
 
     scale: float = 1.0
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)
-    sinks: Tensor | None = None  # [q_heads] logits that take a share and have no value (gpt-oss, arXiv 2508.10925)
+    sinks: Tensor | None = None  # [..., q_heads] logits that take a share and have no value (gpt-oss, arXiv 2508.10925)
     window: int = 0  # newest keys that a query sees, its own included; 0: all
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warmkv.policies.compression.hook import StepState
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.loading.packed_weights import packed_bytes
 
@@ -77,16 +78,7 @@ class CompiledForward:
 class _Echo:
     """A state without a cache, for when only the code around attention matters."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         return query.clone()
 
 
@@ -98,17 +90,8 @@ class _Relay:
         self.state: StepState | None = None
         _relays[self.number] = self
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        out: Tensor = _attend(query, key, value, layer, scale, self.number, softcap, sinks)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        out: Tensor = _attend(query, key, value, layer, self.number, softmax.scale, softmax.softcap, softmax.sinks)
         return out
 
 
@@ -122,14 +105,14 @@ def _attend(
     key: Tensor,
     value: Tensor,
     layer: int,
-    scale: float,
     relay: int,
+    scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     state = _relays[relay].state
     assert state is not None
-    return state.attend(layer, query, key, value, scale, softcap, sinks).contiguous()
+    return state.attend(layer, query, key, value, Softmax(scale, softcap, sinks)).contiguous()
 
 
 @_attend.register_fake
@@ -138,8 +121,8 @@ def _(
     key: Tensor,
     value: Tensor,
     layer: int,
-    scale: float,
     relay: int,
+    scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:

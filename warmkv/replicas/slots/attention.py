@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warmkv.policies.compression.softmax import cap, weigh
+from warmkv.policies.compression.softmax import Softmax, cap, weigh
 from warmkv.policies.compression.storage import Codec
 
 BLOCK = 512
@@ -20,18 +20,16 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     bias: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """q [n, group, d] against keys and values [n, C, d], bias [n, C] (0 is seen, -inf not); returns the shape of q.
 
-    K and V are not repeated: the query heads of a group take the place of the query length. `softcap` bounds the
-    logits, `sinks` [n, group] are logits without a value.
+    K and V are not repeated: the query heads of a group take the place of the query length. Sinks are [n, group].
     """
-    if softcap is not None or sinks is not None:
-        logits = cap((query.float() * scale) @ keys.float().transpose(1, 2), softcap)
-        weights = weigh(logits if bias is None else logits + bias[:, None], None if sinks is None else sinks.float())
+    scale = softmax.scale
+    if not softmax.is_plain:
+        logits = cap((query.float() * scale) @ keys.float().transpose(1, 2), softmax.softcap)
+        weights = weigh(logits if bias is None else logits + bias[:, None], softmax.sinks)
         return weights.to(query.dtype) @ values
     if query.device.type == "cpu" and query.dtype == torch.float32:  # two plain products beat the fused kernel here
         added = query.new_zeros(()) if bias is None else bias[:, None]
@@ -54,9 +52,7 @@ def attend_packed(
     values: Parts,
     uncompressed_tail: tuple[Tensor, Tensor] | None,
     bias: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     """Attend to entries as they are stored, decoding them block by block inside the attention.
 
@@ -67,7 +63,7 @@ def attend_packed(
     packed = keys[0].shape[1] * codec.group
     block = BLOCK // codec.group
     groups = range(0, keys[0].shape[1], block)
-    scaled = query.float() * scale  # float16 would overflow before it is scaled, bfloat16 round
+    scaled = query.float() * softmax.scale  # float16 would overflow before it is scaled, bfloat16 round
     turned = codec.to_basis(scaled)
     logits = [
         turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), torch.float32).transpose(1, 2)
@@ -75,10 +71,10 @@ def attend_packed(
     ]
     if uncompressed_tail:
         logits.append(scaled @ uncompressed_tail[0].float().transpose(1, 2))
-    shares = cap(torch.cat(logits, dim=-1), softcap)
+    shares = cap(torch.cat(logits, dim=-1), softmax.softcap)
     if bias is not None:
         shares += bias[:, None]
-    shares = weigh(shares, None if sinks is None else sinks.float())
+    shares = weigh(shares, softmax.sinks)
     weights = shares.to(query.dtype)
     out = torch.zeros_like(query)
     for at in groups:
@@ -101,9 +97,7 @@ def attend_pages(
     reads: Tensor,
     channels: Tensor,
     most: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend q [n, group, d] to the most promising of keys and values [n, C, d] (RocketKV's second stage).
 
@@ -111,10 +105,10 @@ def attend_pages(
     reads [n] how many entries each row may read, at most `most`, and channels [n] how many its choice goes by.
     """
     capacity = keys.shape[1]
-    entries = choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
+    entries = choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, softmax.scale)
     index = entries.clamp(max=capacity - 1)[..., None].expand(-1, -1, keys.shape[2])
     bias = query.new_zeros(entries.shape).masked_fill_(entries == capacity, float("-inf"))
-    return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, scale, softcap, sinks)
+    return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, softmax)
 
 
 def choose_entries(

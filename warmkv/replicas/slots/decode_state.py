@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
 from warmkv.replicas.slots.rows import Bools, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
@@ -24,21 +25,12 @@ class _Part:
     whole: bool  # whether its rows are just those of the batch, in order
     others: Tensor | None  # rows in use that are not in the batch; None if there are none
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend by `Slab.attend`, leaving the other rows as they were."""
         if self.others is None:
-            return self.slab.attend(layer, self.step, query, key, value, scale, softcap, sinks)
+            return self.slab.attend(layer, self.step, query, key, value, softmax)
         with self.slab.unchanged(layer, self.others):
-            return self.slab.attend(layer, self.step, query, key, value, scale, softcap, sinks)
+            return self.slab.attend(layer, self.step, query, key, value, softmax)
 
 
 class DecodeState:
@@ -143,30 +135,21 @@ class DecodeState:
             for layer in slab.layers:
                 self._parts[layer].append(part)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """q [batch, q_heads, 1, head_dim], k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
         head_dim = query.shape[-1]
         queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
-        if sinks is not None:  # of the query heads of every row
-            sinks = sinks.view(-1, queries.shape[1]).repeat(len(query), 1)
+        if (sinks := softmax.sinks) is not None:  # of the query heads of every row
+            softmax = replace(softmax, sinks=sinks.view(-1, queries.shape[1]).repeat(len(query), 1))
         out: Tensor | None = None
         for part in self._parts[layer]:
             if part.whole:
-                return part.attend(layer, queries, keys, values, scale, softcap, sinks).view_as(query)
+                return part.attend(layer, queries, keys, values, softmax).view_as(query)
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
             source, target = part.step.numbers.source, part.step.numbers.target
-            own = None if sinks is None else sinks[source]
-            out[target] = part.attend(layer, queries[source], keys[source], values[source], scale, softcap, own)
+            own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[source])
+            out[target] = part.attend(layer, queries[source], keys[source], values[source], own)
         assert out is not None
         return out[:-1].reshape(query.shape)

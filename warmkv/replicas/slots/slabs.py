@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage import codec
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policies.storage_bytes import KIVI_GROUP
@@ -253,19 +254,10 @@ class Slab:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
     def attend(
-        self,
-        layer: int,
-        step: AttentionMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, step: AttentionMetadata, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax
     ) -> Tensor:
         """Put the new token of each row in and attend: q [n, group, d], k and v [n, d]; returns the shape of q.
 
-        `softcap` bounds the logits, `sinks` [n, group] are logits without a value.
         May be called again with the same step if it failed here or in a later layer, and gives the same.
         """
         at, n = layer - self.layers[0], step.used
@@ -285,8 +277,8 @@ class Slab:
             whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
             reads = used.lengths, used.reads, used.channels
             if self._fused:
-                return kernels.attend_pages(query, *whole, *reads, step.most_reads, scale)
-            return attend_pages(query, *whole, *reads, step.most_reads, scale, softcap, sinks)
+                return kernels.attend_pages(query, *whole, *reads, step.most_reads, softmax.scale)
+            return attend_pages(query, *whole, *reads, step.most_reads, softmax)
         uncompressed_tail = (self.uncompressed_keys[at, :n], self.uncompressed_values[at, :n]) if kind.grouped else None
         if uncompressed_tail and step.angles is not None:
             first = rotate(uncompressed_tail[0][:, : kind.front], step.angles[:, None])
@@ -301,9 +293,9 @@ class Slab:
         if kind.aged and not done.attended:
             self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
         if self._fused:
-            out = self._attend_fused(at, step, query, uncompressed_tail, scores, scale)
+            out = self._attend_fused(at, step, query, uncompressed_tail, scores, softmax.scale)
         else:
-            out = self._attend_plain(at, step, query, uncompressed_tail, scores, scale, softcap, sinks)
+            out = self._attend_plain(at, step, query, uncompressed_tail, scores, softmax)
         done.attended = True
         return out
 
@@ -345,16 +337,14 @@ class Slab:
         query: Tensor,
         uncompressed_tail: tuple[Tensor, Tensor] | None,
         scores: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        softmax: Softmax,
     ) -> Tensor:
         bias = self._in_window(at, step) if self.kind.window else step.bias
         groups = step.reach // self.codec.group
         keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
         if self.kind.storage == "model" and scores is None:
-            return attend_rows(query, keys[0], values[0], bias, scale, softcap, sinks)
-        out, shares = attend_packed(query, self.codec, keys, values, uncompressed_tail, bias, scale, softcap, sinks)
+            return attend_rows(query, keys[0], values[0], bias, softmax)
+        out, shares = attend_packed(query, self.codec, keys, values, uncompressed_tail, bias, softmax)
         if scores is not None:
             received = shares.sum(dim=1)
             if self.kind.alike:

@@ -56,7 +56,7 @@ def step(pool: SlotPool, slot: Slot, query: Tensor, key: Tensor) -> Tensor:
     """One token decoded; its attention on every token of the sequence, 0 for those that have been evicted."""
     value = UNITS[slot.tokens]
     state = DecodeState(pool, [slot], INV_FREQ)
-    return state.attend(0, *(x.view(1, 1, 1, DIM) for x in (query, key, value)), 1.0).flatten()
+    return state.attend(0, *(x.view(1, 1, 1, DIM) for x in (query, key, value)), Softmax()).flatten()
 
 
 def query_for(attention: list[float]) -> Tensor:
@@ -185,7 +185,7 @@ def prompt_with(votes: list[float], window: int) -> PrefillState:
     keys = torch.eye(tokens)[None, None]
     prompt = PrefillState(torch.empty(1, *keys.shape[1:]), torch.empty(1, *keys.shape[1:]), q_heads=2, observed=window)
     prompt.begin_chunk(tokens)
-    prompt.attend(0, queries, keys, keys, 1.0)
+    prompt.attend(0, queries, keys, keys, Softmax())
     prompt.end_chunk()
     return prompt
 
@@ -254,7 +254,7 @@ def test_attention_on_a_sink_goes_to_the_match_when_the_sink_is_gone(seen, expec
     """Scores [5, -2, -1.5, -1, 4.5]: the sink and the match share the attention; without the sink the match has all."""
     keys = torch.eye(5)[None]
     query = torch.tensor([5.0, -2.0, -1.5, -1.0, 4.5]).view(1, 1, 5)
-    shares = attend_rows(query, keys, keys, torch.tensor([seen]).float().log(), 1.0).flatten()
+    shares = attend_rows(query, keys, keys, torch.tensor([seen]).float().log(), Softmax()).flatten()
     torch.testing.assert_close(shares, torch.tensor(expected), atol=5e-6, rtol=0)
 
 

@@ -15,6 +15,7 @@ from warmkv.policies.compression import build
 from warmkv.policies.compression.methods.adakv import safeguarded
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.compression.shotkv import best_units
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policy_spec import PolicySpec
 
 LAYERS, HEAD_DIM = 3, 8
@@ -101,7 +102,7 @@ def computed(
         part = slice(start, min(start + chunk, tokens))
         prompt.begin_chunk(part.stop - part.start)
         for layer in range(LAYERS):
-            prompt.attend(layer, *(x[layer, None, :, part] for x in (queries, keys, values)), HEAD_DIM**-0.5)
+            prompt.attend(layer, *(x[layer, None, :, part] for x in (queries, keys, values)), Softmax(HEAD_DIM**-0.5))
         prompt.end_chunk()
     views = [slow_methods.LayerView(*parts) for parts in zip(queries, keys, values, strict=True)]
     members = {

@@ -60,6 +60,7 @@ class ExpectedAttention(Method):
         centred = queries - mean[:, None]
         cos, sin = ahead.cos().mean(dim=0), ahead.sin().mean(dim=0)
         mean, centred = _rotate(mean, cos, sin), _rotate(centred, cos, sin)
+        scale = prompt.softmax(layer).scale
         covariance = centred.transpose(1, 2) @ centred / window
         group = len(queries) // prompt.kv_heads
         score = torch.zeros(prompt.kv_heads, tokens, dtype=torch.float64, device=device)
@@ -68,8 +69,8 @@ class ExpectedAttention(Method):
             logits = torch.empty_like(score)
             for first in range(0, tokens, PIECE):
                 keys = prompt.keys[layer, :, first : first + PIECE].double()
-                expected = prompt.scale * (keys @ mu[..., None])[..., 0]
-                expected += prompt.scale**2 / 2 * ((keys @ spread) * keys).sum(dim=-1)
+                expected = scale * (keys @ mu[..., None])[..., 0]
+                expected += scale**2 / 2 * ((keys @ spread) * keys).sum(dim=-1)
                 logits[:, first : first + PIECE] = expected
             logits[:, :sinks] = float("-inf")
             score += logits.softmax(dim=-1)
