@@ -15,20 +15,24 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from warmkv.knobs import HEAVY, PROTECT, SINKS, Knob
 from warmkv.registry import METHODS as METHODS
+from warmkv.registry import STORAGES as STORAGES
 from warmkv.registry import PluginError
 
 if TYPE_CHECKING:
     from warmkv.policies.compression.method import Method
+    from warmkv.policies.compression.storage_format import StorageFormat
 
 DecodeRule = Literal["append", "ring", "argmin"]
-Storage = Literal["model", "fp8", "kivi4", "kivi2", "turbo4", "turbo3"]
 
 METHODS.load()
+STORAGES.load()
 _RULES: dict[DecodeRule, Knob] = {"ring": SINKS, "argmin": HEAVY}
 RESIDUAL = 32
-KIVI_RESIDUAL = 128
-"""Of the name `kivi`, as its authors evaluate it on LongBench; 32, as in their example, where it is a storage among
-other choices: in the rows that eviction leaves, 128 entries in the model's dtype would be most of what is kept."""
+
+if TYPE_CHECKING:
+    Storage = str
+else:
+    Storage = Literal[tuple(STORAGES)]
 
 
 class PolicyParts(BaseModel):
@@ -61,6 +65,8 @@ class PolicyParts(BaseModel):
         given = {knob for knob in KNOBS if tree.get(knob) is not None}
         tree = {key: item for key, item in tree.items() if item is not None}
         tree.setdefault("decode", METHODS[name].decode)
+        if storage := STORAGES.get(str(tree.get("storage"))):
+            tree.setdefault("residual", storage.residual)
         own = {knob.name: knob.default for knob in own_knobs(name, tree["decode"])}
         for knob in sorted(given - own.keys()):
             owners = ", ".join(_owners(knob))
@@ -83,8 +89,7 @@ class PolicyParts(BaseModel):
                 raise ValueError(f"{knob.name} must be odd, got {getattr(self, knob.name)}")
         if self.decode not in method.decode_rules:
             raise ValueError(f"{self.name} {_only(method.decode_rules)} while decoding, got {self.decode}")
-        if self.residual != RESIDUAL and not method.delegates and not self.storage.startswith("kivi"):
-            raise ValueError(f"residual is a knob of kivi2 and kivi4 storage, got {self.storage}")
+        self._check_storage()
         if method.storages and self.storage not in method.storages:
             raise ValueError(f"{self.name} goes with storage {' or '.join(method.storages)}, got {self.storage}")
         if not method.has_scores and (self.protect or self.shots):
@@ -106,6 +111,27 @@ class PolicyParts(BaseModel):
         copied.__dict__.pop("method", None)
         return copied
 
+    def _check_storage(self) -> None:
+        storage = self.storage_format
+        if self.decode not in storage.decode_rules:
+            raise ValueError(f"storage {self.storage} {_only(storage.decode_rules)} while decoding, got {self.decode}")
+        if storage.group > 1 and self.residual % storage.group:
+            raise ValueError(f"residual must be a multiple of {storage.group}, got {self.residual}")
+        if self.residual != storage.residual and storage.group == 1 and not METHODS[self.name].delegates:
+            grouped = " and ".join(name for name, each in STORAGES.items() if each.group > 1)
+            raise ValueError(f"residual is a knob of {grouped} storage, got {self.storage}")
+
+    @property
+    def storage_format(self) -> StorageFormat:
+        """The format that `storage` names."""
+        return STORAGES[self.storage]
+
+    @property
+    def stored_as(self) -> dict[str, Any]:
+        """The storage and its knob, for another policy that keeps entries as this one does."""
+        residual = {"residual": self.residual} if self.storage_format.group > 1 else {}
+        return {"storage": self.storage, **residual}
+
     @property
     def label(self) -> str:
         """The short form: `name@budget`, parts and knobs that are not at their default."""
@@ -124,7 +150,7 @@ class PolicyParts(BaseModel):
         knobs = [f"{knob}={str(value).lower() if isinstance(value, bool) else value}" for knob, value in given.items()]
         if self.protect not in (0.0, PROTECT):
             knobs.append(f"protect={self.protect}")
-        if self.residual != RESIDUAL:
+        if self.residual != self.storage_format.residual:
             knobs.append(f"residual={self.residual}")
         return f"{head}:{','.join(knobs)}" if knobs else head
 
@@ -234,30 +260,34 @@ def _part(part: str) -> dict[str, Any]:
     raise ValueError
 
 
-_BITS = {"kivi": (2, 4), "turboquant": (3, 4)}
-
-
 def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
-    """Names that stand for a storage or a wrapper: `kivi` and `turboquant` take bits, the wrappers an inner method."""
+    """Names that stand for a storage or a wrapper: a storage's may take bits, the wrappers an inner method."""
     name = tree.get("name")
     if not isinstance(name, str):
         return tree
-    if name in ("kivi", "turboquant", "fp8") and "storage" in tree:
-        raise ValueError(f"{name} is a storage itself, got {tree['storage']} besides")
-    if name in _BITS and tree.get("bits", 4) not in _BITS[name]:
-        raise ValueError(f"bits of {name} must be one of {_BITS[name]}, got {tree['bits']}")
+    if by_bits := {storage.bits: storage for storage in STORAGES.values() if storage.alias == name}:
+        return _full_cache(by_bits, tree)
     match name:
-        case "kivi" | "turboquant" as name:
-            storage = f"{name.removesuffix('quant')}{tree.get('bits', 4)}"
-            residual = {"residual": KIVI_RESIDUAL} if name == "kivi" else {}
-            return {**residual, **_without(tree, "bits"), "name": "full", "storage": storage}
-        case "fp8":
-            return {**tree, "name": "full", "storage": "fp8"}
         case "structural":
             return {"protect": PROTECT, **_without(tree, "inner"), "name": tree.get("inner", "snapkv")}
         case "shotkv":
             return {**_without(tree, "inner"), "name": tree.get("inner", "snapkv"), "shots": True}
     return tree
+
+
+def _full_cache(by_bits: Mapping[int, StorageFormat], tree: dict[str, Any]) -> dict[str, Any]:
+    """The full cache in the storage that an alias and its bits name."""
+    name = tree["name"]
+    if "storage" in tree:
+        raise ValueError(f"{name} is a storage itself, got {tree['storage']} besides")
+    storage = by_bits[max(by_bits)]
+    if len(by_bits) > 1 and "bits" in tree:
+        known = tuple(sorted(by_bits))
+        if tree["bits"] not in known:
+            raise ValueError(f"bits of {name} must be one of {known}, got {tree['bits']}")
+        storage, tree = by_bits[tree["bits"]], _without(tree, "bits")
+    residual = {"residual": storage.alias_residual} if storage.group > 1 else {}
+    return {**residual, **tree, "name": "full", "storage": storage.name}
 
 
 def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from warmkv.faults import UserError
 
 if TYPE_CHECKING:
     from warmkv.policies.compression.method import Method
+    from warmkv.policies.compression.storage_format import StorageFormat
 
 
 class Named(Protocol):
@@ -54,6 +55,9 @@ class Registry(dict[str, Plugin]):
         self[plugin.name] = plugin
         return plugin
 
+    def __missing__(self, name: str) -> Plugin:
+        raise KeyError(f"no {self.kind} is called {name!r}; there are {', '.join(self)}")
+
     def load(self) -> None:
         """Import whatever registers a plug-in, once. Raises PluginError for a package outside that does not."""
         if self._loaded:
@@ -82,3 +86,6 @@ class Registry(dict[str, Plugin]):
 
 METHODS: Registry[type[Method]] = Registry("method", "warmkv.policies.compression.methods", "warmkv.methods")
 """Compression methods; `warmkv.policy_spec` loads them."""
+
+STORAGES: Registry[StorageFormat] = Registry("storage", "warmkv.policies.compression.storages", "warmkv.storages")
+"""Storage formats; `warmkv.policy_spec` loads them."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from warmkv.policies.compression import build
-from warmkv.policy_spec import METHODS, DecodeRule, PolicySpec, Storage
+from warmkv.policy_spec import METHODS, STORAGES, DecodeRule, PolicySpec
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def trees(draw: Any) -> dict[str, Any]:
         "name": name,
         "budget": budget if METHODS[name].has_budget else 1.0,
         "decode": draw(st.sampled_from([*get_args(DecodeRule), None])),
-        "storage": draw(st.sampled_from(get_args(Storage))),
+        "storage": draw(st.sampled_from(list(STORAGES))),
         "protect": draw(st.sampled_from([0.0, 0.1, 0.25])),
         "shots": draw(st.booleans()),
         "residual": draw(st.sampled_from([32, 64])),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ByteSize, Field, model_validator
 
 from warmkv.config.base import AutoBytes, Section, planned
+from warmkv.policy_spec import STORAGES
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
-
-
-BlockStorage = Literal["model", "fp8", "kivi4"]
+if TYPE_CHECKING:
+    BlockStorage = str
+else:
+    BlockStorage = Literal[tuple(name for name, storage in STORAGES.items() if storage.for_blocks)]
 
 
 class TierConfig(Section):
@@ -21,7 +23,7 @@ class TierConfig(Section):
 
     memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
     eviction: Eviction | None = Field(None, description="which block goes first; as prefix_cache.eviction if absent")
-    storage: BlockStorage = Field("model", description="format of the blocks; fp8 and kivi4 need allow_lossy")
+    storage: BlockStorage = Field("model", description="format of the blocks; all but model need allow_lossy")
 
 
 class DiskConfig(TierConfig):
@@ -52,11 +54,11 @@ class PrefixCacheConfig(Section):
         "request can have twice what is stored: its slot and the workspace of its prompt",
     )
     eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
-    storage: BlockStorage = Field("model", description="format of blocks on the device; fp8 and kivi4 need allow_lossy")
+    storage: BlockStorage = Field("model", description="format of blocks on the device; all but model need allow_lossy")
     host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
     disk: DiskConfig = Field(DiskConfig(), description="files that survive a restart")
     allow_lossy: bool = Field(
-        False, description="whether a tier may keep blocks in fp8 or kivi4, which changes answers"
+        False, description="whether a tier may keep blocks in another format than model, which changes answers"
     )
     moving_bytes: ByteSize = Field(
         ByteSize(256 << 20),
@@ -94,6 +96,6 @@ class PrefixCacheConfig(Section):
         if not all(0 < seconds < math.inf for seconds in self.ttls.values()):
             raise ValueError("every TTL must be positive and finite")
         for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
-            if storage != "model" and not self.allow_lossy:
+            if not STORAGES[storage].plain and not self.allow_lossy:
                 raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
         return self

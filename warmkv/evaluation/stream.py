@@ -86,7 +86,7 @@ def _turns(spec: PolicySpec) -> bool:
 
     Sinks beside packed groups stay as they were cached, which only StreamingLLM makes good.
     """
-    apart = spec.decode == "ring" and bool(spec.sinks) and spec.storage.startswith("kivi")
+    apart = spec.decode == "ring" and bool(spec.sinks) and spec.storage_format.group > 1
     return not apart or spec.method.rebased
 
 

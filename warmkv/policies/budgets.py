@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warmkv.policy_spec import PolicySpec, Storage
+    from warmkv.policy_spec import PolicySpec
 
 
 def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpec:
@@ -23,16 +23,15 @@ def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpe
 
 def whole(spec: PolicySpec) -> PolicySpec:
     """Return the full cache in the storage of a policy."""
-    residual = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
-    return made("full", 1.0, spec.storage, **residual)
+    return made("full", 1.0, **spec.stored_as)
 
 
 @lru_cache(maxsize=256)
-def made(name: str, budget: float, storage: Storage, **knobs: Any) -> PolicySpec:
+def made(name: str, budget: float, **knobs: Any) -> PolicySpec:
     """Build a substitute policy, cached: few are used by many requests, and validating one is slow."""
     from warmkv.policy_spec import PolicySpec  # which reads the methods, and they this module
 
-    return PolicySpec(name=name, budget=budget, storage=storage, **knobs)
+    return PolicySpec(name=name, budget=budget, **knobs)
 
 
 def resolve_auto(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:

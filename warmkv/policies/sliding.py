@@ -7,7 +7,6 @@ policy selects inside the window, and entries that have left it are masked out b
 from __future__ import annotations
 
 from warmkv.policies import budgets
-from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.policy_spec import PolicySpec
 
 
@@ -28,8 +27,7 @@ def in_layer(spec: PolicySpec, window: int, prompt_tokens: int, new_tokens: int)
     if not slides(window, prompt_tokens, new_tokens):
         return spec
     if holds_window(spec, window, prompt_tokens):
-        residual = {"residual": spec.residual} if spec.storage.startswith("kivi") else {}
-        return PolicySpec(name="window", budget=window, storage=spec.storage, **residual)
+        return PolicySpec(name="window", budget=window, **spec.stored_as)
     return spec.model_copy(update={"sinks": 0, "protect": 0.0}) if spec.decode == "ring" else spec
 
 
@@ -43,7 +41,7 @@ def row_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, 
         return budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
     appended = kept + max(0, new_tokens - 1)
     if holds_window(spec, window, prompt_tokens):
-        return min(appended, window + (KIVI_GROUP - 1 if spec.storage.startswith("kivi") else 0))
+        return min(appended, window + spec.storage_format.group - 1)
     if kept < min(prompt_tokens, window):
         return kept
     budget = budgets.resolve_budget(spec, prompt_tokens)

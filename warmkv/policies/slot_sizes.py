@@ -11,8 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from warmkv.policies import budgets, sliding
-from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
-from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
+from warmkv.policy_spec import STORAGES, DecodeRule, PolicySpec, Storage
+
+SLACK = 32
+"""Entries by which rounding to a small size class, or to a whole group of at most as many, enlarges a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,11 @@ class RowKind:
         return self.capacity - self.tail - self.front
 
     @property
+    def group(self) -> int:
+        """Return the entries that are packed together."""
+        return STORAGES[self.storage].group
+
+    @property
     def aged(self) -> bool:
         """Whether the age of every entry is kept."""
         return self.decode == "argmin" or self.window > 0
@@ -91,12 +98,12 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     )
     if page := budgets.page_tokens(spec, prompt_tokens):
         return replace(kind, capacity=-(-size_class(limit) // page) * page, page=page)
-    if spec.storage.startswith("kivi"):
+    if (group := spec.storage_format.group) > 1:
         packed = packed_limit(spec, limit)
         if packed == 0:  # everything it may hold is recent
             return replace(kind, storage="model", capacity=min(size_class(limit), max(limit, spec.residual)))
-        packed = -(-size_class(packed) // KIVI_GROUP) * KIVI_GROUP
-        tail = spec.residual + (0 if spec.decode == "append" else KIVI_GROUP - 1)
+        packed = -(-size_class(packed) // group) * group
+        tail = spec.residual + (0 if spec.decode == "append" else group - 1)
         return replace(kind, capacity=sinks + packed + tail, tail=tail, front=sinks)
     return kind
 
@@ -116,16 +123,15 @@ def layer_row_kind(
 
 def packed_limit(spec: PolicySpec, limit: int) -> int:
     """Entries of a grouped row, beside sinks and tail, that may be in use: whole groups, never above a budget."""
-    beside = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
-    if spec.decode == "append":
-        return -(-beside // KIVI_GROUP) * KIVI_GROUP
-    return beside // KIVI_GROUP * KIVI_GROUP
+    group = spec.storage_format.group
+    packed = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
+    return -(-packed // group) * group if spec.decode == "append" else packed // group * group
 
 
 def row_bytes(kind: RowKind, shape: KVShape) -> int:
     """Bytes of a row, everything counted."""
     entry = 2 * shape.head_dim * shape.dtype_bytes
-    size = kind.packed * entry_bytes(kind.storage, shape.head_dim, shape.dtype_bytes)
+    size = kind.packed * STORAGES[kind.storage].entry_bytes(shape.head_dim, shape.dtype_bytes)
     size += (kind.tail + kind.front) * entry
     if kind.rebased and not kind.front:
         size += kind.sinks * entry / 2  # the keys of the sinks as they were cached
@@ -165,7 +171,7 @@ def slot_bytes(
     spec = budgets.resolve_auto(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
         # Where entries are packed in groups or read by pages, the class alone does not tell the bytes.
-        by_class = not spec.storage.startswith("kivi") and not budgets.page_tokens(spec, prompt_tokens)
+        by_class = spec.storage_format.group == 1 and not budgets.page_tokens(spec, prompt_tokens)
         rows, total = rows if rows is not None and by_class else {}, 0
         for kept, layers in budgets.layer_counts(spec, prompt_tokens, shape.layers).items():
             limit = budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)
@@ -177,7 +183,7 @@ def slot_bytes(
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
     kind = row_kind(spec, prompt_tokens, limit)
     # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.
-    spread = replace(kind, capacity=limit + limit // 4 + 2 * KIVI_GROUP + kind.tail + kind.front)
+    spread = replace(kind, capacity=limit + limit // 4 + 2 * max(SLACK, kind.group) + kind.tail + kind.front)
     return shape.layers * shape.kv_heads * row_bytes(spread, shape)
 
 
@@ -196,11 +202,15 @@ def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tok
     for window, count in Counter(shape.windows).items():
         slid = sliding.slides(window, prompt_tokens, new_tokens)
         # Layers that share a budget (cake) may spend on one what the window takes from another.
-        most = min(limit, window + KIVI_GROUP) if slid and not spec.method.shares_layers else limit
+        most = (
+            min(limit, window + max(SLACK, spec.storage_format.group))
+            if slid and not spec.method.shares_layers
+            else limit
+        )
         kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, most)
         spread = replace(
             kind,
-            capacity=most + most // 4 + 2 * KIVI_GROUP + kind.tail + kind.front,
+            capacity=most + most // 4 + 2 * max(SLACK, kind.group) + kind.tail + kind.front,
             window=window if slid else 0,
         )
         total += count * row_bytes(spread, shape)

@@ -15,7 +15,7 @@ from warmkv.policies import eviction
 from warmkv.policies.eviction import Order, PrefillCost
 from warmkv.policies.retention import LOST, Entry, StoreOutcome, TierIndex, as_it_is
 from warmkv.policies.slot_sizes import KVShape
-from warmkv.policies.storage_bytes import KIVI_GROUP, entry_bytes
+from warmkv.policy_spec import STORAGES
 
 FILE_BYTES = 4096
 """What a file on disk takes beside its tensors, at most."""
@@ -83,11 +83,11 @@ def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
 
 def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[int, int], int]:
     """Bytes of a block in a format. What is no KV (0 tokens), and tokens beyond whole groups, stay as they are."""
-    group = KIVI_GROUP if storage == "kivi4" else 1
-    packed = shape.layers * shape.kv_heads * entry_bytes(storage, shape.head_dim, shape.dtype_bytes)
+    kept = STORAGES[storage]
+    packed = shape.layers * shape.kv_heads * kept.entry_bytes(shape.head_dim, shape.dtype_bytes)
 
     def weigh(plain: int, tokens: int) -> int:
-        whole = tokens // group * group
+        whole = tokens // kept.group * kept.group
         return plain - whole * shape.token_bytes + round(whole * packed) + extra
 
     return weigh

@@ -24,36 +24,36 @@ from tests.unit.replicas.slow_methods import (
     reserved,
     resolve,
 )
-from warmkv.policies.compression.storage import Codec, codec
+from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import PolicySpec
 
 GROUP = 32
 
 
-def roundtrip(codec: Codec, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, d] as they come back from storage; n is a multiple of the codec's group."""
-    back = codec.from_basis(codec.decode_keys(codec.encode_keys(keys), keys.dtype))
-    return back, codec.from_basis(codec.decode_values(codec.encode_values(values), values.dtype))
+def roundtrip(storage: StorageFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, d] as they come back from storage; n is a multiple of the storage's group."""
+    back = storage.from_basis(storage.decode_keys(storage.encode_keys(keys), keys.dtype))
+    return back, storage.from_basis(storage.decode_values(storage.encode_values(values), values.dtype))
 
 
 class StoredCache(SlowCache):
     """A cache whose entries each go through storage as they are put in."""
 
-    codec: Codec
+    storage: StorageFormat
 
     def fill(self, unrotated: Tensor, keys: Tensor, values: Tensor, positions: list[int], scores: list[float]) -> None:
-        keys, values = roundtrip(self.codec, keys, values)
+        keys, values = roundtrip(self.storage, keys, values)
         super().fill(unrotated, keys, values, positions, scores)
 
     def add(self, unrotated: Tensor, key: Tensor, value: Tensor, position: int) -> None:
-        keys, values = roundtrip(self.codec, key[None], value[None])
+        keys, values = roundtrip(self.storage, key[None], value[None])
         super().add(unrotated, keys[0], values[0], position)
 
 
 class GroupedCache(SlowCache):
     """KIVI: entries are packed in groups of 32; the most recent ones wait until they are a group."""
 
-    codec: Codec
+    storage: StorageFormat
     residual: int
 
     def fill(self, unrotated: Tensor, keys: Tensor, values: Tensor, positions: list[int], scores: list[float]) -> None:
@@ -88,7 +88,7 @@ class GroupedCache(SlowCache):
         for first in range(0, len(self.packed), GROUP):
             group = self.packed[first : first + GROUP]
             keys, values = roundtrip(
-                self.codec, torch.stack([e.key for e in group]), torch.stack([e.value for e in group])
+                self.storage, torch.stack([e.key for e in group]), torch.stack([e.value for e in group])
             )
             for entry, key, value in zip(group, keys, values, strict=True):
                 entry.key, entry.value = key, value
@@ -170,14 +170,14 @@ class Reference:
     def cache(self, spec: PolicySpec, view: LayerView, unrotated: Tensor, head: int, positions: list[int]) -> SlowCache:
         """One KV head's cache at the hand-off."""
         cache = SlowCache()
-        if spec.storage.startswith("kivi") and self.limit(spec, view, positions) - (
+        if spec.storage_format.group > 1 and self.limit(spec, view, positions) - (
             spec.sinks or 0 if spec.decode == "ring" else 0
         ) >= spec.residual + (GROUP if spec.decode != "append" else 1):
             cache = GroupedCache()
-            cache.codec, cache.residual = codec(spec.storage), spec.residual
-        elif spec.storage != "model" and not spec.storage.startswith("kivi"):
+            cache.storage, cache.residual = spec.storage_format, spec.residual
+        elif spec.storage != "model" and spec.storage_format.group == 1:
             cache = StoredCache()
-            cache.codec = codec(spec.storage)
+            cache.storage = spec.storage_format
         cache.rule, cache.limit = spec.decode, self.limit(spec, view, positions)
         cache.sinks = (spec.sinks or 0) if spec.decode == "ring" else 0
         cache.protected = 0 if spec.decode == "append" else reserved(spec, cache.limit)
@@ -219,7 +219,7 @@ class Reference:
         for index, entry in enumerate(by_age[: cache.sinks]):
             entry.key = self.rotate_one(entry.unrotated, index + dropped)
             if isinstance(cache, StoredCache):
-                entry.key = roundtrip(cache.codec, entry.key[None], entry.value[None])[0][0]
+                entry.key = roundtrip(cache.storage, entry.key[None], entry.value[None])[0][0]
 
     def decode(self, token: int, position: int, caches: list[list[SlowCache]], spec: PolicySpec) -> Tensor:
         hidden = self.model.model.embed_tokens(torch.tensor([token]))

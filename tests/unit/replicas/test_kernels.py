@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.test_engine import prompt
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.policies.compression.storage import Codec, codec
-from warmkv.policy_spec import Storage
+from warmkv.policies.compression.storage_format import StorageFormat
+from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import attention, kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -57,7 +57,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 class Case:
     """A call: shapes, and a seed for what is random."""
 
-    storage: Storage
+    storage: str
     dtype: torch.dtype
     rows: int
     group: int
@@ -69,15 +69,15 @@ class Case:
     seed: int
 
     @property
-    def codec(self) -> Codec:
-        return codec(self.storage)
+    def format(self) -> StorageFormat:
+        return STORAGES[self.storage]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    storage = draw(st.sampled_from(get_args(Storage)))
+    storage = draw(st.sampled_from(list(STORAGES)))
     rows = draw(st.integers(1, 3))
-    group = codec(storage).group
+    group = STORAGES[storage].group
     capacity = draw(st.integers(1, -(-draw(st.sampled_from([40, 130, 700])) // group))) * group
     return Case(
         storage=storage,
@@ -105,7 +105,7 @@ class Inputs:
     def attend(self, case: Case, **given: Any) -> Tensor:
         from warmkv.replicas.slots.kernels import launch
 
-        parts = self.query, case.codec, self.keys, self.values, self.lengths, self.uncompressed_tail, self.scale
+        parts = self.query, case.format, self.keys, self.values, self.lengths, self.uncompressed_tail, self.scale
         return launch.attend(*parts, splits=case.splits, **given)
 
 
@@ -116,7 +116,7 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random).to(case.dtype)
 
-    n, group = case.rows, case.codec.group
+    n, group = case.rows, case.format.group
 
     def stored(encoded: tuple[Tensor, ...], spare: int) -> tuple[Tensor, ...]:
         views = []
@@ -131,7 +131,7 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
         return tuple(views)
 
     shape = n, case.capacity, case.head_dim
-    keys, values = case.codec.encode_keys(normal(*shape)), case.codec.encode_values(normal(*shape))
+    keys, values = case.format.encode_keys(normal(*shape)), case.format.encode_values(normal(*shape))
     uncompressed_tail = None
     if case.uncompressed_tail:
         mask = torch.rand(n, case.uncompressed_tail, generator=random) < 0.6
@@ -146,7 +146,7 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
 
 def slow(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output [n, group, d] and the attention received [n, capacity + beside], entry by entry in float64."""
-    own = case.codec
+    own = case.format
     keys = own.from_basis(own.decode_keys(tuple(part.cpu() for part in inputs.keys), torch.float32)).double()
     values = own.from_basis(own.decode_values(tuple(part.cpu() for part in inputs.values), torch.float32)).double()
     out = torch.zeros(case.rows, case.group, case.head_dim, dtype=torch.float64)
@@ -206,7 +206,7 @@ def test_the_result_is_that_of_the_path_without_kernels(device, case):
     bias = torch.zeros(seen.shape, dtype=case.dtype, device=device).masked_fill_(~seen, -math.inf)
     given = (
         inputs.query,
-        case.codec,
+        case.format,
         inputs.keys,
         inputs.values,
         inputs.uncompressed_tail and inputs.uncompressed_tail[:2],
@@ -219,9 +219,9 @@ def test_the_result_is_that_of_the_path_without_kernels(device, case):
         assert_near(out[some], rows[some], case.dtype)
 
 
-@pytest.mark.parametrize("storage", get_args(Storage))
+@pytest.mark.parametrize("storage", list(STORAGES))
 def test_of_a_single_entry_the_value_comes_out_exactly(device, storage):
-    own, case = codec(storage), Case(storage, torch.float32, 4, 2, 80, 96, (1,) * 4, 0, 2, 7)
+    own, case = STORAGES[storage], Case(storage, torch.float32, 4, 2, 80, 96, (1,) * 4, 0, 2, 7)
     inputs = make(case, device, garbage=0.0)
     out = inputs.attend(case)
     value = own.decode_values(inputs.values, torch.float32)[:, :1]
@@ -308,8 +308,8 @@ def test_where_there_is_no_gpu_nothing_is_read_by_kernels_unless_they_are_interp
     assert not kernels.is_available(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        assert kernels.reads(codec("kivi4"), torch.float32, torch.device("cpu"))
-        assert not kernels.reads(codec("kivi4"), torch.float64, torch.device("cpu"))
+        assert kernels.reads(STORAGES["kivi4"], torch.float32, torch.device("cpu"))
+        assert not kernels.reads(STORAGES["kivi4"], torch.float64, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ for storage in sys.argv[1:]:
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     """What the interpreter takes the compiler may not. The memory of a program stays below what every GPU has."""
-    storages = get_args(Storage)
+    storages = list(STORAGES)
     ran = subprocess.run(
         [sys.executable, "-c", COMPILES, *storages],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
@@ -393,7 +393,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="there is no CUDA device")
-@pytest.mark.parametrize("storage", get_args(Storage))
+@pytest.mark.parametrize("storage", list(STORAGES))
 def test_a_captured_call_follows_what_changes_in_its_inputs(storage):
     """No shape, split or grid depends on a value: a CUDA graph reads lengths and masks anew."""
     device = torch.device("cuda")

@@ -169,7 +169,7 @@ class SlidingReference(Reference):
         """A cache that may hold more than the window, of which `decode` shows what is inside."""
         budget = slow_methods.resolve(spec, seen.whole.tokens) if spec.name not in ("full", "fastgen") else 10**9
         if spec.decode == "append" or budget >= seen.window:
-            held = seen.window + GROUP - 1 if spec.storage.startswith("kivi") else 10**9
+            held = seen.window + GROUP - 1 if spec.storage_format.group > 1 else 10**9
             spec = PolicySpec(name="window", budget=held, storage=spec.storage, residual=spec.residual)
         cache = self.cache(spec, seen, unrotated[:, seen.first :], head, positions)
         if spec.name == "window" and isinstance(spec.budget, int) and spec.budget > seen.window:

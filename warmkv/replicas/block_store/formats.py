@@ -1,4 +1,4 @@
-"""How a block is kept: as it was computed, in fp8, or in the four bits of KIVI."""
+"""Prefix blocks in the storage formats that take them (`StorageFormat.for_blocks`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warmkv.config import BlockStorage
-from warmkv.policies.compression.storage import codec
+from warmkv.policy_spec import STORAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,24 @@ def pack(block: Tensor, tokens: int, storage: BlockStorage) -> Packed:
 
     Tokens beyond the last whole group of a format that has groups stay as they are.
     """
-    if not tokens or storage == "model":
+    if not tokens or STORAGES[storage].plain:
         return Packed("model", tokens, (block,))
-    coder = codec(storage)
-    whole = tokens // coder.group * coder.group
+    kept = STORAGES[storage]
+    whole = tokens // kept.group * kept.group
     keys, values = block[..., :whole, :]
     rest = block[..., whole:, :].contiguous()
-    return Packed(storage, tokens, (*coder.encode_keys(keys), *coder.encode_values(values), rest))
+    return Packed(storage, tokens, (*kept.encode_keys(keys), *kept.encode_values(values), rest))
 
 
 def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Unpack a block to [2, layers, kv_heads, tokens, head_dim] in `dtype`, or what is no KV as it is."""
-    if packed.storage == "model":
+    kept = STORAGES[packed.storage]
+    if kept.plain:
         return packed.parts[0]
-    coder = codec(packed.storage)
     *parts, rest = packed.parts
     half = len(parts) // 2
-    keys = coder.decode_keys(tuple(parts[:half]), dtype)
-    values = coder.decode_values(tuple(parts[half:]), dtype)
+    keys = kept.from_basis(kept.decode_keys(tuple(parts[:half]), dtype))
+    values = kept.from_basis(kept.decode_values(tuple(parts[half:]), dtype))
     return torch.cat([torch.stack([keys, values]), rest], dim=-2)
 
 

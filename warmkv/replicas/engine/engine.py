@@ -27,7 +27,6 @@ from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policies.prefix_cache import sum_positions
-from warmkv.policies.storage_bytes import head_dim_multiple
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.device_memory import plan_replica
@@ -122,7 +121,7 @@ class Engine:
         )
         if policy.rotates and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
-        multiple = head_dim_multiple(policy.spec.storage)
+        multiple = policy.spec.storage_format.head_dim_multiple
         if self.model.kv_shape.head_dim % multiple:
             raise UnservableRequestError(
                 f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "

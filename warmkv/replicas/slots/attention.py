@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax, cap, weigh
-from warmkv.policies.compression.storage import Codec
+from warmkv.policies.compression.storage_format import StorageFormat
 
 BLOCK = 512
 """Entries that are brought back to floating point at a time."""
@@ -47,7 +47,7 @@ def attend_rows(
 
 def attend_packed(
     query: Tensor,
-    codec: Codec,
+    storage: StorageFormat,
     keys: Parts,
     values: Parts,
     uncompressed_tail: tuple[Tensor, Tensor] | None,
@@ -56,17 +56,17 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """Attend to entries as they are stored, decoding them block by block inside the attention.
 
-    keys, values: parts [n, packed / group, ...] of the codec; `uncompressed_tail` keys and values [n, m, d] in the
+    keys, values: parts [n, packed / group, ...] of the format; `uncompressed_tail` keys and values [n, m, d] in the
     model's dtype that follow them; bias [n, packed + m]. Returns the output and the probabilities
     float32 [n, group, packed + m].
     """
-    packed = keys[0].shape[1] * codec.group
-    block = BLOCK // codec.group
+    packed = keys[0].shape[1] * storage.group
+    block = BLOCK // storage.group
     groups = range(0, keys[0].shape[1], block)
     scaled = query.float() * softmax.scale  # float16 would overflow before it is scaled, bfloat16 round
-    turned = codec.to_basis(scaled)
+    turned = storage.to_basis(scaled)
     logits = [
-        turned @ codec.decode_keys(tuple(part[:, at : at + block] for part in keys), torch.float32).transpose(1, 2)
+        turned @ storage.decode_keys(tuple(part[:, at : at + block] for part in keys), torch.float32).transpose(1, 2)
         for at in groups
     ]
     if uncompressed_tail:
@@ -78,10 +78,10 @@ def attend_packed(
     weights = shares.to(query.dtype)
     out = torch.zeros_like(query)
     for at in groups:
-        entries = codec.decode_values(tuple(part[:, at : at + block] for part in values), query.dtype)
-        first = at * codec.group
+        entries = storage.decode_values(tuple(part[:, at : at + block] for part in values), query.dtype)
+        first = at * storage.group
         out += weights[..., first : first + entries.shape[1]] @ entries
-    out = codec.from_basis(out)
+    out = storage.from_basis(out)
     if uncompressed_tail:
         out = out + weights[..., packed:] @ uncompressed_tail[1]
     return out, shares

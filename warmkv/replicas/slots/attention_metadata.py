@@ -34,7 +34,7 @@ class Packing:
     """Rows of which a group of waiting entries is packed before the step."""
 
     rows: Tensor  # [m]
-    waiting: Tensor  # [m, KIVI_GROUP] their places in the tail
+    waiting: Tensor  # [m, group] their places in the tail
     groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
     in_use: Tensor  # [m] packed entries in use
     oldest: Tensor  # [m] age above which entries are recent

@@ -48,7 +48,7 @@ class DecodeState:
         try:
             _, active = self._in_batch(slots)
             self._dues = [
-                take_pending_packs(slab.state, active[span]) if slab.kind.grouped else []
+                take_pending_packs(slab.state, active[span], slab.kind.group) if slab.kind.grouped else []
                 for slab, span in self._spans()
             ]
             self._done = advance(state, active)

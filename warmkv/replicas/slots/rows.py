@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.policies.slot_sizes import RowKind
-from warmkv.policies.storage_bytes import KIVI_GROUP
 from warmkv.policy_spec import DecodeRule
 
 Ints = npt.NDArray[np.int64]
@@ -136,14 +135,14 @@ class RowTable:
             # What whole groups cannot use of an evicting row's limit, the tail does.
             self.tail_limit[row] = kind.tail if kind.decode == "append" else limit - kind.front - packed_limit
             more = max(0, kept - front - int(self.tail_limit[row]))
-            self.packed[row] = -(-more // KIVI_GROUP) * KIVI_GROUP
+            self.packed[row] = -(-more // kind.group) * kind.group
             self.waiting[row] = kept - front - self.packed[row]
-            self.cursor[row] = self.first_group(row)
+            self.cursor[row] = self.first_group(row, kind.group)
 
-    def first_group(self, rows: int | Ints) -> Ints:
+    def first_group(self, rows: int | Ints, group: int) -> Ints:
         """Return the packed entry from which on a grouped ring overwrites: whole groups hold what is protected."""
-        protected = -(-np.maximum(self.protected[rows] - self.front[rows], 0) // KIVI_GROUP) * KIVI_GROUP
-        first: Ints = np.minimum(protected, np.maximum(self.packed_limit[rows] - KIVI_GROUP, 0))
+        protected = -(-np.maximum(self.protected[rows] - self.front[rows], 0) // group) * group
+        first: Ints = np.minimum(protected, np.maximum(self.packed_limit[rows] - group, 0))
         return first
 
 
@@ -181,7 +180,7 @@ class PendingPack:
     """Rows whose tail is full, and the group that leaves it."""
 
     rows: Ints  # [m]
-    waiting: Ints  # [m, KIVI_GROUP] their places in the tail
+    waiting: Ints  # [m, group] their places in the tail
     groups: Ints | None  # [m] where they go; None: over the entries with the lowest scores
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
 
@@ -192,20 +191,20 @@ class PendingPack:
         return PendingPack(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
 
 
-def take_pending_packs(state: RowTable, active: Bools) -> list[PendingPack]:
-    """Make room in the tails that are full."""
+def take_pending_packs(state: RowTable, active: Bools, group: int) -> list[PendingPack]:
+    """Make room for `group` entries in the tails that are full."""
     due = np.flatnonzero(active & (state.grouped > 0) & (state.waiting >= state.tail_limit))
     if not len(due):
         return []
-    waiting = (state.tail_start[due, None] + np.arange(KIVI_GROUP)) % state.tail_limit[due, None]
-    state.tail_start[due] = (state.tail_start[due] + KIVI_GROUP) % state.tail_limit[due]
-    state.waiting[due] -= KIVI_GROUP
+    waiting = (state.tail_start[due, None] + np.arange(group)) % state.tail_limit[due, None]
+    state.tail_start[due] = (state.tail_start[due] + group) % state.tail_limit[due]
+    state.waiting[due] -= group
     room = state.packed[due] < state.packed_limit[due]
-    groups = np.where(room, state.packed[due], state.cursor[due]) // KIVI_GROUP
-    state.packed[due[room]] += KIVI_GROUP
+    groups = np.where(room, state.packed[due], state.cursor[due]) // group
+    state.packed[due[room]] += group
     turned = due[~room]
-    cursor = state.cursor[turned] + KIVI_GROUP
-    state.cursor[turned] = np.where(cursor < state.packed_limit[turned], cursor, state.first_group(turned))
+    cursor = state.cursor[turned] + group
+    state.cursor[turned] = np.where(cursor < state.packed_limit[turned], cursor, state.first_group(turned, group))
     placed = room | (state.decode[due] != ARGMIN)
     return [
         PendingPack(due[these], waiting[these], groups[these] if these is placed else None, state.packed[due[these]])

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.policies.compression.storage import codec
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
-from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Packing, Progress, RowMetadata
@@ -32,7 +31,7 @@ RECENT = 1e30
 class Slab:
     """Rows of one kind in consecutive layers; a row has the same bookkeeping in all of them.
 
-    Keys and values are parts of the kind's codec, each [layers, rows, packed / group, ...]; beside them, in the
+    Keys and values are parts of the storage format, each [layers, rows, packed / group, ...]; beside them, in the
     model's dtype, stand the front and the tail [layers, rows, front + tail, head_dim].
     """
 
@@ -40,18 +39,18 @@ class Slab:
         self, kind: RowKind, layers: range, rows: int, shape: KVShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kind, self.layers, self.rows = kind, layers, rows
-        self.codec = codec(kind.storage)
+        self.storage = STORAGES[kind.storage]
         self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
 
         def room(entries: int) -> Tensor:
             return torch.zeros(len(layers), rows, entries, shape.head_dim, dtype=dtype, device=device)
 
-        example = torch.zeros(self.codec.group, shape.head_dim, dtype=dtype, device=device)
-        lead = (len(layers), rows, kind.packed // self.codec.group)
+        example = torch.zeros(self.storage.group, shape.head_dim, dtype=dtype, device=device)
+        lead = (len(layers), rows, kind.packed // self.storage.group)
         self.keys, self.values = (
             tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in parts)
-            for parts in (self.codec.encode_keys(example), self.codec.encode_values(example))
+            for parts in (self.storage.encode_keys(example), self.storage.encode_values(example))
         )
         self.uncompressed_keys, self.uncompressed_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
         self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
@@ -62,7 +61,7 @@ class Slab:
         pages = kind.packed // kind.page if kind.page else 0
         self._lowest, self._highest = room(pages), room(pages)
         # Kernels take every entry in use, by a plain softmax.
-        self._fused = kernels.reads(self.codec, dtype, device) and shape.plain_softmax and not kind.window
+        self._fused = kernels.reads(self.storage, dtype, device) and shape.plain_softmax and not kind.window
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
 
@@ -145,8 +144,8 @@ class Slab:
         packed = int(self.state.packed[rows.start]) if kind.grouped else kept
         body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
         for parts, uncompressed_tail, given, encode in (
-            (self.keys, self.uncompressed_keys, keys, self.codec.encode_keys),
-            (self.values, self.uncompressed_values, values, self.codec.encode_values),
+            (self.keys, self.uncompressed_keys, keys, self.storage.encode_keys),
+            (self.values, self.uncompressed_values, values, self.storage.encode_values),
         ):
             if packed:
                 for part, fresh in zip(parts, encode(given[:, body]), strict=True):
@@ -180,9 +179,9 @@ class Slab:
         """
         index = torch.tensor(rows, device=self._device)
         for at in range(len(self.layers)):
-            keys = self.codec.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
-            fresh = self.codec.encode_keys(
-                rotate(self.codec.from_basis(keys), -angles).to(self.uncompressed_keys.dtype)
+            keys = self.storage.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
+            fresh = self.storage.encode_keys(
+                rotate(self.storage.from_basis(keys), -angles).to(self.uncompressed_keys.dtype)
             )
             for mine, part in zip(self.keys, fresh, strict=True):
                 mine[at, index] = part
@@ -316,7 +315,7 @@ class Slab:
         )
         out = kernels.attend(
             query,
-            self.codec,
+            self.storage,
             keys,
             values,
             step.numbers.packed,
@@ -340,11 +339,11 @@ class Slab:
         softmax: Softmax,
     ) -> Tensor:
         bias = self._in_window(at, step) if self.kind.window else step.bias
-        groups = step.reach // self.codec.group
+        groups = step.reach // self.storage.group
         keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
-        if self.kind.storage == "model" and scores is None:
+        if self.storage.plain and scores is None:
             return attend_rows(query, keys[0], values[0], bias, softmax)
-        out, shares = attend_packed(query, self.codec, keys, values, uncompressed_tail, bias, softmax)
+        out, shares = attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
         if scores is not None:
             received = shares.sum(dim=1)
             if self.kind.alike:
@@ -380,13 +379,13 @@ class Slab:
             self.uncompressed_values[at, step.rows, entries] = value
             return kind.packed + entries
         index = (at, step.rows, entries)
-        _put(self.keys, index, tuple(part[:, 0] for part in self.codec.encode_keys(key[:, None])))
-        _put(self.values, index, tuple(part[:, 0] for part in self.codec.encode_values(value[:, None])))
+        _put(self.keys, index, tuple(part[:, 0] for part in self.storage.encode_keys(key[:, None])))
+        _put(self.values, index, tuple(part[:, 0] for part in self.storage.encode_values(value[:, None])))
         if step.angles is not None:
             early, first = (entries < kind.sinks)[:, None], entries.clamp(max=kind.sinks - 1)
             self._sink_keys[at, step.rows, first] = torch.where(early, key, self._sink_keys[at, step.rows, first])
             sinks = rotate(self._sink_keys[at, : step.used], step.angles[:, None])
-            _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.codec.encode_keys(sinks))
+            _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.storage.encode_keys(sinks))
         return entries
 
     def _least(
@@ -406,26 +405,26 @@ class Slab:
 
     def _pack_group(self, at: int, packing: Packing) -> None:
         """Pack waiting entries of some rows."""
-        rows, front = packing.rows[:, None], self.kind.front
+        rows, front, group = packing.rows[:, None], self.kind.front, self.storage.group
         keys, values = (
             uncompressed_tail[at, rows, front + packing.waiting]
             for uncompressed_tail in (self.uncompressed_keys, self.uncompressed_values)
         )
         if packing.groups is not None:
-            entries = packing.groups[:, None] * KIVI_GROUP + torch.arange(KIVI_GROUP, device=self._device)
+            entries = packing.groups[:, None] * group + torch.arange(group, device=self._device)
             index: tuple[Any, ...] = (at, packing.rows, packing.groups)
-            packed_keys = tuple(part[:, 0] for part in self.codec.encode_keys(keys))
-            packed_values = tuple(part[:, 0] for part in self.codec.encode_values(values))
+            packed_keys = tuple(part[:, 0] for part in self.storage.encode_keys(keys))
+            packed_values = tuple(part[:, 0] for part in self.storage.encode_values(values))
         else:
             index = (at, packing.rows)
             # Groups that receive an entry are packed anew; the others come out as they were.
             entries = self._least(
-                at, packing.rows, packing.in_use, packing.oldest, packing.early, packing.newest, KIVI_GROUP
+                at, packing.rows, packing.in_use, packing.oldest, packing.early, packing.newest, group
             )
-            old = self.codec.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
-            packed_keys = self.codec.encode_keys(_replaced(old, entries, keys))
-            old = self.codec.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
-            packed_values = self.codec.encode_values(_replaced(old, entries, values))
+            old = self.storage.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
+            packed_keys = self.storage.encode_keys(_replaced(old, entries, keys))
+            old = self.storage.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
+            packed_values = self.storage.encode_values(_replaced(old, entries, values))
         tail = self.kind.packed + front + packing.waiting
         about = [mine for mine in (self._scores, self._ages) if mine.shape[-1]]
         counted = [mine[at, rows, tail] for mine in about]

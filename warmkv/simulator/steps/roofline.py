@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from warmkv.config import RooflineConfig
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
-from warmkv.policies.storage_bytes import entry_bytes
-from warmkv.policy_spec import Storage
+from warmkv.policies.compression.storage_format import StorageFormat
+from warmkv.policy_spec import STORAGES, Storage
 from warmkv.simulator.steps.costs import PhaseCosts, Roofline, StepCost, StepKind
 
 
@@ -40,11 +40,11 @@ def roofline(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float =
     parts = {"model": model, "gpu": gpu, "roofline": config}
     described = {name: part.model_dump(mode="json") for name, part in parts.items()} | {"gpus_per_replica": share}
     return RooflineCosts(
-        {storage: _phases(model, gpu, config, share, storage) for storage in get_args(Storage)}, described
+        {name: _phases(model, gpu, config, share, storage) for name, storage in STORAGES.items()}, described
     )
 
 
-def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, storage: Storage) -> PhaseCosts:
+def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, storage: StorageFormat) -> PhaseCosts:
     operation = 1 / (gpu.flops * share * config.flops_efficiency)  # seconds
     byte = 1 / (gpu.bandwidth * share * config.bandwidth_efficiency)  # seconds
     overhead = config.overhead_seconds
@@ -52,8 +52,8 @@ def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, s
     pair = 4 * model.layers * model.heads * model.head_dim * operation
     weights = byte * model.dtype_bytes * (model.layer_weights + model.head_weights)
     rows = byte * model.layers * model.kv_heads
-    kv = rows * entry_bytes("model", model.head_dim, model.dtype_bytes)
-    entry = rows * entry_bytes(storage, model.head_dim, model.dtype_bytes)
+    kv = rows * STORAGES["model"].entry_bytes(model.head_dim, model.dtype_bytes)
+    entry = rows * storage.entry_bytes(model.head_dim, model.dtype_bytes)
     # A chunk has the logits of its last token. Its tokens do not attend to those after them: near half of its square.
     prefill = StepCost(overhead + logits, token + pair / 2, 0.0, pair, -pair / 2)
     # Sequences that decode attend each to its own entries: there are as many pairs as entries.

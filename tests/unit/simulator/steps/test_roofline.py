@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from warmkv.config import ConfigError, RooflineConfig, load, parse
 from warmkv.gpus import CATALOGUE, Gpu
 from warmkv.model_shape import ModelShape, ModelShapeError, figures
-from warmkv.policies.storage_bytes import entry_bytes
-from warmkv.policy_spec import PolicySpec
+from warmkv.policy_spec import STORAGES, PolicySpec
 from warmkv.simulator.steps.costs import StepKind
 from warmkv.simulator.steps.roofline import roofline
 
@@ -55,7 +54,7 @@ def chunk_flops(model, tokens, end):
 
 
 def kv_bytes(model, entries, storage="model"):
-    return entries * model.layers * model.kv_heads * entry_bytes(storage, model.head_dim, model.dtype_bytes)
+    return entries * model.layers * model.kv_heads * STORAGES[storage].entry_bytes(model.head_dim, model.dtype_bytes)
 
 
 def weight_bytes(model):

@@ -9,7 +9,7 @@ from warmkv.policies import budgets
 from warmkv.policies.compression.method import Method, register
 
 if TYPE_CHECKING:
-    from warmkv.policy_spec import PolicySpec, Storage
+    from warmkv.policy_spec import PolicySpec
 
 SHORT, MEDIUM, LONG = 8_192, 32_768, 131_072
 REASONING_FLOOR = 0.3
@@ -45,18 +45,17 @@ class Auto(Method):
         spec = self.spec
         if prompt_tokens < SHORT:
             return budgets.whole(spec)
-        storage: Storage = "kivi4" if spec.storage == "model" and prompt_tokens > LONG else spec.storage
-        common: dict[str, Any] = {"shots": spec.task == "few_shot", "protect": PROTECT}
-        if storage.startswith("kivi"):
-            common["residual"] = spec.residual
+        common: dict[str, Any] = {"shots": spec.task == "few_shot", "protect": PROTECT, **spec.stored_as}
+        if spec.storage == "model" and prompt_tokens > LONG:
+            common |= {"storage": "kivi4", "residual": spec.residual}
         least = REASONING_FLOOR if spec.task == "reasoning" else 0.0
         if prompt_tokens <= MEDIUM:
             if column_sums_share(prompt_tokens) <= spec.scoring:
-                return budgets.made("h2o", 0.5, storage, **common)
-            return budgets.made("snapkv", 0.5, storage, window=64, **common)
+                return budgets.made("h2o", 0.5, **common)
+            return budgets.made("snapkv", 0.5, window=64, **common)
         if prompt_tokens <= LONG:
-            return budgets.made("snapkv", max(0.2, least), storage, window=64, **common)
-        return budgets.made("snapkv", max(0.1, least), storage, window=128, **common)
+            return budgets.made("snapkv", max(0.2, least), window=64, **common)
+        return budgets.made("snapkv", max(0.1, least), window=128, **common)
 
 
 def column_sums_share(prompt_tokens: int, hidden: int = 4096) -> float:

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from warmkv.policies.compression.storage import Codec, codec
+from warmkv.policies.compression.storage_format import StorageFormat
+from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import attention
 from warmkv.replicas.slots.attention import Parts
 
-_STORAGES = ("model", "fp8", "kivi4", "kivi2", "turbo4", "turbo3")
 _HAS_TRITON = find_spec("triton") is not None  # without importing it
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -30,14 +30,14 @@ def is_available(device: torch.device) -> bool:
     return (device.type == "cuda" or interpreted) and _HAS_TRITON
 
 
-def reads(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels read what this codec stores, for queries of that type, on that device."""
-    return codec.name in _STORAGES and dtype in _TYPES and is_available(device)
+def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels read a storage format, for queries of that type, on that device."""
+    return storage.kernel is not None and dtype in _TYPES and is_available(device)
 
 
 def attend(
     query: Tensor,
-    codec: Codec,
+    storage: StorageFormat,
     keys: Parts,
     values: Parts,
     lengths: Tensor,
@@ -49,7 +49,7 @@ def attend(
 ) -> Tensor:
     """q [n, group, d] against entries as they are stored; returns the shape of q, zeros where a row sees nothing.
 
-    keys, values: parts [n, packed / group, ...] of the codec, of which row i sees the first `lengths`[i] entries;
+    keys, values: parts [n, packed / group, ...] of the format, of which row i sees the first `lengths`[i] entries;
     `uncompressed_tail`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may
     be views whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed
     over the query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row
@@ -59,7 +59,7 @@ def attend(
     """
     from warmkv.replicas.slots.kernels import launch
 
-    return launch.attend(query, codec, keys, values, lengths, uncompressed_tail, scale, received=received, adds=adds)
+    return launch.attend(query, storage, keys, values, lengths, uncompressed_tail, scale, received=received, adds=adds)
 
 
 def attend_pages(
@@ -80,4 +80,4 @@ def attend_pages(
     capacity = keys.shape[1]
     entries = attention.choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
     pages = entries, torch.full_like(lengths, entries.shape[1]), 1  # the kernel takes an entry for a page of one
-    return launch.attend(query, codec("model"), (keys,), (values,), lengths, None, scale, pages=pages)
+    return launch.attend(query, STORAGES["model"], (keys,), (values,), lengths, None, scale, pages=pages)

@@ -8,21 +8,22 @@ that keys and values are read once. Softmax is kept online in float32, in powers
 import triton
 import triton.language as tl
 
-from warmkv.replicas.slots.kernels.stored import load_keys, load_rows, load_values
+from warmkv.replicas.slots.kernels.tiles import load_rows
 
 
 @triton.jit
 def attend_split(
     query, query_row, query_head,
-    keys, key_zeros, key_steps, key_row, key_zeros_row, key_steps_row,
-    values, value_zeros, value_steps, value_row, value_zeros_row, value_steps_row,
-    levels, lengths, capacity,
+    keys, keys_second, keys_third, keys_row, keys_second_row, keys_third_row,
+    values, values_second, values_third, values_row, values_second_row, values_third_row,
+    table, lengths, capacity,
     pages, page_counts, page, most_pages,
     uncompressed_keys, uncompressed_values, uncompressed_mask,
     uncompressed_keys_row, uncompressed_values_row, uncompressed_mask_row, uncompressed_count,
     scale,
     out, peaks, totals, logits,
-    STORAGE: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    LOAD_KEYS: tl.constexpr, LOAD_VALUES: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, PAGED: tl.constexpr, UNCOMPRESSED: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def attend_split(
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
     q = tl.load(query + row * query_row + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
-    wide = q.to(tl.float32) if STORAGE == "kivi4" or STORAGE == "kivi2" else q  # what 16 bits do not hold exactly
+    wide = q.to(tl.float32) if WIDE else q
 
     length = tl.minimum(tl.load(lengths + row).to(tl.int32), capacity)
     reach = length  # as counted by the loop: entries, or those of the chosen pages one after the other
@@ -45,12 +46,12 @@ def attend_split(
     first = split * blocks * BLOCK
     last = tl.minimum(first + blocks * BLOCK, reach)
 
-    keys += row * key_row
-    values += row * value_row
-    key_zeros += row * key_zeros_row
-    key_steps += row * key_steps_row
-    value_zeros += row * value_zeros_row
-    value_steps += row * value_steps_row
+    keys += row * keys_row
+    values += row * values_row
+    keys_second += row * keys_second_row
+    keys_third += row * keys_third_row
+    values_second += row * values_second_row
+    values_third += row * values_third_row
     logits += row * G * (capacity + uncompressed_count)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -62,8 +63,8 @@ def attend_split(
             chosen = tl.load(pages + row * most_pages + entries // page, mask=seen, other=0).to(tl.int32)
             entries = chosen * page + entries % page
             seen &= entries < length
-        k = load_keys(keys, key_zeros, key_steps, levels, start, entries, seen, STORAGE, D, HEAD_DIM)
-        v = load_values(values, value_zeros, value_steps, levels, entries, seen, STORAGE, CHANNELS, D, HEAD_DIM)
+        k = LOAD_KEYS(keys, keys_second, keys_third, table, start, entries, seen, BITS, D, HEAD_DIM)
+        v = LOAD_VALUES(values, values_second, values_third, table, start, entries, seen, BITS, D, HEAD_DIM)
         k, v = k.to(wide.dtype), v.to(wide.dtype)
         scores = _scores(wide, k, seen, scale, PRECISION)
         if LOGITS:

@@ -7,15 +7,15 @@ call of a kind compiles it: make one before a graph is captured.
 from __future__ import annotations
 
 import math
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from warmkv.policies.compression.storage import Codec
-from warmkv.policies.compression.storage.turboquant import Turbo
-from warmkv.policies.storage_bytes import KIVI_GROUP
+from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.replicas.slots.attention import Parts
 from warmkv.replicas.slots.kernels import decode
+from warmkv.replicas.slots.kernels.tiles import Reader
 
 MOST_SPLITS = 64
 _PROGRAMS = 8  # per multiprocessor: a few run beside each other, and the last to start are a small part of all
@@ -32,7 +32,7 @@ def split_count(rows: int, entries: int, processors: int) -> int:
 
 def attend(
     query: Tensor,
-    codec: Codec,
+    storage: StorageFormat,
     keys: Parts,
     values: Parts,
     lengths: Tensor,
@@ -48,13 +48,15 @@ def attend(
 
     pages: chosen int [n, most], how many of them count [n], and the entries of a page; only these are read.
     """
+    assert storage.kernel is not None
+    reader: Reader = import_module(storage.kernel).READER
     n, group, head_dim = query.shape
     dtype, device = query.dtype, query.device
-    if isinstance(codec, Turbo):  # all in its basis, which is orthogonal
-        query = codec.to_basis(query.float())
+    if storage.rotated:  # all in its basis, which is orthogonal
+        query = storage.to_basis(query.float())
         uncompressed_tail = uncompressed_tail and (
-            codec.to_basis(uncompressed_tail[0]),
-            codec.to_basis(uncompressed_tail[1]),
+            storage.to_basis(uncompressed_tail[0]),
+            storage.to_basis(uncompressed_tail[1]),
             uncompressed_tail[2],
         )
     elif dtype == torch.bfloat16 and device.type == "cpu":
@@ -63,10 +65,10 @@ def attend(
     if received is not None and (pages is not None or received.stride(-1) != 1):
         raise ValueError("the attention received is that of whole rows, and goes where rows are contiguous")
 
-    capacity, m = keys[0].shape[1] * codec.group, uncompressed_tail[0].shape[1] if uncompressed_tail else 0
+    capacity, m = keys[0].shape[1] * storage.group, uncompressed_tail[0].shape[1] if uncompressed_tail else 0
     splits = splits or split_count(n, pages[0].shape[1] * pages[2] if pages else capacity, _processors(device))
     padded = max(16, _power_of_two(head_dim))
-    block = KIVI_GROUP if codec.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
+    block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
     out = torch.empty(n, group, head_dim, dtype=dtype, device=device)
     parts = out if splits == 1 else query.new_empty(n, splits, group, head_dim, dtype=torch.float32)
     peaks, totals = query.new_empty(2, n, splits, group, dtype=torch.float32).unbind()
@@ -78,14 +80,15 @@ def attend(
     chosen, counts, page = pages or (absent, absent, 1)
     decode.attend_split[n, splits](
         query, query.stride(0), query.stride(1),
-        *_three(keys), *_three(values), codec.levels(device) if isinstance(codec, Turbo) else absent,
+        *_three(keys), *_three(values), reader.table(storage, device) if reader.table else absent,
         lengths, capacity,
         chosen, counts, page, chosen.shape[1],
         uncompressed_keys, uncompressed_values, mask,
         uncompressed_keys.stride(0), uncompressed_values.stride(0), mask.stride(0), m,
         scale * math.log2(math.e),
         parts, peaks, totals, logits,
-        STORAGE=codec.name, CHANNELS=math.gcd(KIVI_GROUP, head_dim), G=group, M=max(16, _power_of_two(group)),
+        LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide,
+        G=group, M=max(16, _power_of_two(group)),
         D=padded, HEAD_DIM=head_dim, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         PAGED=pages is not None, UNCOMPRESSED=m > 0, WHOLE=splits == 1, LOGITS=received is not None,
@@ -95,7 +98,7 @@ def attend(
         decode.combine[n, group](
             parts, peaks, totals, out, splits, G=group, S=_power_of_two(splits), D=padded, HEAD_DIM=head_dim
         )
-    out = codec.from_basis(out)
+    out = storage.from_basis(out)
     if received is not None:  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-(capacity + m) // _RECEIVED_BLOCK)](
             logits, peaks, totals, lengths, mask, mask.stride(0), received, received.stride(0), capacity, m, splits,

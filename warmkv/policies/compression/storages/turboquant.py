@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from math import sqrt
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from warmkv.policies.compression.packing import pack, unpack
+from warmkv.policies.compression.storage_format import SCALE_BYTES, StorageFormat, register
 
-from warmkv.policies.compression.storage.base import Codec
-from warmkv.policies.compression.storage.packing import pack, unpack
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Positive levels of the Lloyd-Max quantiser of N(0, 1), which is symmetric: the codebook of section 3.1 times sqrt(d).
 # The test computes them again.
@@ -22,7 +23,7 @@ POSITIVE_LEVELS = {
 _LARGEST_HALF = 65_504.0
 
 
-class Turbo(Codec):
+class TurboQuant(StorageFormat):
     """Rotate a vector, round its coordinates to the codebook, keep a scale (algorithm 1, the variant of least MSE).
 
     The rotation makes the coordinates of any vector look like samples of N(0, norm^2 / head_dim), so no calibration and
@@ -37,15 +38,26 @@ class Turbo(Codec):
     exceeds float16: vectors whose root mean square is beyond about 24000 (4 bits) or 30000 (3 bits) come out shorter.
     """
 
+    alias = "turboquant"
+    rotated = True
+    kernel = "warmkv.replicas.slots.kernels.turboquant"
+    source = "2504.19874, algorithm 1, the paper alone"
+    deviates = "Hadamard rotation; no outlier channels, no 1-bit residual"
+
     def __init__(self, bits: Literal[4, 3], seed: int = 0) -> None:
-        self.name = f"turbo{bits}"
-        self._bits = bits
+        self.name, self.bits = f"turbo{bits}", bits
+        self.head_dim_multiple = 8 if bits == 3 else 2
+        self.formula = f"2 * ({'d / 2' if bits == 4 else '3 * d / 8'} + 2)"
         self._seed = seed
 
+    def entry_bytes(self, head_dim: int, dtype_bytes: int) -> float:
+        return 2 * (head_dim * self.bits / 8 + SCALE_BYTES)
+
     def encode_keys(self, keys: Tensor) -> tuple[Tensor, ...]:
-        """As `Codec.encode_keys`. Raises ValueError if the codes of a vector do not fill whole bytes."""
-        head_dim = keys.shape[-1]
-        multiple = 8 if self._bits == 3 else 2
+        """As `StorageFormat.encode_keys`. Raises ValueError if the codes of a vector do not fill whole bytes."""
+        import torch
+
+        head_dim, multiple = keys.shape[-1], self.head_dim_multiple
         if head_dim % multiple:
             # Padding would need a place for head_dim: decoding could not tell how much to cut off again.
             raise ValueError(f"{self.name} needs a head_dim that is a multiple of {multiple}, not {head_dim}")
@@ -55,17 +67,17 @@ class Turbo(Codec):
         deviation = torch.where(norm == 0, 1.0, norm / sqrt(head_dim))
         codes = torch.bucketize(rotated / deviation, (levels[1:] + levels[:-1]) / 2, out_int32=True)
         scale = norm / levels[codes].norm(dim=-1, keepdim=True)
-        scale = scale.clamp(max=_LARGEST_HALF / POSITIVE_LEVELS[self._bits][-1]).half()
-        return pack(codes.to(torch.uint8), self._bits, dim=-1), scale
+        scale = scale.clamp(max=_LARGEST_HALF / POSITIVE_LEVELS[self.bits][-1]).half()
+        return pack(codes.to(torch.uint8), self.bits, dim=-1), scale
 
     def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         packed, scale = parts
-        codes = unpack(packed, self._bits, dim=-1).int()  # indexing with uint8 would mean a mask
+        codes = unpack(packed, self.bits, dim=-1).int()  # indexing with uint8 would mean a mask
         return (self.levels(packed.device)[codes] * scale.float()).to(dtype)
 
     def levels(self, device: torch.device) -> Tensor:
         """What codes stand for, times the scale: float32 [2^bits], ascending."""
-        return _levels(self._bits, device)
+        return _levels(self.bits, device)
 
     def to_basis(self, x: Tensor) -> Tensor:
         return (x.float() @ self._rotation(x)).to(x.dtype)
@@ -82,15 +94,24 @@ def _kept(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @lru_cache(maxsize=64)
     def once(*args: Hashable) -> Tensor:
+        import torch
+
         with torch.inference_mode(False):  # or autograd would refuse the constant for the rest of the process
             return build(*args)
 
-    return lambda *args: build(*args) if torch.compiler.is_compiling() else once(*args)
+    def constant(*args: Hashable) -> Tensor:
+        import torch
+
+        return build(*args) if torch.compiler.is_compiling() else once(*args)
+
+    return constant
 
 
 @_kept
 def _levels(bits: int, device: torch.device) -> Tensor:
     """All levels, ascending: [2^bits]."""
+    import torch
+
     positive = torch.tensor(POSITIVE_LEVELS[bits], device=device)
     return torch.cat([-positive.flip(0), positive])
 
@@ -98,6 +119,8 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 @_kept
 def _rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
     """An orthogonal matrix R [head_dim, head_dim], float32; x @ R rotates the row vectors x."""
+    import torch
+
     if head_dim & (head_dim - 1):
         normal = torch.erfinv(_uniform(head_dim * head_dim, seed, device)).view(head_dim, head_dim)
         orthogonal, upper = torch.linalg.qr(normal)
@@ -116,7 +139,13 @@ def _uniform(count: int, seed: int, device: torch.device) -> Tensor:
     They are a hash of the position (a finaliser of 32-bit hash tables): replicas that share a cache need the same
     numbers on every device and in every release of torch, which its generators do not promise.
     """
+    import torch
+
     x = torch.arange(1, count + 1, device=device) + (seed * 0x9E3779B9 & 0xFFFFFFFF) & 0xFFFFFFFF
     for _ in range(2):
         x = (x ^ x >> 16) * 0x45D9F3B & 0xFFFFFFFF
     return ((x ^ x >> 16) >> 9).float().add(0.5) / 2**22 - 1  # 23 bits, so that float32 represents it and never ±1
+
+
+register(TurboQuant(4))
+register(TurboQuant(3))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from warmkv.policies.compression.packing import pack, unpack
+from warmkv.policies.compression.storage_format import SCALE_BYTES, StorageFormat, register
 
-from warmkv.policies.compression.storage.base import Codec
-from warmkv.policies.compression.storage.packing import pack, unpack
-from warmkv.policies.storage_bytes import KIVI_GROUP
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
+GROUP = 32  # numbers that share a zero point and a step
 # Below float16's 65504 by more than the rounding of a step, 15 times, can add: decoding gives no infinity.
 _LARGEST = 65_000.0
 # A group whose step is smaller counts as constant. Below, float16 has so few bits left that rounding the step could
@@ -19,7 +20,7 @@ _LARGEST = 65_000.0
 _SMALLEST_STEP = 2.0**-20
 
 
-class Kivi(Codec):
+class Kivi(StorageFormat):
     """Round to 2^bits steps between the least and the greatest number of a group of 32 (section 3).
 
     Keys are grouped per channel over 32 tokens, because some channels of keys are large in all tokens; values per token
@@ -31,41 +32,60 @@ class Kivi(Codec):
     same codes, provided that the type decoded to resolves a step. Beyond ±65000 numbers are clamped.
     """
 
-    group = KIVI_GROUP
+    alias = "kivi"
+    group = GROUP
+    # 128 as its authors evaluate it on LongBench; 32, as in their example, where it is a part of a policy: in the rows
+    # that eviction leaves, 128 entries in the model's dtype would be most of what is kept.
+    residual, alias_residual = 32, 128
+    kernel = "warmkv.replicas.slots.kernels.kivi"
+    source = "2402.02750; jy-yuan/KIVI"
+    deviates = "keys and values wait in one tail, packed 32 at a time; a residual of 32 where it is a part of a policy"
 
     def __init__(self, bits: Literal[4, 2]) -> None:
-        self.name = f"kivi{bits}"
-        self._bits = bits
+        self.name, self.bits, self.for_blocks = f"kivi{bits}", bits, bits == 4
+        self.formula = f"{'d' if bits == 4 else 'd / 2'} + 4 * d / 32 + 4 * d / gcd(32, d)"
+
+    def entry_bytes(self, head_dim: int, dtype_bytes: int) -> float:
+        codes = 2 * head_dim * self.bits / 8
+        key_scales = 2 * SCALE_BYTES * head_dim / GROUP  # a zero point and a step per channel of a group of tokens
+        value_scales = 2 * SCALE_BYTES * head_dim // gcd(GROUP, head_dim)  # and per group of channels of a token
+        return codes + key_scales + value_scales
 
     def encode_keys(self, keys: Tensor) -> tuple[Tensor, ...]:
-        codes, zero, step = _quantise(_grouped(keys), dim=-2, bits=self._bits)
-        return pack(codes, self._bits, dim=-2), zero.squeeze(-2), step.squeeze(-2)
+        codes, zero, step = _quantise(_grouped(keys), dim=-2, bits=self.bits)
+        return pack(codes, self.bits, dim=-2), zero.squeeze(-2), step.squeeze(-2)
 
     def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         packed, zero, step = parts
-        codes = unpack(packed, self._bits, dim=-2)
+        codes = unpack(packed, self.bits, dim=-2)
         return _dequantise(codes, zero.unsqueeze(-2), step.unsqueeze(-2)).flatten(-3, -2).to(dtype)
 
     def encode_values(self, values: Tensor) -> tuple[Tensor, ...]:
-        channels = gcd(KIVI_GROUP, values.shape[-1])
+        import torch
+
+        channels = gcd(GROUP, values.shape[-1])
         by_token = torch.unflatten(_grouped(values), -1, (values.shape[-1] // channels, channels))
-        codes, zero, step = _quantise(by_token, dim=-1, bits=self._bits)
-        return pack(codes.flatten(-2), self._bits, dim=-2), zero.squeeze(-1), step.squeeze(-1)
+        codes, zero, step = _quantise(by_token, dim=-1, bits=self.bits)
+        return pack(codes.flatten(-2), self.bits, dim=-2), zero.squeeze(-1), step.squeeze(-1)
 
     def decode_values(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        import torch
+
         packed, zero, step = parts
         groups = zero.shape[-1]
-        codes = torch.unflatten(unpack(packed, self._bits, dim=-2), -1, (groups, packed.shape[-1] // groups))
+        codes = torch.unflatten(unpack(packed, self.bits, dim=-2), -1, (groups, packed.shape[-1] // groups))
         return _dequantise(codes, zero.unsqueeze(-1), step.unsqueeze(-1)).flatten(-2).flatten(-3, -2).to(dtype)
 
 
 def _grouped(x: Tensor) -> Tensor:
     """[*lead, n, head_dim] as float32 [*lead, n/32, 32, head_dim]."""
+    import torch
+
     entries = x.shape[-2]
-    if entries % KIVI_GROUP:
-        raise ValueError(f"KIVI encodes groups of {KIVI_GROUP} entries, not {entries}: keep the last ones as they are")
+    if entries % GROUP:
+        raise ValueError(f"KIVI encodes groups of {GROUP} entries, not {entries}: keep the last ones as they are")
     clamped = x.float().clamp(-_LARGEST, _LARGEST)
-    return torch.unflatten(clamped, -2, (entries // KIVI_GROUP, KIVI_GROUP))
+    return torch.unflatten(clamped, -2, (entries // GROUP, GROUP))
 
 
 def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,6 +94,8 @@ def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     Codes are computed with the zero point and the step as stored, so that the rounding of these adds next to no error.
     The least number has code 0 and the greatest the highest, so encoding what was decoded finds the same range.
     """
+    import torch
+
     highest = 2**bits - 1
     least = x.amin(dim, keepdim=True)
     spacing = _half_spacing(least)
@@ -87,7 +109,7 @@ def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dequantise(codes: Tensor, zero: Tensor, step: Tensor) -> Tensor:
-    return torch.addcmul(zero.float(), step.float(), codes.float())
+    return zero.float().addcmul(step.float(), codes.float())
 
 
 def _half_spacing(x: Tensor) -> Tensor:
@@ -95,5 +117,11 @@ def _half_spacing(x: Tensor) -> Tensor:
 
     Rounding to it stays in float32, because a compiler that fuses `x.half().float()` leaves out the rounding.
     """
+    import torch
+
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # the greatest power of two that is not beyond |x|
     return power.clamp(min=2.0**-14) * 2.0**-10
+
+
+register(Kivi(4))
+register(Kivi(2))

@@ -1,0 +1,1 @@
+"""Storage formats, one file each. Importing a file registers its formats, without torch."""

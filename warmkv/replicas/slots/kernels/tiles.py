@@ -1,0 +1,44 @@
+"""Reading entries inside a kernel, one behind the other, and how a storage format names what reads its own.
+
+A reader does tile by tile what `decode_keys` and `decode_values` of its format do. Its two functions are
+
+    @triton.jit
+    def keys(part, second, third, table, start, entries, seen, BITS, D, HEAD_DIM)
+
+and return a tile [BLOCK, D] of floating point numbers: D is the head dimension rounded up to a power of two. Pointers
+are those of the row's parts, of which there may be three, and of the reader's table; `entries` [BLOCK] begin with
+`start` where nothing is left out, and BLOCK is a group where the format has groups. What is beyond the head dimension,
+and entries that are not `seen`, must not be loaded.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# Triton compiles these functions from their source: annotations other than constexpr mean nothing to it.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor, device
+
+from warmkv.policies.compression.storage_format import StorageFormat
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads a storage format in kernels: the `READER` of the module that `StorageFormat.kernel` names."""
+
+    keys: Any
+    values: Any
+    table: Callable[[StorageFormat, device], Tensor] | None = None
+    wide: bool = False  # whether tiles are float32 because 16 bits do not hold their numbers exactly
+
+
+@triton.jit
+def load_rows(part, entries, seen, D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Vectors [BLOCK, D] that lie one behind the other."""
+    channels = tl.arange(0, D)
+    inside = seen[:, None]
+    if D != HEAD_DIM:
+        inside = inside & (channels < HEAD_DIM)[None, :]
+    return tl.load(part + entries[:, None] * HEAD_DIM + channels[None, :], mask=inside, other=0)
