@@ -67,7 +67,7 @@ def test_bytes_are_those_that_tensors_take(model, policy):
     prompt = synthetic.random_prompt(model, spec, synthetic.random_keys_and_values(model, 96, 0))
     kept = sum(float((s.positions >= 0).sum()) for s in compression.build(spec).select(prompt))
     begun = synthetic.begin_decoding(engine, spec, prompt, 3, 8)
-    held = sum(tensor.numel() * tensor.element_size() for slab in engine.pool.slabs for tensor in slab.tensors())
+    held = sum(tensor.numel() * tensor.element_size() for slab in engine.pool.slabs for tensor in slab.memory.tensors())
     assert held == engine.pool.allocated_bytes >= sum(slot.resident_bytes for slot in begun.slots)
     assert begun.kept == pytest.approx(kept / model.kv_shape.layers / model.kv_shape.kv_heads)
     synthetic.end_all(engine)

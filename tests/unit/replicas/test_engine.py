@@ -276,8 +276,8 @@ def test_logits_that_are_no_numbers_fail_their_request_and_poison_no_slot(driver
         shaky.engine.step()
     (slab,) = shaky.engine.pool.slabs
     with torch.inference_mode():
-        slab.keys[0][:, 0] = float("nan")
-        slab.values[0][:, 0] = float("nan")
+        slab.memory.keys[0][:, 0] = float("nan")
+        slab.memory.values[0][:, 0] = float("nan")
     shaky.run()
     assert "not finite" in shaky.told["poisoned"][-1].message
     assert shaky.run(make_request(tokens, new=8, name="same row")) == expected

@@ -36,7 +36,7 @@ def pool() -> SlotPool:
 
 
 def tensor_bytes(slots: SlotPool) -> int:
-    return sum(tensor.nbytes for slab in slots.slabs for tensor in slab.tensors())
+    return sum(tensor.nbytes for slab in slots.slabs for tensor in slab.memory.tensors())
 
 
 def fake_prompt(tokens: int) -> PrefillState:
@@ -230,7 +230,7 @@ def test_every_row_gets_the_keys_of_its_own_head_whatever_the_others_keep():
             head, layer = int(slab.state.head[row]), slab.layers[0]
             kept = int(slab.state.count[row])
             assert kept == counts[layer][head]
-            assert (slab.keys[0][0, row, :kept] == 6 * layer + head).all()
+            assert (slab.memory.keys[0][0, row, :kept] == 6 * layer + head).all()
 
 
 def test_rows_that_moved_together_go_on_as_before(models):

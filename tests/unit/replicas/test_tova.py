@@ -97,7 +97,7 @@ def test_all_heads_of_a_layer_hold_the_same_tokens_unless_each_chooses(models, m
         for row in range(0, slab.rows, heads):
             if (owner := int(slab.state.owner[row])) >= 0:
                 assert (slab.state.owner[row : row + heads] == owner).all()
-                ages, scores = slab._ages[:, row : row + heads], slab._scores[:, row : row + heads]
+                ages, scores = slab.memory.ages[:, row : row + heads], slab.memory.scores[:, row : row + heads]
                 alike[owner, slab.layers] = bool((ages == ages[:, :1]).all() and (scores == scores[:, :1]).all())
     assert len(alike) == (9 if ragged else 3)
     assert set(alike.values()) == {"per_head" not in policy}

@@ -29,7 +29,7 @@ class _Part:
         """Attend by `Slab.attend`, leaving the other rows as they were."""
         if self.others is None:
             return self.slab.attend(layer, self.step, query, key, value, softmax)
-        with self.slab.unchanged(layer, self.others):
+        with self.slab.memory.unchanged(layer - self.slab.layers[0], self.others):
             return self.slab.attend(layer, self.step, query, key, value, softmax)
 
 

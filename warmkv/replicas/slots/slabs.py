@@ -6,14 +6,12 @@ entries are packed in groups, new ones wait in the tail of the row until a group
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
@@ -22,6 +20,7 @@ from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Packing, Progress, RowMetadata
+from warmkv.replicas.slots.row_memory import RowMemory
 from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
 RECENT = 1e30
@@ -31,8 +30,7 @@ RECENT = 1e30
 class Slab:
     """Rows of one kind in consecutive layers; a row has the same bookkeeping in all of them.
 
-    Keys and values are parts of the storage format, each [layers, rows, packed / group, ...]; beside them, in the
-    model's dtype, stand the front and the tail [layers, rows, front + tail, head_dim].
+    `memory` is what rows hold, `state` how full each is.
     """
 
     def __init__(
@@ -42,24 +40,7 @@ class Slab:
         self.storage = STORAGES[kind.storage]
         self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
-
-        def room(entries: int) -> Tensor:
-            return torch.zeros(len(layers), rows, entries, shape.head_dim, dtype=dtype, device=device)
-
-        example = torch.zeros(self.storage.group, shape.head_dim, dtype=dtype, device=device)
-        lead = (len(layers), rows, kind.packed // self.storage.group)
-        self.keys, self.values = (
-            tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in parts)
-            for parts in (self.storage.encode_keys(example), self.storage.encode_values(example))
-        )
-        self.uncompressed_keys, self.uncompressed_values = room(kind.front + kind.tail), room(kind.front + kind.tail)
-        self._sink_keys = room(kind.sinks if kind.rebased and not kind.front else 0)  # as cached
-        scored = kind.capacity if kind.decode == "argmin" else 0
-        self._scores = torch.zeros(len(layers), rows, scored, dtype=torch.float32, device=device)
-        aged = kind.capacity if kind.aged else 0
-        self._ages = torch.zeros(len(layers), rows, aged, dtype=torch.int32, device=device)
-        pages = kind.packed // kind.page if kind.page else 0
-        self._lowest, self._highest = room(pages), room(pages)
+        self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
         # Kernels take every entry in use, by a plain softmax.
         self._fused = kernels.reads(self.storage, dtype, device) and shape.plain_softmax and not kind.window
         self._counting = torch.arange(max(rows, kind.packed), device=device)
@@ -68,17 +49,6 @@ class Slab:
     @property
     def allocated_bytes(self) -> int:
         return self._row_bytes * self.rows * len(self.layers)
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that is allocated."""
-        uncompressed_tail = [
-            self.uncompressed_keys,
-            self.uncompressed_values,
-            self._sink_keys,
-            self._scores,
-            self._ages,
-        ]
-        return [*self.keys, *self.values, *uncompressed_tail, self._lowest, self._highest]
 
     @property
     def is_empty(self) -> bool:
@@ -94,20 +64,20 @@ class Slab:
     def release(self, row: int) -> None:
         """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
         self.state.free(row)
-        for tensor in self.tensors():
+        for tensor in self.memory.tensors():
             tensor[:, row].zero_()
 
     @torch.inference_mode()
     def take_out(self, rows: list[int]) -> tuple[RowTable, list[Tensor]]:
         """Copy what some rows hold to host memory."""
         index = torch.tensor(rows, device=self._device)
-        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.tensors()]
+        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.memory.tensors()]
 
     @torch.inference_mode()
     def put_in(self, rows: list[int], state: RowTable, tensors: Sequence[Tensor], which: list[int]) -> None:
         """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
         index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
-        for mine, tensor in zip(self.tensors(), tensors, strict=True):
+        for mine, tensor in zip(self.memory.tensors(), tensors, strict=True):
             mine[:, index] = tensor[:, source].to(self._device)
         self.state.take(rows, state, which)
 
@@ -116,19 +86,7 @@ class Slab:
         """Give back all free rows; where each other row went."""
         used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()
         index = torch.tensor(used, dtype=torch.long, device=self._device)
-
-        def chosen(tensor: Tensor) -> Tensor:
-            return tensor.index_select(1, index)
-
-        # All are made before any is taken: memory may run out half way.
-        keys, values = tuple(map(chosen, self.keys)), tuple(map(chosen, self.values))
-        uncompressed_tail = chosen(self.uncompressed_keys), chosen(self.uncompressed_values)
-        counted = chosen(self._sink_keys), chosen(self._scores), chosen(self._ages)
-        bounds = chosen(self._lowest), chosen(self._highest)
-        self.keys, self.values = keys, values
-        self.uncompressed_keys, self.uncompressed_values = uncompressed_tail
-        self._sink_keys, self._scores, self._ages = counted
-        self._lowest, self._highest = bounds
+        self.memory = self.memory.map(lambda tensor: tensor.index_select(1, index))
         self.state, self.rows = self.state.chosen(used), len(used)
         return {row: at for at, row in enumerate(used)}
 
@@ -139,57 +97,13 @@ class Slab:
 
         ages and scores [n, kept] are positions in the prompt and the attention received.
         """
-        kind, at, kept = self.kind, layer - self.layers[0], keys.shape[1]
-        front = min(kept, kind.front)
-        packed = int(self.state.packed[rows.start]) if kind.grouped else kept
-        body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
-        for parts, uncompressed_tail, given, encode in (
-            (self.keys, self.uncompressed_keys, keys, self.storage.encode_keys),
-            (self.values, self.uncompressed_values, values, self.storage.encode_values),
-        ):
-            if packed:
-                for part, fresh in zip(parts, encode(given[:, body]), strict=True):
-                    part[at, rows, : fresh.shape[1]] = fresh
-            uncompressed_tail[at, rows, :front] = given[:, :front]
-            uncompressed_tail[at, rows, tail] = given[:, front + packed :]
-            uncompressed_tail[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
-        if kind.rebased and not kind.front:
-            self._sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, : kind.sinks]
-        about = [(self._ages, ages)] if kind.aged else []
-        if kind.decode == "argmin":
-            assert scores is not None
-            about.append((self._scores, scores))
-        for mine, given in about:
-            mine[at, rows, kind.packed : kind.packed + front] = given[:, :front].to(mine.dtype)
-            mine[at, rows, :packed] = given[:, body].to(mine.dtype)
-            behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
-            mine[at, rows, behind] = given[:, front + packed :].to(mine.dtype)
-        if kind.page:
-            pages = -(-kept // kind.page)
-            for bounds, beyond in ((self._lowest, float("inf")), (self._highest, float("-inf"))):
-                whole = F.pad(keys, (0, 0, 0, pages * kind.page - kept), value=beyond)
-                whole = whole.view(len(whole), pages, kind.page, -1)
-                bounds[at, rows, :pages] = whole.amin(dim=2) if beyond > 0 else whole.amax(dim=2)
+        packed = int(self.state.packed[rows.start]) if self.kind.grouped else keys.shape[1]
+        self.memory.fill(layer - self.layers[0], rows, packed, keys, values, ages, scores)
 
     @torch.inference_mode()
     def rebase(self, rows: list[int], angles: Tensor) -> None:
-        """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.
-
-        Packed keys are packed anew, which costs them a rounding each time.
-        """
-        index = torch.tensor(rows, device=self._device)
-        for at in range(len(self.layers)):
-            keys = self.storage.decode_keys(tuple(part[at, index] for part in self.keys), torch.float32)
-            fresh = self.storage.encode_keys(
-                rotate(self.storage.from_basis(keys), -angles).to(self.uncompressed_keys.dtype)
-            )
-            for mine, part in zip(self.keys, fresh, strict=True):
-                mine[at, index] = part
-            first = self.kind.front if self.kind.rebased else 0
-            uncompressed_tail = self.uncompressed_keys[at, index, first:].float()
-            self.uncompressed_keys[at, index, first:] = rotate(uncompressed_tail, -angles).to(
-                self.uncompressed_keys.dtype
-            )
+        """Rotate the keys of rows back by `angles` [head_dim / 2], but for sinks that are rotated on."""
+        self.memory.rebase(torch.tensor(rows, device=self._device), angles)
 
     # --- a decode step
 
@@ -238,17 +152,6 @@ class Slab:
             numbers.ages[rows],
         )
 
-    @contextmanager
-    def unchanged(self, layer: int, rows: Tensor) -> Iterator[None]:
-        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
-        at = layer - self.layers[0]
-        held = [tensor[at, rows] for tensor in self.tensors()]
-        try:
-            yield
-        finally:
-            for tensor, before in zip(self.tensors(), held, strict=True):
-                tensor[at, rows] = before
-
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
@@ -268,29 +171,31 @@ class Slab:
         if done.entries is None:
             done.entries = self._places(at, step)
         entries = self._write(at, step, done.entries, key, value)
-        kind, used = self.kind, step.numbers
+        kind, used, memory = self.kind, step.numbers, self.memory
         if kind.page:
             if not done.attended:
                 self._widen_page(at, step, key)
                 done.attended = True
-            whole = self.keys[0][at, :n], self.values[0][at, :n], self._lowest[at, :n], self._highest[at, :n]
+            whole = tuple(part[at, :n] for part in (memory.keys[0], memory.values[0], memory.lowest, memory.highest))
             reads = used.lengths, used.reads, used.channels
             if self._fused:
                 return kernels.attend_pages(query, *whole, *reads, step.most_reads, softmax.scale)
             return attend_pages(query, *whole, *reads, step.most_reads, softmax)
-        uncompressed_tail = (self.uncompressed_keys[at, :n], self.uncompressed_values[at, :n]) if kind.grouped else None
+        uncompressed_tail = None
+        if kind.grouped:
+            uncompressed_tail = memory.uncompressed_keys[at, :n], memory.uncompressed_values[at, :n]
         if uncompressed_tail and step.angles is not None:
             first = rotate(uncompressed_tail[0][:, : kind.front], step.angles[:, None])
             uncompressed_tail = torch.cat([first, uncompressed_tail[0][:, kind.front :]], dim=1), uncompressed_tail[1]
         scores = None
         if kind.decode == "argmin":
-            scores = self._scores[at, :n]
+            scores = self.memory.scores[at, :n]
             if done.attended:
                 scores = scores.clone()  # what is received was counted
             else:
                 scores[step.rows, entries] = 0.0
         if kind.aged and not done.attended:
-            self._ages[at, step.rows, entries] = used.ages.to(torch.int32)
+            self.memory.ages[at, step.rows, entries] = used.ages.to(torch.int32)
         if self._fused:
             out = self._attend_fused(at, step, query, uncompressed_tail, scores, softmax.scale)
         else:
@@ -307,7 +212,9 @@ class Slab:
         scores: Tensor | None,
         scale: float,
     ) -> Tensor:
-        keys, values = (tuple(part[at, : step.used] for part in parts) for parts in (self.keys, self.values))
+        keys, values = (
+            tuple(part[at, : step.used] for part in parts) for parts in (self.memory.keys, self.memory.values)
+        )
         masked = (
             (*uncompressed_tail, step.uncompressed_tail)
             if uncompressed_tail and step.uncompressed_tail is not None
@@ -340,7 +247,9 @@ class Slab:
     ) -> Tensor:
         bias = self._in_window(at, step) if self.kind.window else step.bias
         groups = step.reach // self.storage.group
-        keys, values = (tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.keys, self.values))
+        keys, values = (
+            tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
+        )
         if self.storage.plain and scores is None:
             return attend_rows(query, keys[0], values[0], bias, softmax)
         out, shares = attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
@@ -357,7 +266,7 @@ class Slab:
 
     def _in_window(self, at: int, step: AttentionMetadata) -> Tensor:
         """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
-        ages = self._ages[at, : step.used]
+        ages = self.memory.ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
         left = ages <= step.numbers.ages[:, None] - self.kind.window
         bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self._dtype, device=self._device)
@@ -375,24 +284,26 @@ class Slab:
         """Write the new token of every row to its place; returns the entries [n] that hold it."""
         kind = self.kind
         if kind.grouped:
-            self.uncompressed_keys[at, step.rows, entries] = key
-            self.uncompressed_values[at, step.rows, entries] = value
+            self.memory.uncompressed_keys[at, step.rows, entries] = key
+            self.memory.uncompressed_values[at, step.rows, entries] = value
             return kind.packed + entries
         index = (at, step.rows, entries)
-        _put(self.keys, index, tuple(part[:, 0] for part in self.storage.encode_keys(key[:, None])))
-        _put(self.values, index, tuple(part[:, 0] for part in self.storage.encode_values(value[:, None])))
+        _put(self.memory.keys, index, tuple(part[:, 0] for part in self.storage.encode_keys(key[:, None])))
+        _put(self.memory.values, index, tuple(part[:, 0] for part in self.storage.encode_values(value[:, None])))
         if step.angles is not None:
             early, first = (entries < kind.sinks)[:, None], entries.clamp(max=kind.sinks - 1)
-            self._sink_keys[at, step.rows, first] = torch.where(early, key, self._sink_keys[at, step.rows, first])
-            sinks = rotate(self._sink_keys[at, : step.used], step.angles[:, None])
-            _put(self.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.storage.encode_keys(sinks))
+            self.memory.sink_keys[at, step.rows, first] = torch.where(
+                early, key, self.memory.sink_keys[at, step.rows, first]
+            )
+            sinks = rotate(self.memory.sink_keys[at, : step.used], step.angles[:, None])
+            _put(self.memory.keys, (at, slice(0, step.used), slice(0, kind.sinks)), self.storage.encode_keys(sinks))
         return entries
 
     def _least(
         self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
     ) -> Tensor:
         """Return `count` packed entries of each row [n, count], lowest scores first, recent and protected ones last."""
-        scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self._scores, self._ages))
+        scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self.memory.scores, self.memory.ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
         scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + RECENT, scores)
         if self.kind.window:  # nothing sees what has left the window
@@ -408,7 +319,7 @@ class Slab:
         rows, front, group = packing.rows[:, None], self.kind.front, self.storage.group
         keys, values = (
             uncompressed_tail[at, rows, front + packing.waiting]
-            for uncompressed_tail in (self.uncompressed_keys, self.uncompressed_values)
+            for uncompressed_tail in (self.memory.uncompressed_keys, self.memory.uncompressed_values)
         )
         if packing.groups is not None:
             entries = packing.groups[:, None] * group + torch.arange(group, device=self._device)
@@ -421,23 +332,25 @@ class Slab:
             entries = self._least(
                 at, packing.rows, packing.in_use, packing.oldest, packing.early, packing.newest, group
             )
-            old = self.storage.decode_keys(tuple(part[at, packing.rows] for part in self.keys), torch.float32)
+            old = self.storage.decode_keys(tuple(part[at, packing.rows] for part in self.memory.keys), torch.float32)
             packed_keys = self.storage.encode_keys(_replaced(old, entries, keys))
-            old = self.storage.decode_values(tuple(part[at, packing.rows] for part in self.values), torch.float32)
+            old = self.storage.decode_values(
+                tuple(part[at, packing.rows] for part in self.memory.values), torch.float32
+            )
             packed_values = self.storage.encode_values(_replaced(old, entries, values))
         tail = self.kind.packed + front + packing.waiting
-        about = [mine for mine in (self._scores, self._ages) if mine.shape[-1]]
+        about = [mine for mine in (self.memory.scores, self.memory.ages) if mine.shape[-1]]
         counted = [mine[at, rows, tail] for mine in about]
         # All is computed before anything is changed, so that a step in which memory runs out here can be repeated.
-        _put(self.keys, index, packed_keys)
-        _put(self.values, index, packed_values)
+        _put(self.memory.keys, index, packed_keys)
+        _put(self.memory.values, index, packed_values)
         for mine, moved in zip(about, counted, strict=True):
             mine[at, rows, entries] = moved
 
     def _widen_page(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
         """Take the new keys into the bounds of their pages."""
         page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
-        for bounds, wider in ((self._lowest, torch.minimum), (self._highest, torch.maximum)):
+        for bounds, wider in ((self.memory.lowest, torch.minimum), (self.memory.highest, torch.maximum)):
             old = bounds[at, step.rows, page]
             bounds[at, step.rows, page] = torch.where(fresh, key, wider(old, key))
 

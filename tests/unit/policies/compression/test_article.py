@@ -66,7 +66,7 @@ def query_for(attention: list[float]) -> Tensor:
 
 def scores(pool: SlotPool) -> Tensor:
     (slab,) = pool.slabs
-    return slab._scores[0, 0]
+    return slab.memory.scores[0, 0]
 
 
 # --- section 3: the size of a cache
