@@ -12,7 +12,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check lint types imports format dashboards manifests clean
+.PHONY: help setup demo test soak check lint types imports format dashboards docs manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -58,6 +58,9 @@ format: $(STAMP) ## Format the code and mend what the linter can
 dashboards: $(STAMP) ## Write dashboards/*.json and docs/metrics.md from the code
 	@$(BIN)/warmkv dashboards build dashboards
 	@$(BIN)/warmkv dashboards metrics docs/metrics.md
+
+docs: $(STAMP) ## Write the tables of docs/policies.md from the code
+	@$(BIN)/warmkv policy methods --docs docs/policies.md
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/base/warmkv.yaml

@@ -17,7 +17,7 @@ from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
 from warmkv.evaluation.plan import EvalError, EvalPlan
 from warmkv.extras import require
-from warmkv.policy_spec import split_policies
+from warmkv.policy_spec import METHODS, split_policies
 from warmkv.terminal import console, steps
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def evaluate(
     ),
     policies: Annotated[
         str,
-        typer.Option(help="Policies without budgets, as in `snapkv,h2o,snapkv+kivi4,full+turbo4,snapkv:window=16`."),
+        typer.Option(
+            help="Policies without budgets, as in `snapkv,h2o,snapkv+kivi4,full+turbo4,snapkv:window=16`. "
+            f"Methods: {', '.join(METHODS)}."
+        ),
     ] = _listed(DEFAULT.policies),
     budgets: Annotated[str, typer.Option(help="Shares of the full cache's bytes.")] = _listed(DEFAULT.budgets),
     tasks: Annotated[str, typer.Option(help=f"Any of {', '.join(families.NAMES)}; or all.")] = "all",

@@ -1,25 +1,31 @@
-"""`warmkv policy`: see and change what a running service works by. It talks to the service over HTTP."""
+"""`warmkv policy`: see and change what a running service works by, over HTTP; list the compression methods."""
 
 from __future__ import annotations
 
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from warmkv.cli.command import add_command, fail
+from warmkv.cli.command import add_command, fail, writing
 from warmkv.cli.options import JsonOptions
 from warmkv.config import GatewayConfig, read_value
 from warmkv.platform.operator_key import read_key
+from warmkv.policies.compression import tables
+from warmkv.policy_spec import METHODS
+from warmkv.terminal import plain_table, show_table
 
 TIMEOUT_SECONDS = 30.0
 _DEFAULTS = GatewayConfig()
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="See and change the live configuration of a service: policy, TTLs, routing, prices. For operators.",
+    help="See and change the live configuration of a service: policy, TTLs, routing, prices. For operators. "
+    "List the compression methods.",
 )
 
 UrlOption = Annotated[str, typer.Option(help="Where the service is.")]
@@ -101,6 +107,43 @@ def history(output: JsonOptions, url: UrlOption = URL, key: KeyOption = "") -> N
         for version in found["versions"]:
             print(_headline(version))
             _lines(version["changes"])
+
+    output.give(found, show)
+
+
+@add_command(app, code=1)
+def methods(
+    output: JsonOptions,
+    docs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the tables of this Markdown page anew, and print nothing."),
+    ] = None,
+) -> None:
+    """List the compression methods that are installed, those of other packages included, with their knobs.
+
+    Example: `warmkv policy methods`
+    """
+    if docs is not None:
+        with writing(docs, code=1):
+            docs.write_text(tables.fill(docs.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    found: dict[str, dict[str, Any]] = {
+        name: {
+            "keeps": method.keeps,
+            "decoding": tables.decoding(method),
+            "knobs": tables.defaults(method.knobs),
+            "source": method.source,
+            "module": method.__module__,
+        }
+        for name, method in METHODS.items()
+    }
+
+    def show() -> None:
+        table = plain_table("method", "keeps", "while decoding", "knobs", left=4)
+        for name, row in found.items():
+            knobs = ", ".join(f"{knob}={value}" for knob, value in row["knobs"].items())
+            table.add_row(*map(escape, (name, row["keeps"], row["decoding"], knobs)))
+        show_table(table)
 
     output.give(found, show)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from warmkv.cli.options import SettingsOptions
+from warmkv.policy_spec import METHODS
 from warmkv.terminal import console
 
 
@@ -18,7 +19,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="gateway.host")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.", show_default="gateway.port")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model.", show_default="cluster.replicas")] = None,
-    policy: Annotated[str | None, typer.Option(help="As in `snapkv@0.2`.", show_default="compression.policy")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"As in `snapkv@0.2`. Methods: {', '.join(METHODS)}.", show_default="compression.policy"),
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with an API key: nobody without it is answered.", show_default=False)
     ] = None,

@@ -28,7 +28,10 @@ class EvalPlan:
 
     model: str = "tiny"
     device: str = "auto"
-    policies: tuple[str, ...] = ("full", "window", "streaming_llm", "h2o", "snapkv", "full+kivi4")
+    policies: tuple[str, ...] = (
+        *(name for name, method in METHODS.items() if method.by_default_in_eval),
+        "full+kivi4",
+    )
     budgets: tuple[float, ...] = (1.0, 0.5, 0.2, 0.1, 0.05)  # shares of the full cache's bytes
     tasks: tuple[str, ...] = NAMES
     forms: tuple[Form, ...] = ()  # none: chat where the model has a template

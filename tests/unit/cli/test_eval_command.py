@@ -125,7 +125,7 @@ def test_the_report_holds_every_chart_and_needs_no_network(done):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--policies", "snapkw"], "policy snapkw: there are full, window"),
+        (["--policies", "snapkw"], "policy snapkw: there are adakv, adaptive"),
         (["--policies", "snapkv@0.2"], "leave the budget out"),
         (["--policies", "snapkv:beta=3"], "beta is a knob of pyramidkv"),
         (["--budgets", "1.0,1.5"], "shares of the full cache's bytes in (0, 1], got 1.0, 1.5"),

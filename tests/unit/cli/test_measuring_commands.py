@@ -115,7 +115,7 @@ def test_a_replay_takes_its_step_times_from_a_profile(profile, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bench", "--policies", "magic"], "bench: policy magic: there are full, window"),
+        (["bench", "--policies", "magic"], "bench: policy magic: there are adakv, adaptive"),
         (["bench", "--lengths", "many"], "bench: --lengths many: write whole numbers"),
         (["bench", "--lengths", "5000"], "takes 4096 tokens: with 32 new ones, lengths go up to 4064, got 5000"),
         (["bench", "--lengths", "600", "--set", "engine.max_context=512"], "takes 512 tokens"),

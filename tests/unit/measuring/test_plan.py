@@ -37,7 +37,7 @@ def test_the_same_policy_is_measured_once():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: BenchPlan(policies=("magic",)), "policy magic: there are full, window, .*, and full"),
+        (lambda: BenchPlan(policies=("magic",)), "policy magic: there are adakv, .*, window, and full"),
         (lambda: BenchPlan(policies=("snapkv@1",)), "policy snapkv@1: a budget in tokens must be at least 2"),
         (lambda: BenchPlan(policies=()), "name a policy"),
         (lambda: BenchPlan(lengths=()), "at least 16, got none"),
