@@ -21,6 +21,7 @@ from warmkv.models.tiny import corpus, tasks
 from warmkv.platform.local import check_model, running
 from warmkv.policies import budgets, pricing
 from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes.index import PUBLISH_SECONDS
 from warmkv.prefixes.usage import Usage
 from warmkv.terminal import plain_table, show_table, steps
 
@@ -264,7 +265,7 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
     history += [{"role": "assistant", "content": first.text}, {"role": "user", "content": questions[1].text}]
     home = first.details["replica"]
     while replicas()[home]["blocks"] == before[home]:  # a person would be reading the answer meanwhile
-        time.sleep(config.directory.publish_seconds)
+        time.sleep(PUBLISH_SECONDS)
     other = next(name for name in before if name != home)
     warm = turn({})
     elsewhere = turn({"replica": other})  # after it: from now on both replicas are warm

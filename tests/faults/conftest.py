@@ -36,18 +36,15 @@ QUICK = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as `warmkv serve` and the manifests have it
 }
 SETTINGS: dict[str, Any] = {
-    "engine": {"threads": 1, "beat_seconds": 0.5},
+    "engine": {"threads": 1},
     "cluster": {
         "replicas": 2,
         "gateways": 2,
-        "health_check_seconds": 1.0,
         "health_timeout_seconds": 5.0,
         "drain_seconds": 2.0,
     },
     "transfer": {"handover_seconds": 1.0, "timeout_seconds": 1.0},
     "gateway": {"stall_seconds": 6.0, "allow_open": True},
-    "directory": {"follow_seconds": 0.5, "silence_seconds": 10.0},
-    "control": {"follow_seconds": 1.0, "silence_seconds": 10.0},
 }
 OPERATOR = {"x-api-key": "operator of the tests"}  # headers
 NODES = {"head": 0, "a": 1, "b": 1}  # with CPUs, of which a replica takes one

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from warmkv.config import Config, ConfigError, load, parse
+from warmkv.config.removed import REMOVED
 from warmkv.policy_spec import PolicySpec
 
 KEY = "a" * 64  # a hash, which YAML does not take for a number
@@ -105,7 +106,6 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("prefix_cache.ttls={5m: 0}", "every TTL must be positive"),
         ("prefix_cache.ttls={5m: 1, 2h: 3}", "no multiplier for the TTL '2h'"),
         ("prefix_cache.eviction=fifo", r"prefix_cache\.eviction: .*'lru', 'lfu', 'length' or 'cost'"),
-        ("prefix_cache.host.eviction=fifo", r"prefix_cache\.host\.eviction: "),
         ("prefix_cache.storage=fp8", "storage fp8 changes answers; set allow_lossy"),
         ("prefix_cache.host={storage: kivi4}", r"host\.storage kivi4 changes answers"),
         ("prefix_cache.disk={storage: fp8}", r"disk\.storage fp8 changes answers"),
@@ -114,17 +114,10 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("prefix_cache.disk.path=blocks", "a disk tier needs both path and memory_bytes"),
         ("prefix_cache.disk.wait_seconds=0", r"prefix_cache\.disk\.wait_seconds: .*greater than 0"),
         ("prefix_cache.tenant_share=1.5", r"prefix_cache\.tenant_share: .*less than or equal to 1"),
-        ("prefix_cache.attention_tokens=0", r"prefix_cache\.attention_tokens: .*greater than or equal to 1"),
         ("prefix_cache.moving_bytes=-1", r"prefix_cache\.moving_bytes: "),
         ("routing.policy=random", r"routing\.policy: .*'round_robin'"),
         ("routing.load_weight=-1", r"routing\.load_weight: .*greater than or equal to 0"),
         ("routing.queue_weight=.inf", r"routing\.queue_weight: .*finite"),
-        ("routing.host_credit=1.5", r"routing\.host_credit: .*less than or equal to 1"),
-        ("routing.disk_credit=-1", r"routing\.disk_credit: .*greater than or equal to 0"),
-        ("routing.session_blocks=0", r"routing\.session_blocks: .*greater than or equal to 1"),
-        ("routing.transfer_block=-1", r"routing\.transfer_block: .*greater than or equal to 0"),
-        ("routing.transfer_start=.inf", r"routing\.transfer_start: .*finite"),
-        ("routing.transfer_min_blocks=0", r"routing\.transfer_min_blocks: .*greater than or equal to 1"),
         ("transfer.timeout_seconds=0", r"transfer\.timeout_seconds: .*greater than 0"),
         ("transfer.piece_bytes=0", r"transfer\.piece_bytes: .*greater than or equal to 1"),
         ("transfer.concurrent=0", r"transfer\.concurrent: .*greater than or equal to 1"),
@@ -151,7 +144,6 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("cluster.autoscaling={max_replicas: 2, look_back_seconds: 0}", r"look_back_seconds: .*greater than 0"),
         ("directory.shards=0", r"directory\.shards: .*greater than or equal to 1"),
         ("directory.shards=257", r"directory\.shards: .*less than or equal to 256"),
-        ("directory.log_blocks=0", r"directory\.log_blocks: .*greater than or equal to 1"),
         ("pricing.write={5m: 1.25}", "no multiplier for the TTL '1h'"),
         ("pricing.input=-1", r"pricing\.input: .*greater than or equal to 0"),
         ("pricing.write={5m: -1, 1h: 2}", r"pricing\.write\.5m: .*greater than or equal to 0"),
@@ -166,32 +158,16 @@ def test_an_unknown_variable_of_ours_is_refused():
         ),
         (f"gateway.operators=[{{name: a, key_sha256: {KEY}, rights: []}}]", r"operators\.0\.rights: unknown key"),
         ("gateway.rights=[everything]", r"gateway\.rights\.0: .*'policy', 'replica' or 'ignore_eos'"),
-        ("gateway.tenants_file_seconds=0", r"gateway\.tenants_file_seconds: .*greater than 0"),
         ("gateway.limits.requests_per_minute=-1", r"requests_per_minute: .*greater than or equal to 0"),
         ("gateway.limits.tokens_per_minute=-1", r"tokens_per_minute: .*greater than or equal to 0"),
         ("gateway.limits.concurrent_requests=-1", r"concurrent_requests: .*greater than or equal to 0"),
         ("gateway.limits.queue_share=0", r"gateway\.limits\.queue_share: .*greater than 0"),
-        ("gateway.limited_tenants=0", r"gateway\.limited_tenants: .*greater than or equal to 1"),
         ("prefix_cache.ttls={5m: .nan}", "every TTL must be positive and finite"),
         ("prefix_cache.ttls={5m: .inf}", "every TTL must be positive and finite"),
-        ("control.history=1", r"control\.history: .*greater than or equal to 2"),
-        ("control.follow_seconds=0", r"control\.follow_seconds: .*greater than 0"),
-        ("control.silence_seconds=10", "silence_seconds must be more than follow_seconds"),
-        ("control.apply_seconds=-1", r"control\.apply_seconds: .*greater than or equal to 0"),
-        ("control.start_seconds=0", r"control\.start_seconds: .*greater than 0"),
-        ("engine.beat_seconds=0", r"engine\.beat_seconds: .*greater than 0"),
-        ("engine.stall_seconds=0", r"engine\.stall_seconds: .*greater than 0"),
         ("gateway.retries=-1", r"gateway\.retries: .*greater than or equal to 0"),
-        ("gateway.retry_seconds=-1", r"gateway\.retry_seconds: .*greater than or equal to 0"),
         ("gateway.stall_seconds=0", r"gateway\.stall_seconds: .*greater than 0"),
-        ("gateway.stall_seconds=5", r"gateway\.stall_seconds must be more than engine\.beat_seconds"),
         ("transfer.timeout_seconds=60", r"gateway\.stall_seconds must be more than transfer\.timeout_seconds"),
-        ("cluster.max_ongoing_requests=81", r"more than a replica takes: engine\.max_slots 16 \+ engine\.max_queue 64"),
-        ("cluster.max_ongoing_requests=0", r"max_ongoing_requests: .*greater than or equal to 1"),
         ("routing.breaker_failures=-1", r"breaker_failures: .*greater than or equal to 0"),
-        ("routing.breaker_seconds=0", r"breaker_seconds: .*greater than 0"),
-        ("routing.breaker_max_seconds=.inf", r"breaker_max_seconds"),
-        ("cluster.health_check_seconds=0", r"cluster\.health_check_seconds: .*greater than 0"),
         ("cluster.health_timeout_seconds=0", r"cluster\.health_timeout_seconds: .*greater than 0"),
     ],
 )
@@ -200,10 +176,9 @@ def test_what_cannot_be_used_is_refused(flag, message):
         load(flags=[flag], environ={})
 
 
-def test_serve_sends_a_replica_what_it_takes_unless_that_is_set_lower():
+def test_serve_sends_a_replica_what_it_takes():
     assert parse({}).ongoing_requests == 16 + 64
     assert parse({"engine": {"max_slots": 100, "max_queue": 28}}).ongoing_requests == 128
-    assert parse({"cluster": {"max_ongoing_requests": 20}}).ongoing_requests == 20
 
 
 def test_there_are_never_more_replicas_than_autoscaling_allows():
@@ -234,6 +209,17 @@ def test_a_mapping_that_is_set_as_a_whole_takes_the_place_of_the_other(file):
     assert load(file, environ=environ).prefix_cache.ttls == {"5m": 30}
     assert load(file, environ=environ).prefix_cache.min_tokens == 5
     assert load(file, flags=["prefix_cache.ttls.1d=40"], environ=environ).prefix_cache.ttls == {"5m": 30, "1d": 40}
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_that_is_no_setting_any_more_is_ignored_with_a_warning(file, caplog, key):
+    section, *below = key.split(".")
+    file.write_text(f"{section}: {'{'}{': {'.join(below)}: 3{'}' * len(below)}\n")
+    assert load(file, environ={}) == load(flags=[f"{key}=3"], environ={}) == Config()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        f"{key} is no setting any more: {REMOVED[key]} ({source})" for source in (f"{file}, line 1", f"--set {key}")
+    ]
 
 
 def test_every_fault_is_told_at_once():

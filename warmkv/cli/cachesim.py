@@ -84,7 +84,7 @@ def cachesim(
     from warmkv.simulator.studies import cachesim as sim
     from warmkv.simulator.studies import quantities
 
-    settings = options.read()
+    options.read()  # refuses what is no configuration
     evictions = _split([eviction]) or ["lru"]
     if unknown := [name for name in evictions if name not in EVICTIONS]:
         fail(f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
@@ -117,7 +117,7 @@ def cachesim(
 
     points = [("lru", size, life, curves[size.unit].hits(size.amount, life)) for size in capacities for life in ttls]
     points = points if "lru" in evictions else []
-    cost = PrefillCost(settings.prefix_cache.attention_tokens)
+    cost = PrefillCost()
     others = [name for name in EVICTIONS if name in evictions and name != "lru"]
     walks = [(name, size, life) for name in others for size in capacities for life in ttls]
     with bar("walking", len(walks) * len(requests)) as progress:

@@ -63,7 +63,7 @@ def publish(
 ) -> None:
     """Upload every dashboard to Grafana, into the folder `dashboards.folder`, replacing older versions.
 
-    The token of a service account is read from the variable that `dashboards.token_env` names.
+    The token of a service account is read from the variable GRAFANA_TOKEN.
 
     Example: `GRAFANA_TOKEN=... warmkv dashboards publish --url http://127.0.0.1:3000`
     """
@@ -75,7 +75,7 @@ def publish(
     if dry_run:
         rows = [{"uid": board["uid"], "title": board["title"]} for board in documents.values()]
     else:
-        published = publishing.publish(settings, os.environ.get(settings.token_env, ""), documents)
+        published = publishing.publish(settings, os.environ.get(publishing.TOKEN_ENV, ""), documents)
         rows = [asdict(board) for board in published]
 
     def show() -> None:

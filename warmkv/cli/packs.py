@@ -10,16 +10,18 @@ import typer
 
 from warmkv.cli.command import add_command, fail
 from warmkv.cli.options import SettingsOptions
-from warmkv.config import Config, ConfigError
+from warmkv.config import ConfigError
 from warmkv.terminal import errors
 
 app = typer.Typer(no_args_is_help=True, help="Knowledge packs: prefixes computed once, which replicas keep for good.")
 
 
-def _secret(config: Config) -> bytes:
-    if secret := os.environ.get(config.gateway.salt_env, "").encode():
+def _secret() -> bytes:
+    from warmkv.platform.tenants import SALT_ENV
+
+    if secret := os.environ.get(SALT_ENV, "").encode():
         return secret
-    raise ConfigError(f"{config.gateway.salt_env} is not set: without the service's salt nobody would find the pack")
+    raise ConfigError(f"{SALT_ENV} is not set: without the service's salt nobody would find the pack")
 
 
 @add_command(app, code=1)
@@ -47,7 +49,7 @@ def build(
     from warmkv.platform.tenants_file import find_tenant
 
     settings = options.read()
-    secret = _secret(settings)
+    secret = _secret()
     try:
         built = packs.build(
             settings,

@@ -28,16 +28,12 @@ class ClusterConfig(Section):
     gateways: int = Field(1, ge=1)
     cpus_per_replica: float = Field(1.0, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
-    max_ongoing_requests: int | None = Field(
-        None,
-        ge=1,
-        description="requests Serve sends to one replica at a time, at most what it takes: "
-        "engine.max_slots + engine.max_queue, which null stands for",
-    )
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
-    health_check_seconds: float = Field(10.0, gt=0, description="how often Serve asks replicas and gateways for health")
     health_timeout_seconds: float = Field(
-        30.0, gt=0, description="how long it waits for the answer; three in a row without one, and it replaces the part"
+        30.0,
+        gt=0,
+        description="how long Serve waits for a replica or gateway to say that it is well; three in a row without an "
+        "answer, and it is replaced. Serve asks three times as often",
     )
 
     @property

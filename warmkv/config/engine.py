@@ -33,12 +33,6 @@ class EngineConfig(Section):
         "null: never",
     )
     parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
-    beat_seconds: float = Field(
-        5.0, gt=0, description="longest silence towards a gateway while the engine goes on; then it says so"
-    )
-    stall_seconds: float = Field(
-        300.0, gt=0, description="a step of the engine that takes longer has hung: the replica is replaced"
-    )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "

@@ -25,9 +25,6 @@ class IntakeConfig(Section):
     max_blocks: int = Field(200_000, ge=1, description="content blocks of a request, in all its messages together")
     max_tools: int = Field(10_000, ge=1)
     max_stop_characters: int = Field(16_384, ge=1, description="of all stop sequences of a request together")
-    threads: int = Field(2, ge=1, description="that parse and tokenize; large bodies have one more of their own")
-    large_bytes: ByteSize = Field(ByteSize(1 << 20), description="from this size on a body is large")
-    max_waiting: int = Field(256, ge=1, description="bodies that wait for a thread; more are refused (529)")
     parse_seconds: float = Field(60.0, gt=0, description="time to parse and tokenize a body, waiting included")
 
 
@@ -42,7 +39,6 @@ class GatewayConfig(Section):
     tenants_file: Path | None = Field(
         None, description="YAML or JSON with further `tenants` and `operators`, read again whenever it changes"
     )
-    tenants_file_seconds: float = Field(5.0, gt=0, description="how often a gateway looks whether it has changed")
     operators: tuple[OperatorConfig, ...] = Field(
         (), description="who may change the live configuration without being a tenant"
     )
@@ -52,12 +48,6 @@ class GatewayConfig(Section):
         "configured, else none",
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="of every tenant; a tenant may have its own")
-    limited_tenants: int = Field(
-        10_000,
-        ge=1,
-        description="tenants whose use is remembered; over it, that of the one that asked longest ago goes",
-    )
-    salt_env: str = Field("WARMKV_SALT", description="environment variable with the secret that salts prefix hashes")
     max_body_bytes: ByteSize = ByteSize(32 << 20)
     intake: IntakeConfig = IntakeConfig()
     max_requests: int | None = Field(
@@ -65,16 +55,10 @@ class GatewayConfig(Section):
         ge=1,
         description="requests open at a time in one gateway (529); null: what replicas and queues hold, and some more",
     )
-    ping_seconds: float = Field(5.0, gt=0, description="silence of a stream after which it sends a ping")
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
     default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
     request_timeout_seconds: float = Field(600.0, gt=0)
     retries: int = Field(3, ge=0, description="how often a request is sent again because a replica failed")
-    retry_seconds: float = Field(
-        0.5,
-        ge=0,
-        description="pause before a second retry, twice as long before each further one; none before the first",
-    )
     resume: bool = Field(True, description="whether an answer that had begun goes on in another replica; else it ends")
     stall_seconds: float = Field(
         60.0, gt=0, description="silence of a replica after which it counts as failed; more than the longest step"
@@ -84,12 +68,16 @@ class GatewayConfig(Section):
         ByteSize(1 << 30), description="size at which it becomes access_log.1, and that access_log.2; 0: never"
     )
     access_log_files: int = Field(4, ge=1, description="files that are kept besides the one that is written")
-    access_log_queue: int = Field(
-        10_000, ge=1, description="lines that may wait for the disk; more are dropped, and counted"
-    )
-    error_logs_per_minute: int = Field(
-        60, ge=1, description="lines about errors of one type and status in a gateway's log; those left out are counted"
-    )
+
+    @property
+    def beat_seconds(self) -> float:
+        """Longest silence of a replica whose engine goes on; then it says so."""
+        return self.stall_seconds / 12
+
+    @property
+    def hung_seconds(self) -> float:
+        """Step of the engine after which Serve replaces the replica."""
+        return 5 * self.stall_seconds
 
     @property
     def is_open(self) -> bool:

@@ -22,7 +22,6 @@ class TierConfig(Section):
     """Where blocks go that the tier above evicts."""
 
     memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
-    eviction: Eviction | None = Field(None, description="which block goes first; as prefix_cache.eviction if absent")
     storage: BlockStorage = Field("model", description="format of the blocks; all but model need allow_lossy")
 
 
@@ -46,13 +45,6 @@ class PrefixCacheConfig(Section):
     memory_bytes: AutoBytes = Field(
         "auto", description="limit of stored blocks on the device of a replica; auto: memory_share of what is free"
     )
-    memory_share: float = Field(
-        1 / 3,
-        ge=0,
-        lt=1,
-        description="share that memory_bytes: auto takes of what engine.kv_bytes: auto would have; with a third, a "
-        "request can have twice what is stored: its slot and the workspace of its prompt",
-    )
     eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
     storage: BlockStorage = Field("model", description="format of blocks on the device; all but model need allow_lossy")
     host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
@@ -70,9 +62,6 @@ class PrefixCacheConfig(Section):
         le=1,
         description="share of every tier reserved for a tenant: no other can evict it below; 0 is one queue for all",
     )
-    attention_tokens: int = Field(
-        8192, ge=1, description="prompt tokens before a token that double its cost, for eviction by cost"
-    )
     packs: tuple[Path, ...] = Field(
         (), description="folders of `warmkv packs build`, loaded at start and never evicted"
     )
@@ -80,9 +69,6 @@ class PrefixCacheConfig(Section):
     default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
     min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")
     max_breakpoints: int = Field(4, ge=0)
-    lookback: int = Field(
-        20, ge=0, description="content blocks before a breakpoint that are checked for an earlier write"
-    )
 
     @property
     def memory_limit(self) -> int:

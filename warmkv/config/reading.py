@@ -11,6 +11,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from warmkv.config.base import ConfigError
+from warmkv.config.removed import without_removed
 from warmkv.config.tree import Config
 from warmkv.config.values import Place
 
@@ -41,7 +42,7 @@ def load(
 def parse(tree: Mapping[str, object], origin: Callable[[Place], str | None] = lambda place: None) -> Config:
     """Validate a tree of plain values; `origin` names the source of the value at a place. Raises ConfigError."""
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(without_removed(tree, origin))
     except ValidationError as error:
         raise ConfigError("\n".join(describe(error, Config, origin))) from None
 

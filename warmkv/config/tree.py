@@ -45,26 +45,15 @@ class Config(Section):
     @property
     def ongoing_requests(self) -> int:
         """Requests that Serve sends to one replica at a time."""
-        return self.cluster.max_ongoing_requests or self.engine.max_slots + self.engine.max_queue
+        return self.engine.max_slots + self.engine.max_queue
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        room = self.engine.max_slots + self.engine.max_queue
-        if self.ongoing_requests > room:
-            raise ValueError(
-                f"cluster.max_ongoing_requests {self.ongoing_requests} is more than a replica takes: "
-                f"engine.max_slots {self.engine.max_slots} + engine.max_queue {self.engine.max_queue} = {room}; "
-                "leave it out, or raise engine.max_queue"
-            )
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:
             if failure.replica >= (most := self.cluster.most_replicas):
                 raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
-        for name, silent in (
-            ("engine.beat_seconds", self.engine.beat_seconds),
-            ("transfer.timeout_seconds", self.transfer.timeout_seconds),
-        ):
-            if self.gateway.stall_seconds <= silent:
-                raise ValueError(f"gateway.stall_seconds must be more than {name}")
+        if self.gateway.stall_seconds <= self.transfer.timeout_seconds:
+            raise ValueError("gateway.stall_seconds must be more than transfer.timeout_seconds")
         return self

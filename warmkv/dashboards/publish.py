@@ -22,6 +22,9 @@ class PublishError(UserError):
     """Grafana has not taken the dashboards; the message says why and what to do."""
 
 
+TOKEN_ENV = "GRAFANA_TOKEN"  # variable with a service-account token
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """A dashboard as Grafana keeps it now."""
@@ -46,7 +49,7 @@ def publish(
     """
     address = _address(config.grafana_url)
     if not token.strip():
-        raise PublishError(f"no token: put a Grafana service-account token into {config.token_env}")
+        raise PublishError(f"no token: put a Grafana service-account token into {TOKEN_ENV}")
     host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
     prefix = address.path.strip("/")
     grafana = GrafanaFace(
@@ -128,7 +131,7 @@ def _explained(config: DashboardsConfig) -> Iterator[None]:
         if error.status_code == 401:
             raise PublishError(
                 f"{url} does not know the token (401): make a service-account token in Grafana and put it into "
-                f"{config.token_env}"
+                f"{TOKEN_ENV}"
             ) from error
         if error.status_code == 403:
             raise PublishError(

@@ -24,6 +24,8 @@ from warmkv.prefixes.record import RequestRecord
 
 log = logging.getLogger(__name__)
 
+QUEUE = 10_000  # lines that may wait for the disk; more are dropped, and counted
+COMPLAINTS_PER_MINUTE = 60  # lines about faults of the disk
 BATCH = 256  # most lines that are written under one lock
 
 
@@ -44,8 +46,8 @@ class AccessLog:
         if stat.S_ISREG(os.fstat(self._file).st_mode):  # a pipe or a terminal is neither locked nor rotated
             lock = self._path.with_name(f".{self._path.name}.lock")
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._records: queue.Queue[RequestRecord | None] = queue.Queue(config.access_log_queue)
-        self._complaints = LineLimit(config.error_logs_per_minute, time.monotonic)
+        self._records: queue.Queue[RequestRecord | None] = queue.Queue(QUEUE)
+        self._complaints = LineLimit(COMPLAINTS_PER_MINUTE, time.monotonic)
         self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
 

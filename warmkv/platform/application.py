@@ -16,6 +16,7 @@ from warmkv.platform.gateway.intake.overload import most_open
 from warmkv.platform.listening import check_listening
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter
+from warmkv.platform.tenants import SALT_ENV
 from warmkv.replicas.deployment import Replica
 
 
@@ -35,12 +36,12 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
     """Build the application with any router between gateways and replicas: races put others there."""
     config = parse(args)
     check_listening(config.gateway)
-    secret = os.environ.get(config.gateway.salt_env, "").encode() or secrets.token_bytes(32)
+    secret = os.environ.get(SALT_ENV, "").encode() or secrets.token_bytes(32)
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
     start_control(cluster.application, config.control)
     health = {
-        "health_check_period_s": cluster.health_check_seconds,
+        "health_check_period_s": cluster.health_timeout_seconds / 3,
         "health_check_timeout_s": cluster.health_timeout_seconds,
     }
     replicas = serve.deployment(

@@ -24,6 +24,11 @@ from warmkv.platform.live_config_store import NAMESPACE, ClusterStore, FolderSto
 
 log = logging.getLogger("ray.serve")
 
+HISTORY = 100  # versions that are kept
+FOLLOW_SECONDS = 10.0  # that a gateway waits for a change before it asks again
+SILENCE_SECONDS = 15.0  # after which a gateway that has not asked is forgotten
+APPLY_SECONDS = 5.0  # that the answer to a change waits until all gateways have heard of it
+START_SECONDS = 60.0  # that a gateway which starts waits for the version in force; then it fails
 RETRY_SECONDS = 0.5  # between two calls of a gateway to an actor that does not answer
 
 
@@ -65,13 +70,13 @@ class Control:
 
     def __init__(
         self,
-        config: ControlConfig,
         store: Store,
         name: str,
+        apply_seconds: float = APPLY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._config, self._store, self._name = config, store, f"{name}-policy.json"
+        self._apply_seconds, self._store, self._name = apply_seconds, store, f"{name}-policy.json"
         self._clock, self._wall_clock = clock, wall_clock
         self._parts: dict[str, tuple[Report, float]] = {}  # with when it came
         self._changing, self._news = asyncio.Lock(), asyncio.Condition()
@@ -121,7 +126,7 @@ class Control:
     async def _append(self, make: Callable[[datetime], Version]) -> dict[str, Any]:
         async with self._changing:  # one after the other: each is based on the one before
             version = make(datetime.fromtimestamp(self._wall_clock(), UTC))
-            history = self._history.with_next(version, self._config.history)
+            history = self._history.with_next(version, HISTORY)
             try:
                 data = history.model_dump_json(indent=1).encode()
                 await asyncio.to_thread(self._store.write, self._name, data)
@@ -131,7 +136,7 @@ class Control:
         async with self._news:
             self._news.notify_all()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.apply_seconds):
+                async with asyncio.timeout(self._apply_seconds):
                     await self._news.wait_for(
                         lambda: all(report.heard >= version.number for report in self._heard().values())
                     )
@@ -139,7 +144,7 @@ class Control:
 
     def _heard(self) -> dict[str, Report]:
         """Return the last report of every gateway that is alive."""
-        since = self._clock() - self._config.silence_seconds
+        since = self._clock() - SILENCE_SECONDS
         self._parts = {part: (report, when) for part, (report, when) in self._parts.items() if when > since}
         return {part: report for part, (report, _) in self._parts.items()}
 
@@ -160,15 +165,13 @@ class Control:
 class LiveConfigFollower:
     """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit."""
 
-    def __init__(
-        self, control: LiveConfigControl, part: str, take: Callable[[Version], None], config: ControlConfig
-    ) -> None:
-        self._control, self._part, self._take, self._config = control, part, take, config
+    def __init__(self, control: LiveConfigControl, part: str, take: Callable[[Version], None]) -> None:
+        self._control, self._part, self._take = control, part, take
         self._report = Report()
 
     async def start(self) -> None:
         """Bring the version in force now into force here. Raises TimeoutError where the actor does not answer."""
-        async with asyncio.timeout(self._config.start_seconds):
+        async with asyncio.timeout(START_SECONDS):
             while self._report.heard < 0:
                 await self._ask()
 
@@ -179,7 +182,7 @@ class LiveConfigFollower:
 
     async def _ask(self) -> None:
         try:
-            version = await self._control.follow(self._part, self._report, self._config.follow_seconds)
+            version = await self._control.follow(self._part, self._report, FOLLOW_SECONDS)
         except Exception as error:  # it is restarting: what is in force stays
             log.warning("the policy control cannot be reached: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
@@ -255,5 +258,5 @@ def start_control(application: str, config: ControlConfig) -> Any:
             num_cpus=0,
             max_concurrency=1000,
         )
-        .remote(config, store, application)
+        .remote(store, application)
     )

@@ -122,7 +122,8 @@ def change(start: Config, history: History, changes: Mapping[str, Any], based_on
     touched = {dotted: ".".join(dotted.split(".")[:2]) for dotted in changes}
     if fixed := [dotted for dotted, setting in touched.items() if setting not in LIVE]:
         raise ConfigError(f"{fixed[0]} cannot be changed while the service runs; what can: {', '.join(LIVE)}")
-    settings = values(config, dict.fromkeys([*current.settings, *touched.values()]))
+    kept = (dotted for dotted in current.settings if dotted in LIVE)  # a version may know settings of the past
+    settings = values(config, dict.fromkeys([*kept, *touched.values()]))
     return Version(number=current.number + 1, settings=settings, changes=dict(changes), **by)
 
 

@@ -24,6 +24,9 @@ from warmkv.replicas.protocol import BlockEvents
 
 NAMESPACE = "warmkv"
 
+SILENCE_SECONDS = 15.0  # after which a replica that has not reported is forgotten
+FOLLOW_SECONDS = 10.0  # that a router waits for changes before it asks again
+LOG_PART = 5  # of max_blocks one in so many is kept as changes, for routers that catch up; others get everything anew
 PIECE = 10_000  # blocks that a router takes in at once: a few milliseconds
 _LOGGED_BYTES = (
     64  # of a key in the log: the object, rounded up as the allocator does, its place, its share of a change
@@ -67,8 +70,8 @@ class _Replica:
 class PrefixDirectory:
     """The state of one actor; without Ray, so that it can be tested alone.
 
-    Memory is bounded by `max_blocks` (entries summed over replicas) and `log_blocks`, of which each shard has its
-    part: what does not fit is left out, which costs hits but never an answer.
+    Memory is bounded by `max_blocks` (entries summed over replicas) and a LOG_PART-th of that in the log, of which each
+    shard has its part: what does not fit is left out, which costs hits but never an answer.
     """
 
     def __init__(self, config: DirectoryConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,8 +155,8 @@ class PrefixDirectory:
         }
 
     def _forget_silent(self) -> None:
-        deadline = self._clock() - self._config.silence_seconds
-        quiet = deadline - self._config.follow_seconds
+        deadline = self._clock() - SILENCE_SECONDS
+        quiet = deadline - FOLLOW_SECONDS
         self._routers = {name: said for name, said in self._routers.items() if said[1] >= quiet}
         for replica in [name for name, known in self._replicas.items() if known.seen < deadline]:
             del self._replicas[replica]
@@ -196,7 +199,7 @@ class PrefixDirectory:
         if changes:
             self._log.extend(changes)
             self._logged += sum(change.size for change in changes)
-            while self._logged > -(-self._config.log_blocks // self._config.shards):
+            while self._logged > -(-self._config.max_blocks // (LOG_PART * self._config.shards)):
                 self._logged -= self._log.popleft().size
             self._version += len(changes)
             self._changed.set()

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from warmkv import telemetry
 from warmkv.config import Config, RoutingConfig, parse
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.prefix_directory import NAMESPACE, IndexFollower, directory_name
+from warmkv.platform.prefix_directory import FOLLOW_SECONDS, NAMESPACE, IndexFollower, directory_name
 from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes
@@ -169,9 +169,8 @@ class PrefixRouter(RequestRouter):
             try:
                 name = directory_name(config.cluster.application, shard.number)
                 directory = directory or ray.get_actor(name, namespace=NAMESPACE)
-                wait = config.directory.follow_seconds
                 booked = sum(self._dispatcher.in_flight.load.values())
-                update = await directory.follow.remote(follower.epoch, follower.version, wait, router, booked)
+                update = await directory.follow.remote(follower.epoch, follower.version, FOLLOW_SECONDS, router, booked)
                 staleness = await follower.apply(update)
                 self._recorder.set(telemetry.FOLLOWING, 1, shard=label)
                 if staleness is not None:

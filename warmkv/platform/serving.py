@@ -13,6 +13,7 @@ from rich.text import Text
 from warmkv.config import Config, ConfigError
 from warmkv.platform.local import memory_plans, running
 from warmkv.platform.operator_key import kept
+from warmkv.prefixes.index import HEARTBEAT_SECONDS
 
 
 def serve_until_stopped(config: Config, console: Console) -> None:
@@ -36,7 +37,7 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         except OSError:  # no home, or one that is read-only
             says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}")
-        if plans := memory_plans(config, 2 * config.directory.heartbeat_seconds):
+        if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):
             console.print(f"\n{len(plans)} x {plans[0]}")
         stop.wait()
         console.print("stopping")

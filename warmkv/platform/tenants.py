@@ -20,6 +20,7 @@ from warmkv.config import (
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.prefixes import hashing
 
+SALT_ENV = "WARMKV_SALT"  # variable with the secret that salts the hashes of prefixes
 ALL_RIGHTS: frozenset[Right] = frozenset(get_args(Right))
 
 

@@ -18,6 +18,8 @@ from warmkv.platform.tenants import Keyring, Tenant, make_keyring, make_tenant, 
 
 log = logging.getLogger("ray.serve")
 
+LOOK_SECONDS = 5.0  # between two looks whether the file has changed
+
 Outcome = Literal["taken", "refused"]
 
 
@@ -93,9 +95,9 @@ class Tenants:
         self._told("refused")
 
     async def follow(self) -> None:
-        """Look for changes of the file every `gateway.tenants_file_seconds`, until cancelled."""
+        """Look for changes of the file every LOOK_SECONDS, until cancelled."""
         while self._gateway.tenants_file is not None:
-            await asyncio.sleep(self._gateway.tenants_file_seconds)
+            await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self.reload)
 
     def status(self) -> dict[str, Any]:

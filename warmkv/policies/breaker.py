@@ -11,6 +11,9 @@ from typing import Literal
 
 from warmkv.config import RoutingConfig
 
+RETRY_SECONDS = 0.5  # before the second retry of a request, twice as long before each further one
+FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0  # that a circuit is open; twice as long after each trial that fails
+
 Outcome = Literal["ok", "failed", "none"]
 """Of an attempt: a whole answer; the replica's fault; or neither, as it was full, or its client left."""
 
@@ -74,9 +77,14 @@ class Breaker:
         circuit.failures += 1
         if circuit.wait:
             if circuit.trial == request:
-                self._open(circuit, min(2 * circuit.wait, config.breaker_max_seconds))
+                self._open(circuit, min(2 * circuit.wait, LONGEST_SECONDS))
         elif config.breaker_failures and circuit.failures >= config.breaker_failures:
-            self._open(circuit, min(config.breaker_seconds, config.breaker_max_seconds))
+            self._open(circuit, FIRST_SECONDS)
 
     def _open(self, circuit: _Circuit, seconds: float) -> None:
         circuit.wait, circuit.until, circuit.trial = seconds, self._clock() + seconds, None
+
+
+def retry_pause(failures: int) -> float:
+    """Return the seconds until a request is sent again, after its second failure or a later one."""
+    return RETRY_SECONDS * 2.0 ** (failures - 2)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
 from warmkv.policies.in_flight_prefixes import InFlightPrefixes
-from warmkv.policies.routing import View, rank
+from warmkv.policies.routing import PREFILL_WEIGHT, View, rank
 from warmkv.policies.transfer import Fetch, plan
 from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
 
@@ -216,7 +216,7 @@ class Dispatcher:
             self.breaker.sent(request, best)
         if leaves > matched:
             self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
-        self.recent.give(best, 1 + config.prefill_weight * blocks)
+        self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
         return Choice(order, reason, matched, fetch)
 
     def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:

@@ -90,11 +90,14 @@ class CostAware:
         return (block.floor + lost / max(1, block.size), block.used)
 
 
+ATTENTION_TOKENS = 8192  # prompt tokens before a token that double its cost
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Relative cost of prefill: a token costs 1, and once more for every `attention_tokens` tokens before it."""
 
-    attention_tokens: int
+    attention_tokens: int = ATTENTION_TOKENS
 
     def __call__(self, tokens: int, end: int) -> float:
         return tokens * (1 + (end - tokens / 2) / self.attention_tokens)

@@ -33,6 +33,9 @@ SAMPLING_BYTES = 32
 SCORING_BYTES = 4 * 4 << 22
 """What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/scoring.py`)."""
 
+STORED_SHARE = 1 / 3
+"""Share of stored prefixes where both limits are `auto`: a request has twice that, its slot and a workspace."""
+
 MACHINE_SHARE = 0.25
 """Share of a machine's free memory that slots and stored prefixes take together, where nobody has set a limit for the
 service: other programs run there, too."""
@@ -270,10 +273,10 @@ def _limits(
     if memory.kind == "machine":
         cap = max(MACHINE_SHARE * memory.total * memory.share, MACHINE_LEAST)
     auto_stored = cache.enabled and cache.memory_bytes == "auto"
-    share = cache.memory_share if auto_stored else 0.0
+    share = STORED_SHARE if auto_stored else 0.0
     stored = 0 if auto_stored or not cache.enabled else cache.memory_limit
     if engine.kv_bytes == "auto":
-        most = (1 - share) * cap if auto_stored else max(cap - stored, (1 - cache.memory_share) * cap)
+        most = (1 - share) * cap if auto_stored else max(cap - stored, (1 - STORED_SHARE) * cap)
         free = _slots(room - stored, shape.token_bytes, token, max_context, share)
         least = CHUNK_FACTOR * min(max_context, engine.prefill_chunk) * shape.token_bytes
         kv = max(int(min(free, most)), least)

@@ -12,11 +12,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.transfer import Fetch, worth_fetching
+from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_START, Fetch, worth_fetching
 from warmkv.prefixes.index import Depths
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 BEHIND = 1e9  # blocks: more than anything else costs
+PREFILL_WEIGHT = 0.5  # blocks that each counts as which is still to compute for a request in flight
+RECENT_WEIGHT = 0.1  # blocks of prefill that having been given all work of late counts as
+HOST_CREDIT = 0.75  # worth of a warm block in host memory; 1 on the device
+DISK_CREDIT = 0.25  # worth of a warm block on disk
+SESSION_BLOCKS = 4  # first blocks of a prompt that name its session
 
 
 class View(NamedTuple):
@@ -39,15 +44,15 @@ def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
     return _POLICIES[config.policy](view, config, random)
 
 
-def blocks_saved(depths: Depths, config: RoutingConfig) -> float:
+def blocks_saved(depths: Depths) -> float:
     """Blocks of prefill that a warm prefix saves: what lies in a slower tier counts for less.
 
-    The idea of a credit by tier is that of NVIDIA Dynamo's router, and so are the default credits.
+    The idea of a credit by tier is that of NVIDIA Dynamo's router, and so are the credits.
     """
     device, host, anywhere = depths
     if device == anywhere:
         return device
-    return device + config.host_credit * (host - device) + config.disk_credit * (anywhere - host)
+    return device + HOST_CREDIT * (host - device) + DISK_CREDIT * (anywhere - host)
 
 
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -61,14 +66,14 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     that happens to be idle.
     """
     replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
-    load_weight, prefill_weight = config.load_weight * view.idle_share, config.prefill_weight * view.idle_share
-    prefill, share = view.prefill, config.recent_weight / (sum(recent.values()) or 1.0)
+    load_weight, prefill_weight = config.load_weight * view.idle_share, PREFILL_WEIGHT * view.idle_share
+    prefill, share = view.prefill, RECENT_WEIGHT / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0
     if view.fetch is not None:
-        each = 1 - config.transfer_block
-        poor = view.fetch.blocks - worth_fetching(config)
-        gain = each * view.fetch.blocks - config.transfer_start
+        each = 1 - TRANSFER_BLOCK
+        poor = view.fetch.blocks - worth_fetching()
+        gain = each * view.fetch.blocks - TRANSFER_START
     loads = [load.get(replica, 0) for replica in replicas]
     costs = {}
     for replica, busy in zip(replicas, loads, strict=True):
@@ -79,7 +84,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
             cost += share * recent[replica]
         if replica in warm:
             device, _, held = depths = warm[replica]
-            cost -= device if device == held else blocks_saved(depths, config)
+            cost -= device if device == held else blocks_saved(depths)
             if held <= poor:
                 cost -= gain - each * held
         else:
@@ -112,12 +117,12 @@ def _power_of_two(view: View, config: RoutingConfig, random: Random) -> list[str
 def _sticky_session(view: View, config: RoutingConfig, random: Random) -> list[str]:
     """By rendezvous hashing (Thaler and Ravishankar, 1998) of the prompt's first blocks, whatever the load.
 
-    The first `session_blocks` blocks stand for the session: they stay the same from turn to turn. A prompt without a
+    The first SESSION_BLOCKS blocks stand for the session: they stay the same from turn to turn. A prompt without a
     full block goes to the least loaded replica.
     """
     if not view.hashes:
         return _least_loaded(view, config, random)
-    session = view.hashes[min(config.session_blocks, len(view.hashes)) - 1]
+    session = view.hashes[min(SESSION_BLOCKS, len(view.hashes)) - 1]
     return sorted(
         view.replicas, key=lambda replica: hashlib.blake2b(session + replica.encode(), digest_size=8).digest()
     )

@@ -64,18 +64,17 @@ Step = Stored | Copied | Left
 
 def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
     """Return the tiers of a replica, fastest first."""
-    cost = PrefillCost(config.attention_tokens)
+    order = eviction.order(config.eviction, PrefillCost())
     device = Tier(
         "device",
         config.memory_limit,
-        eviction.order(config.eviction, cost),
+        order,
         config.storage,
         weight(config.storage, shape),
     )
     tiers = [device]
     for name, below, extra in (("host", config.host, 0), ("disk", config.disk, FILE_BYTES)):
         if below.memory_bytes:
-            order = eviction.order(below.eviction or config.eviction, cost)
             weigh = weight(below.storage, shape, extra)
             tiers.append(Tier(name, int(below.memory_bytes), order, below.storage, weigh))
     return tiers

@@ -7,7 +7,6 @@ decides by what it lacks and by times that it measured itself (`TransferTimes`).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,6 +14,8 @@ from typing import NamedTuple
 from warmkv.config import RoutingConfig, TransferConfig
 from warmkv.prefixes.index import Depths
 
+TRANSFER_BLOCK, TRANSFER_START = 0.25, 4.0  # blocks of prefill that fetching one counts as, and any fetch besides
+TRANSFER_MIN_BLOCKS = 8  # fewest that are worth a fetch
 PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
 
@@ -47,14 +48,12 @@ def plan(
         held = depths[1]
         if held > blocks or (held == blocks and load.get(name, 0) < least):
             donor, blocks, least = name, held, load.get(name, 0)
-    return Fetch(donor, blocks) if blocks and blocks >= worth_fetching(config) else None
+    return Fetch(donor, blocks) if blocks and blocks >= worth_fetching() else None
 
 
-def worth_fetching(config: RoutingConfig) -> float:
-    """Blocks from which on fetching them costs less than computing them; infinite where it never does."""
-    if config.transfer_block >= 1:
-        return math.inf
-    return max(config.transfer_min_blocks, config.transfer_start / (1 - config.transfer_block))
+def worth_fetching() -> float:
+    """Return the blocks from which on fetching them costs less than computing them."""
+    return max(TRANSFER_MIN_BLOCKS, TRANSFER_START / (1 - TRANSFER_BLOCK))
 
 
 def choose_successor(

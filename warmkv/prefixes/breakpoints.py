@@ -16,6 +16,7 @@ from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.prefixes.usage import Usage
 
+LOOKBACK = 20  # content blocks before a breakpoint that are checked for an earlier write
 OTHER_REST = 1 << 31  # no vocabulary has so many tokens
 
 
@@ -61,7 +62,7 @@ def breakpoints(ends: Sequence[int], ttls: Sequence[str | None], min_tokens: int
     )
 
 
-def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int) -> tuple[int, ...]:
+def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int = LOOKBACK) -> tuple[int, ...]:
     """Positions at which an earlier write may be read, highest first: each mark and `lookback` block ends before it."""
     ordered = sorted(set(ends))
     found: set[int] = set()
@@ -87,7 +88,7 @@ def plan(
     root: bytes,
     *,
     block_size: int,
-    lookback: int,
+    lookback: int = LOOKBACK,
     other_from: int | None = None,
 ) -> CachePlan:
     """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.

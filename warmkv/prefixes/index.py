@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 KEY_BYTES = 8
+PUBLISH_SECONDS = 0.02  # longest time a replica batches its events
+HEARTBEAT_SECONDS = 1.0  # longest time between two reports of a replica
 TIERS = ("device", "host", "disk")  # fastest first
 MEND_EVERY = 16  # blocks of a match of which `mend` looks at one
 Depths = tuple[int, int, int]

@@ -66,7 +66,6 @@ class Replica:
         )
         self._publishers = [
             Publisher(
-                config.directory,
                 partial(self._send, actor),
                 partial(self._snapshot, number),
                 self._status,
@@ -103,7 +102,7 @@ class Replica:
         logs.begin(request.context)
         self._engine.check_turning(self._config.gateway.stall_seconds)
         await self._transfers.prepare(request)
-        async for event in stream(self._engine, request, self._decode):
+        async for event in stream(self._engine, request, self._decode, self._config.gateway.beat_seconds):
             if isinstance(event, Started):
                 self._transfers.started(request, event)
                 log.info(
@@ -147,7 +146,7 @@ class Replica:
         """Raise if the engine's thread has died or stands still; Serve then replaces the replica."""
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended: its device is lost, see the replica's log")
-        self._engine.check_turning(self._config.engine.stall_seconds)
+        self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:
         """Close the engine and the store; called by Serve after the last request has drained."""

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from warmkv.config import DirectoryConfig
-from warmkv.prefixes.index import Shard
+from warmkv.prefixes.index import HEARTBEAT_SECONDS, PUBLISH_SECONDS, Shard
 from warmkv.replicas.protocol import BlockEvents
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ class Publisher:
 
     def __init__(
         self,
-        config: DirectoryConfig,
         send: Send,
         request_snapshot: Callable[[], None],
         status: Callable[[], dict[str, Any]],
@@ -37,7 +35,7 @@ class Publisher:
         clock: Callable[[], float],
         shard: Shard = Shard(),
     ) -> None:
-        self._config, self._send, self._request_snapshot, self._status = config, send, request_snapshot, status
+        self._send, self._request_snapshot, self._status = send, request_snapshot, status
         self._clock, self._shard = clock, shard
         self._pending: list[BlockEvents] = []
         self._sequence = 0
@@ -60,7 +58,7 @@ class Publisher:
                     self._append(mine, (), tier, snapshot=number == 0)
 
     async def run(self) -> None:
-        """Send until cancelled, at most every `publish_seconds` and at least every `heartbeat_seconds`."""
+        """Send until cancelled, at most every PUBLISH_SECONDS and at least every HEARTBEAT_SECONDS."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -70,10 +68,10 @@ class Publisher:
         self._request_snapshot()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(arrived.wait(), self._config.heartbeat_seconds)
+                await asyncio.wait_for(arrived.wait(), HEARTBEAT_SECONDS)
             arrived.clear()
             await self._flush()
-            await asyncio.sleep(self._config.publish_seconds)
+            await asyncio.sleep(PUBLISH_SECONDS)
 
     async def _flush(self) -> None:
         with self._lock:
@@ -87,7 +85,7 @@ class Publisher:
             followed = False
         if not followed:
             self._request_snapshot()
-            await asyncio.sleep(self._config.heartbeat_seconds)  # it may be away: do not press it, nor the engine
+            await asyncio.sleep(HEARTBEAT_SECONDS)  # it may be away: do not press it, nor the engine
 
     def _mine(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         return tuple(keys) if self._shard.of == 1 else tuple(filter(self._shard.owns, keys))

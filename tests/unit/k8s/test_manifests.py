@@ -17,6 +17,7 @@ from warmkv.cli import app
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import manifest
 from warmkv.platform.document import serve_document
+from warmkv.platform.tenants import SALT_ENV
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("base", "overlays/demo")
@@ -230,7 +231,7 @@ def test_replicas_do_not_run_at_rays_niceness(rendered: list[dict[str, Any]]) ->
 def test_salt_comes_from_a_secret(rendered: list[dict[str, Any]], config: Config) -> None:
     assert kind(rendered, "Secret") == [], "a secret in the repository is no secret"
     for box in containers(rendered):
-        (salt,) = [entry for entry in box["env"] if entry["name"] == config.gateway.salt_env]
+        (salt,) = [entry for entry in box["env"] if entry["name"] == SALT_ENV]
         assert set(salt) == {"name", "valueFrom"}
         assert salt["valueFrom"]["secretKeyRef"] == {"name": "warmkv-salt", "key": "salt"}
         for entry in box["env"]:

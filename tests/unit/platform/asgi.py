@@ -70,7 +70,7 @@ class Gateway:
             clock=lambda: self.now,
             wall_clock=lambda: DAY + self.now,
         )
-        control = Control(config.control, FolderStore(folder), "warmkv")
+        control = Control(FolderStore(folder), "warmkv")
         self.app = create_app(
             service, load_tokenizer(config.model), SECRET, 4096, status, drop, DAY, control, "this gateway", lambda: 1
         )

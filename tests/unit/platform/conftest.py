@@ -73,8 +73,9 @@ class Server:
         async def send(attempt: Attempt) -> AsyncGenerator[Event]:
             self.requests.append(attempt.request)
             left = self.faults.pop(0) if self.faults else -1
+            beat = config.gateway.beat_seconds
             async for event in stream(
-                self.engine, attempt.request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+                self.engine, attempt.request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), beat
             ):
                 if left == 0:
                     raise ConnectionError("the replica has died")
@@ -96,7 +97,7 @@ class Server:
             self.dropped.append(tenant)
             return [5, 7]
 
-        control = Control(config.control, FolderStore(folder), "warmkv")
+        control = Control(FolderStore(folder), "warmkv")
         self.taking = 1  # replicas that take requests
         app = create_app(
             service,

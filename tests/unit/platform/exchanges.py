@@ -65,7 +65,7 @@ class Gateway:
             self._nothing,
             self._nothing,
             0.0,
-            Control(self.config.control, FolderStore(folder), "warmkv"),
+            Control(FolderStore(folder), "warmkv"),
             "only",
             lambda: 1,
         )

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.simulator.conversations import record
 from warmkv.config import ConfigError, load
+from warmkv.platform import access_log
 from warmkv.platform.access_log import BATCH, AccessLog
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.workload import access_log as reading
@@ -71,9 +72,10 @@ def test_nothing_is_rotated_where_the_limit_is_0(tmp_path):
     assert len(names(tmp_path / "access.jsonl")) == 6
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits(tmp_path):
+def test_a_full_queue_drops_and_counts_and_never_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log, "QUEUE", 5)
     path, dropped = tmp_path / "access.jsonl", []
-    log = opened(path, dropped, access_log_queue=5)
+    log = opened(path, dropped)
     with (tmp_path / ".access.jsonl.lock").open("r+") as held:  # as a gateway does whose disk hangs
         fcntl.flock(held, fcntl.LOCK_EX)
         for number in range(BATCH + 20):
@@ -136,7 +138,7 @@ def test_an_empty_folder_is_refused(tmp_path):
         source.read(source.Source(tmp_path), load())
 
 
-@pytest.mark.parametrize("fault", ["access_log_files=0", "access_log_queue=0", "access_log_bytes=-1"])
+@pytest.mark.parametrize("fault", ["access_log_files=0", "access_log_bytes=-1"])
 def test_limits_that_cannot_be_kept_are_refused_by_name(fault):
     with pytest.raises(ConfigError, match=fault.partition("=")[0]):
         load(flags=[f"gateway.{fault}"])

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from tests.polling import PATIENCE
-from warmkv.config import Config, ConfigError, ControlConfig, load
+from warmkv.config import Config, ConfigError, load
+from warmkv.platform import control as control_module
 from warmkv.platform.control import Control, LiveConfigFollower, Report, StoreError
 from warmkv.platform.live_config import StaleVersionError, Version, in_force
 from warmkv.platform.live_config_store import FolderStore
 
 START = Config()
 CHANGES = {"pricing.input": 5}
-PATIENT = ControlConfig(apply_seconds=PATIENCE)  # whoever has not heard of a change would be waited for
-HASTY = ControlConfig(apply_seconds=0)
+PATIENT = PATIENCE  # whoever has not heard of a change would be waited for
+HASTY = 0.0
 
 
 def run(scenario: Awaitable[Any]) -> Any:
@@ -28,8 +29,10 @@ def run(scenario: Awaitable[Any]) -> Any:
     return asyncio.run(limited())
 
 
-def control(folder: Path, config: ControlConfig = HASTY, **clocks: Callable[[], float]) -> Control:
-    return Control(config, FolderStore(folder), "warmkv", **{"clock": lambda: 0.0, "wall_clock": lambda: 1e9, **clocks})
+def control(folder: Path, apply_seconds: float = HASTY, **clocks: Callable[[], float]) -> Control:
+    return Control(
+        FolderStore(folder), "warmkv", apply_seconds, **{"clock": lambda: 0.0, "wall_clock": lambda: 1e9, **clocks}
+    )
 
 
 class Part:
@@ -48,7 +51,7 @@ class Part:
 def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
     async def scenario() -> None:
         actor, parts = control(tmp_path, PATIENT), {name: Part() for name in ("a", "b")}
-        followers = [LiveConfigFollower(actor, name, part.take, PATIENT) for name, part in parts.items()]
+        followers = [LiveConfigFollower(actor, name, part.take) for name, part in parts.items()]
         for follower in followers:
             await follower.start()
         tasks = [asyncio.create_task(follower.run()) for follower in followers]
@@ -67,7 +70,7 @@ def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
 def test_a_part_that_cannot_take_a_version_says_so_and_takes_the_next(tmp_path):
     async def scenario() -> None:
         actor, part = control(tmp_path, PATIENT), Part(cannot=1)
-        follower = LiveConfigFollower(actor, "a", part.take, PATIENT)
+        follower = LiveConfigFollower(actor, "a", part.take)
         await follower.start()
         task = asyncio.create_task(follower.run())
         status = await actor.change(START, CHANGES, "ann", "")
@@ -93,8 +96,8 @@ def test_a_follower_outlives_an_actor_that_does_not_answer(tmp_path, monkeypatch
             return await super().follow(part, report, seconds)
 
     async def scenario() -> None:
-        actor, part = Restarting(PATIENT, FolderStore(tmp_path), "warmkv", clock=lambda: 0.0), Part()
-        follower = LiveConfigFollower(actor, "a", part.take, HASTY)
+        actor, part = Restarting(FolderStore(tmp_path), "warmkv", PATIENT, clock=lambda: 0.0), Part()
+        follower = LiveConfigFollower(actor, "a", part.take)
         await follower.start()
         assert part.taken == [0]
         task = asyncio.create_task(follower.run())
@@ -107,14 +110,16 @@ def test_a_follower_outlives_an_actor_that_does_not_answer(tmp_path, monkeypatch
     run(scenario())
 
 
-def test_start_gives_up_on_an_actor_that_never_answers(tmp_path):
+def test_start_gives_up_on_an_actor_that_never_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "START_SECONDS", 0.01)
+
     class Silent(Control):
         async def follow(self, part: str, report: Report, seconds: float) -> Version:
             await asyncio.Event().wait()
             raise AssertionError
 
-    silent = Silent(HASTY, FolderStore(tmp_path), "warmkv")
-    follower = LiveConfigFollower(silent, "a", lambda version: None, ControlConfig(start_seconds=0.01))
+    silent = Silent(FolderStore(tmp_path), "warmkv", HASTY)
+    follower = LiveConfigFollower(silent, "a", lambda version: None)
     with pytest.raises(TimeoutError):
         run(follower.start())
 
@@ -198,9 +203,11 @@ def test_changes_at_once_come_one_after_the_other(tmp_path):
     run(scenario())
 
 
-def test_only_the_last_versions_are_kept(tmp_path):
+def test_only_the_last_versions_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "HISTORY", 2)
+
     async def scenario() -> None:
-        actor = control(tmp_path, ControlConfig(apply_seconds=0, history=2))
+        actor = control(tmp_path)
         for _ in range(4):
             await actor.change(START, CHANGES, "ann", "")
         assert [version.number for version in await actor.history()] == [4, 3]

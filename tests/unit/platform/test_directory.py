@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -110,7 +111,7 @@ def test_memory_is_bounded_and_what_is_left_out_is_counted():
 
 def test_the_log_is_bounded_by_blocks():
     async def scenario() -> None:
-        directory = PrefixDirectory(DirectoryConfig(log_blocks=20))
+        directory = PrefixDirectory(DirectoryConfig(max_blocks=100))
         await directory.publish("a", [snapshot(0)])
         for number in range(1, 50):
             keys = tuple(bytes([number, each]) for each in range(number % 9))
@@ -125,14 +126,14 @@ def test_the_log_is_bounded_by_blocks():
 def test_a_silent_replica_is_forgotten():
     async def scenario() -> None:
         now = [0.0]
-        directory = PrefixDirectory(DirectoryConfig(silence_seconds=10), clock=lambda: now[0])
+        directory = PrefixDirectory(DirectoryConfig(), clock=lambda: now[0])
         await directory.publish("a", [snapshot(0, b"1")])
-        now[0] = 9.0
+        now[0] = 14.0
         await directory.publish("b", [snapshot(0, b"1")])
         index, follower = copy()
         await catch_up(follower, directory)
         assert index.longest_match([b"1"]) == {"a": ALL, "b": ALL}
-        now[0] = 11.0
+        now[0] = 16.0
         assert list((await directory.status())["replicas"]) == ["b"]
         await catch_up(follower, directory)
         assert index.longest_match([b"1"]) == {"b": ALL}
@@ -144,7 +145,7 @@ def test_a_silent_replica_is_forgotten():
 def test_the_status_has_what_routers_said_last_until_they_are_silent():
     async def scenario() -> None:
         now = [0.0]
-        config = DirectoryConfig(silence_seconds=10, follow_seconds=5)
+        config = DirectoryConfig()
         parts = [PrefixDirectory(config, clock=lambda: now[0]) for _ in range(2)]
         for part in parts:
             await part.follow("", 0, 0, "first", 3)
@@ -152,7 +153,7 @@ def test_the_status_has_what_routers_said_last_until_they_are_silent():
         await parts[1].follow("", 0, 0, "second", 0)
         both = merged([await part.status() for part in parts])
         assert both["routers"] == {"first": {"booked": 3}, "second": {"booked": 0}}
-        now[0] = 16.0
+        now[0] = 26.0
         assert merged([await part.status() for part in parts])["routers"] == {"second": {"booked": 0}}
 
     run(scenario())
@@ -160,7 +161,7 @@ def test_the_status_has_what_routers_said_last_until_they_are_silent():
 
 def test_a_follower_gets_changes_as_they_come_and_everything_if_it_fell_behind():
     async def scenario() -> None:
-        directory = PrefixDirectory(DirectoryConfig(log_blocks=4))
+        directory = PrefixDirectory(DirectoryConfig(max_blocks=20))
         await directory.publish("a", [snapshot(0, b"0")])
         first = await directory.follow("", 0, 0)
         waiting = asyncio.create_task(directory.follow(first.epoch, first.version, 30))
@@ -214,7 +215,7 @@ EVENTS = st.tuples(st.sampled_from("ab"), st.sampled_from(TIERS), st.sets(KEYS, 
 @given(st.lists(EVENTS, max_size=15), st.integers(2, 4), st.integers(1, 30))
 def test_shards_together_know_what_one_directory_knows(events, shards, log_blocks):
     async def scenario() -> None:
-        config = DirectoryConfig(log_blocks=log_blocks)
+        config = DirectoryConfig()
         whole, parts = PrefixDirectory(config), [PrefixDirectory(config) for _ in range(shards)]
         (expected, alone), found = copy(), PrefixIndex()
         followers = [IndexFollower(found, Shard(number, shards), lambda: 0.0) for number in range(shards)]
@@ -246,7 +247,8 @@ def test_shards_together_know_what_one_directory_knows(events, shards, log_block
         assert both["replicas"] == one["replicas"]
         assert both["blocks"] == one["blocks"]
 
-    run(scenario())
+    with patch.object(prefix_directory, "LOG_PART", DirectoryConfig().max_blocks // log_blocks):
+        run(scenario())
 
 
 def test_a_shard_that_starts_anew_leaves_the_others_alone():

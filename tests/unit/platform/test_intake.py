@@ -21,6 +21,7 @@ from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages import MessagesRequest
 from warmkv.platform.gateway.apis.openai import ChatRequest
 from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.intake import body as intake_body
 from warmkv.platform.gateway.intake import body_limits
 from warmkv.platform.gateway.intake.body import Budget, Lane
 from warmkv.platform.gateway.intake.body_limits import depth, outside_strings
@@ -219,11 +220,16 @@ def test_more_open_requests_than_the_gateway_takes_are_refused_as_its_apis_say_i
     asyncio.run(run())
 
 
-def test_operators_change_the_policy_while_tenants_fill_the_gateway(tmp_path):
+@pytest.fixture
+def one_thread(monkeypatch):
+    monkeypatch.setattr(intake_body, "THREADS", 1)
+
+
+def test_operators_change_the_policy_while_tenants_fill_the_gateway(tmp_path, one_thread):
     """All requests that it takes are open, its budget of bytes is spent, and its threads are busy."""
     busy, done = threading.Event(), threading.Event()
     operator = f'gateway.operators=[{{"name": "ann", "key_sha256": "{hash_key("ann")}"}}]'
-    flags = ("gateway.max_requests=1", "gateway.intake.total_bytes=10", "gateway.intake.threads=1", operator)
+    flags = ("gateway.max_requests=1", "gateway.intake.total_bytes=10", operator)
 
     async def run() -> None:
         gateway = Gateway(tmp_path, *flags)
@@ -248,8 +254,8 @@ class Tokenizer:
     """Anything that can be copied."""
 
 
-def lane(threads: int = 1, **limits: Any) -> Lane:
-    return Lane("test", threads, IntakeConfig(**limits), Tokenizer(), lambda: 0.0)
+def lane(threads: int = 1, waiting: int = 100) -> Lane:
+    return Lane("test", threads, waiting, Tokenizer(), lambda: 0.0)
 
 
 def test_every_thread_has_a_tokenizer_of_its_own():
@@ -272,13 +278,13 @@ def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload()
     busy, done, seen = threading.Event(), threading.Event(), []
 
     async def scenario() -> None:
-        pool = lane(max_waiting=1)
+        pool = lane(waiting=1)
         try:
             working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 1000))
             await asyncio.to_thread(busy.wait, 60)
             waiting = asyncio.ensure_future(pool.run(seen.append, 1000))
             await asyncio.sleep(0)
-            with pytest.raises(ApiError, match=r"gateway\.intake\.max_waiting") as refused:
+            with pytest.raises(ApiError, match=r"cluster\.max_queued_requests") as refused:
                 await pool.run(seen.append, 1000)
             skip(1000)
             with pytest.raises(ApiError, match=r"gateway\.intake\.parse_seconds") as late:
@@ -297,11 +303,11 @@ def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload()
     assert seen == []  # dropped
 
 
-def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path):
+def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path, one_thread):
     busy, done = threading.Event(), threading.Event()
 
     async def run() -> None:
-        gateway = Gateway(tmp_path, "gateway.intake.threads=1")
+        gateway = Gateway(tmp_path)
         pool = gateway.intake._small
         try:
             working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
@@ -320,11 +326,13 @@ def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path):
     asyncio.run(run())
 
 
-def test_small_bodies_do_not_wait_behind_large_ones(tmp_path):
+def test_small_bodies_do_not_wait_behind_large_ones(tmp_path, monkeypatch):
     busy, done = threading.Event(), threading.Event()
 
+    monkeypatch.setattr(intake_body, "LARGE_BYTES", 1000)
+
     async def run() -> None:
-        gateway = Gateway(tmp_path, "gateway.intake.large_bytes=1000")
+        gateway = Gateway(tmp_path)
         try:
             working = asyncio.ensure_future(gateway.intake._large.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
             await asyncio.to_thread(busy.wait, 60)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import patch
 
 import anthropic
 import openai
 import pytest
 
 from tests.polling import until
+from warmkv.platform.gateway import endpoints
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def pinging(serve):
-    return serve("engine.threads=1", "gateway.ping_seconds=0.01")
+    with patch.object(endpoints, "PING_SECONDS", 0.01):
+        yield serve("engine.threads=1")
 
 
 def test_the_anthropic_sdk_passes_over_pings(pinging):

@@ -30,6 +30,7 @@ from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Fini
 Fault = Literal["raises", "fails", "ends", "hangs"]
 FAULTS: list[Fault] = ["raises", "fails", "ends", "hangs"]
 REPLICAS = 3
+BEAT = 5.0  # seconds, of which none passes unless it is skipped
 STALL = 1000.0  # seconds of silence: longer than any test runs, and skipped where a replica hangs
 POLICIES = ["full", "h2o@20", "streaming_llm@20", "snapkv@20+ring:window=6", "tova@16", "full+kivi4"]
 
@@ -71,7 +72,7 @@ def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[A
         engine = engines[number % REPLICAS]
         attempt.replica = engine.name
         fault, after = faults[number] if number < len(faults) else ("raises", -1)
-        async for event in stream(engine, attempt.request, decode):
+        async for event in stream(engine, attempt.request, decode, BEAT):
             if isinstance(event, Admitted):
                 yield event
                 continue
@@ -95,7 +96,7 @@ def answer(request: Any, send: Send, **limits: Any) -> tuple[list[Event], list[s
     events, retried = [], []
 
     async def run() -> None:
-        config = GatewayConfig(**{"retry_seconds": 0.0, "stall_seconds": STALL, **limits})
+        config = GatewayConfig(**{"stall_seconds": STALL, **limits})
         named = replace(request, id=str(next(NUMBERS)))
         async for event in resumed(named, send, config, retried.append):
             events.append(event)
@@ -198,7 +199,7 @@ def refusing(engines: list[Engine], full: dict[int, float | None], outcomes: lis
         attempt.ended = outcomes.append
         if number in full:
             raise QueueFullError("64 wait", 64, full[number])
-        async for event in stream(engines[number], attempt.request, decode):
+        async for event in stream(engines[number], attempt.request, decode, BEAT):
             yield event
 
     return send
@@ -322,9 +323,9 @@ def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
         running = threading.Thread(target=engine.run)
         engine.call(gate.wait)  # the engine's thread stands still
         running.start()
-        task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), decode), events))
+        task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), decode, BEAT), events))
         for _ in range(50):
-            skip(settings.beat_seconds)
+            skip(BEAT)
             await asyncio.sleep(0)  # the stream's turn
         assert sum(isinstance(event, Alive) for event in events) <= 1  # its last turn, at most
         before = len(events)

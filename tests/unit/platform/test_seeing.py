@@ -16,6 +16,7 @@ from tests.polling import PATIENCE
 from tests.unit.platform.conftest import Counted
 from warmkv.config import LimitsConfig, load
 from warmkv.logs import LineLimit, RequestFields, about, forward
+from warmkv.platform.gateway import faults as faults_module
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.prompt import Prompt
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
@@ -184,9 +185,10 @@ def made(now: list[float], **settings: Any) -> tuple[ErrorLog, Counted]:
     return ErrorLog(seen, config.gateway, lambda: now[0]), seen
 
 
-def test_a_fault_per_request_does_not_fill_a_disk(lines):
+def test_a_fault_per_request_does_not_fill_a_disk(lines, monkeypatch):
+    monkeypatch.setattr(faults_module, "LINES_PER_MINUTE", 3)
     now = [0.0]
-    faults, seen = made(now, error_logs_per_minute=3)
+    faults, seen = made(now)
     for _ in range(10):
         faults.report(ValueError(), "chat")
     assert len(lines.records) == 3

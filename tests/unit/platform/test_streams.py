@@ -11,10 +11,14 @@ from starlette.requests import ClientDisconnect
 
 from tests.clocks import SkippingLoop, run, skip
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
+from warmkv.platform.gateway import endpoints
 from warmkv.platform.gateway.streams import EventStream, pinged
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
-FAST = "gateway.ping_seconds=0.01"
+
+@pytest.fixture
+def fast_pings(monkeypatch):
+    monkeypatch.setattr(endpoints, "PING_SECONDS", 0.01)
 
 
 def bodies(gateway: Gateway, **more: Any) -> dict[str, tuple[dict[str, Any], bytes]]:
@@ -32,9 +36,9 @@ APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_stream_opens_at_admission_and_pings_until_the_first_token(tmp_path, path):
+def test_a_stream_opens_at_admission_and_pings_until_the_first_token(fast_pings, tmp_path, path):
     async def run() -> None:
-        gateway = Gateway(tmp_path, FAST)
+        gateway = Gateway(tmp_path)
         quick = Gateway(tmp_path)
         body, ping = bodies(gateway)[path]
         gateway.first_token.clear()
@@ -64,9 +68,9 @@ def kinds(body: bytes) -> list[str]:
     ("fault", "status", "retry_after"),
     [(QueueFullError("full"), 529, "1"), (UnservableRequestError("too large"), 400, None)],
 )
-def test_what_is_refused_before_admission_has_a_status(tmp_path, path, fault, status, retry_after):
+def test_what_is_refused_before_admission_has_a_status(fast_pings, tmp_path, path, fault, status, retry_after):
     async def run() -> None:
-        gateway = Gateway(tmp_path, FAST)
+        gateway = Gateway(tmp_path)
         gateway.fault = fault
         exchange = await Exchange(gateway, path, bodies(gateway)[path][0]).whole()
         assert exchange.status == status
@@ -115,7 +119,7 @@ def test_a_refusal_names_the_time_that_the_queue_needs(tmp_path):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_an_error_after_admission_is_an_event(tmp_path, path):
+def test_an_error_after_admission_is_an_event(fast_pings, tmp_path, path):
     async def scenario() -> None:
         gateway = Gateway(tmp_path)
         gateway.first_token.clear()
@@ -135,9 +139,9 @@ def test_an_error_after_admission_is_an_event(tmp_path, path):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_client_that_leaves_before_the_first_token_is_counted_once(tmp_path, path):
+def test_a_client_that_leaves_before_the_first_token_is_counted_once(fast_pings, tmp_path, path):
     async def run() -> None:
-        gateway = Gateway(tmp_path, FAST)
+        gateway = Gateway(tmp_path)
         gateway.first_token.clear()
         body, ping = bodies(gateway)[path]
         exchange = Exchange(gateway, path, body)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.breaker import Breaker
+from warmkv.policies.breaker import LONGEST_SECONDS, Breaker
 from warmkv.policies.dispatcher import Dispatcher
 
 REPLICAS = ["a", "b", "c"]
@@ -76,7 +76,7 @@ def test_it_never_opens_where_that_is_turned_off():
 
 
 def test_one_request_tries_it_after_a_while_and_its_answer_closes_it():
-    routing = Routing(breaker_seconds=5.0)
+    routing = Routing()
     failing(routing, "a", 3)
     routing.now = 4.9
     assert routing.goes_to(12) == {"b", "c"}
@@ -99,9 +99,9 @@ def trial(routing: Routing) -> int:
 
 
 def test_the_while_doubles_with_every_trial_that_fails_up_to_the_limit():
-    routing = Routing(breaker_seconds=5.0, breaker_max_seconds=12.0)
+    routing = Routing()
     failing(routing, "a", 3)
-    for wait in (5.0, 10.0, 12.0, 12.0):
+    for wait in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
         routing.now += wait - 0.1
         assert routing.goes_to(12) == {"b", "c"}
         routing.now += 0.2
@@ -109,14 +109,14 @@ def test_the_while_doubles_with_every_trial_that_fails_up_to_the_limit():
 
 
 def test_what_began_before_it_opened_does_not_make_it_wait_longer():
-    routing = Routing(breaker_seconds=5.0)
+    routing = Routing()
     failing(routing, "a", 16)  # all that were there fail together
     routing.now = 5.1
     assert trial(routing)
 
 
 def test_a_trial_whose_client_leaves_or_that_went_elsewhere_makes_room_for_the_next():
-    routing = Routing(breaker_seconds=5.0)
+    routing = Routing()
     failing(routing, "a", 3)
     routing.now = 5.1
     routing.end(trial(routing), "a", "none")
@@ -155,20 +155,20 @@ def test_replicas_that_are_gone_are_forgotten():
     )
 )
 def test_whatever_happens_every_replica_is_tried_again_within_the_limit(events):
-    now, config = [0.0], RoutingConfig(breaker_max_seconds=30.0)
+    now, config = [0.0], RoutingConfig()
     breaker = Breaker(lambda: now[0])
     for number, (replica, outcome, passed) in enumerate(events):
         now[0] += passed
         if replica not in breaker.shut(REPLICAS):
             breaker.sent(number, replica)
         breaker.ended(number, replica, outcome, config)
-    now[0] += 30.0
+    now[0] += LONGEST_SECONDS
     assert breaker.shut(REPLICAS) == set()
 
 
 def test_a_replica_is_ready_unless_its_circuit_is_open():
     """`/readyz` asks from another thread, so nothing is forgotten; what may have a trial takes requests."""
-    routing = Routing(breaker_failures=2, breaker_seconds=5)
+    routing = Routing(breaker_failures=2)
     breaker = routing.dispatcher.breaker
     assert breaker.taking(REPLICAS) == REPLICAS
     failing(routing, "a", 1)

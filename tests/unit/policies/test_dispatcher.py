@@ -142,7 +142,7 @@ def test_a_booking_counts_once_however_often_it_is_made_or_released():
 
 
 def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_token():
-    routing = dispatcher(load_weight=0.0, prefill_weight=1.0)
+    routing = dispatcher(load_weight=0.0)
     assert routing.choose("long", HASHES, REPLICAS).order[0] == "a"
     assert routing.in_flight.prefill == {"a": 100}
     assert [routing.choose(str(turn), [], REPLICAS).order[-1] for turn in range(4)] == ["a"] * 4

@@ -1,14 +1,16 @@
 import random
 from itertools import pairwise
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
+from warmkv.policies import routing
 from warmkv.policies.routing import View, blocks_saved, rank
-from warmkv.policies.transfer import plan
+from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_MIN_BLOCKS, TRANSFER_START, plan
 
 REPLICAS = ["a", "b", "c"]
 POLICIES = get_args(RoutingConfig.model_fields["policy"].annotation)
@@ -23,9 +25,11 @@ def device(**blocks):
 
 def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
     known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share") if name in settings}
+    constants = {name: settings.pop(name) for name in [*settings] if name.isupper()}
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
     view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config), **known)
-    return rank(view, config, random.Random(seed))
+    with patch.dict(vars(routing), constants):
+        return rank(view, config, random.Random(seed))
 
 
 def test_the_warm_replica_wins():
@@ -38,19 +42,18 @@ def test_warmth_is_weighed_against_load():
 
 
 def test_what_can_be_fetched_is_weighed_against_load():
-    settings = {"load_weight": 3.0, "transfer_block": 0.25, "transfer_start": 2.0, "transfer_min_blocks": 8}
-    assert order(device(b=8), {"b": 1}, **settings)[0] == "b"  # 2 + 3 against 2 + 2 + 2
-    assert order(device(b=8), {"b": 2}, **settings)[0] == "a"  # 2 + 6 against 2 + 2 + 2
-    assert order(device(b=7), {"b": 2}, **settings)[0] == "b"  # too few blocks to fetch: 3 + 6 against 10
-    assert order({"b": (0, 0, 8)}, {"b": 1}, **settings, disk_credit=1)[0] == "b"  # nobody fetches from a disk
+    settings = {"load_weight": 3.3}
+    assert order(device(b=8), {"b": 1}, **settings)[0] == "b"  # 2 + 3.3 against 2 + 2 + 4
+    assert order(device(b=8), {"b": 2}, **settings)[0] == "a"  # 2 + 6.6 against 2 + 2 + 4
+    assert order(device(b=7), {"b": 2}, **settings)[0] == "b"  # too few blocks to fetch: 3 + 6.6 against 10
+    assert order({"b": (0, 0, 8)}, {"b": 1}, **settings, DISK_CREDIT=1)[0] == "b"  # nobody fetches from a disk
 
 
 def test_a_block_in_a_slower_tier_saves_less():
-    config = RoutingConfig(host_credit=0.5, disk_credit=0.25)
-    assert blocks_saved((2, 6, 10), config) == 2 + 0.5 * 4 + 0.25 * 4
+    assert blocks_saved((2, 6, 10)) == 2 + 0.75 * 4 + 0.25 * 4
     warm = {"a": (0, 0, 10), "b": (0, 6, 6), "c": (4, 4, 4)}
-    assert order(warm, host_credit=1.0, disk_credit=0.5) == ["b", "a", "c"]  # 6, 5 and 4 blocks
-    assert order(warm, host_credit=0.5, disk_credit=0.0) == ["c", "b", "a"]  # 4, 3 and 0
+    assert order(warm, HOST_CREDIT=1.0, DISK_CREDIT=0.5) == ["b", "a", "c"]  # 6, 5 and 4 blocks
+    assert order(warm, HOST_CREDIT=0.5, DISK_CREDIT=0.0) == ["c", "b", "a"]  # 4, 3 and 0
 
 
 def test_waiting_for_a_slot_costs_more_than_decoding():
@@ -60,7 +63,7 @@ def test_waiting_for_a_slot_costs_more_than_decoding():
 
 
 def test_prompts_that_are_computed_before_cost_time():
-    settings = {"load_weight": 0.0, "prefill_weight": 0.5, "transfer": False}
+    settings = {"load_weight": 0.0, "PREFILL_WEIGHT": 0.5, "transfer": False}
     assert order(prefill={"a": 1, "b": 2}, **settings) == ["c", "a", "b"]
     assert order(device(b=9), prefill={"b": 17}, **settings)[0] == "b"  # 1 + 8.5 against 10
     assert order(device(b=9), prefill={"b": 19}, **settings)[0] == "a"  # 1 + 9.5 against 10
@@ -106,9 +109,9 @@ def test_power_of_two_takes_the_less_loaded_of_a_random_pair():
 
 def test_a_session_stays_where_it_is_and_few_move_when_a_replica_leaves():
     def home(session, replicas, blocks):
-        hashes = [bytes([session]) * 16, bytes([session, 1]) * 8, *HASHES[:blocks]]
+        hashes = [*(bytes([session, each]) * 8 for each in range(4)), *HASHES[:blocks]]
         view = View(replicas, hashes, {}, {"a": session}, 100, session)
-        return rank(view, RoutingConfig(policy="sticky_session", session_blocks=2), random.Random(0))
+        return rank(view, RoutingConfig(policy="sticky_session"), random.Random(0))
 
     rankings = [home(session, REPLICAS, 0) for session in range(200)]
     assert rankings == [home(session, REPLICAS, 50) for session in range(200)]  # later turns
@@ -142,19 +145,18 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
     st.floats(0, 1),
 )
 def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, idle_share):
-    weights = {"load_weight": 0.5, "queue_weight": 2.0, "prefill_weight": 0.25, "recent_weight": 3.0}
+    weights = {"load_weight": 0.5, "queue_weight": 2.0, "PREFILL_WEIGHT": 0.25, "RECENT_WEIGHT": 3.0}
     settings = {**weights, "overload": 6, "transfer": transfer}
-    config = RoutingConfig(**settings)
     ranking = order(
         warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, idle_share=idle_share, **settings
     )
 
     def cost(replica):
         busy, depths = load.get(replica, 0), warm.get(replica, (0, 0, 0))
-        left = 50 - blocks_saved(depths, config)
+        left = 50 - blocks_saved(depths)
         lacking = max([0, *(other[1] for other in warm.values())]) - depths[2]
-        if transfer and lacking >= config.transfer_min_blocks:
-            left = min(left, left - lacking + config.transfer_start + config.transfer_block * lacking)
+        if transfer and lacking >= TRANSFER_MIN_BLOCKS:
+            left = min(left, left - lacking + TRANSFER_START + TRANSFER_BLOCK * lacking)
         overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
         waiting = 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))

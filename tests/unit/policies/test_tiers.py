@@ -131,7 +131,7 @@ def test_the_weight_of_a_block_in_each_format():
 
 def test_tiers_follow_the_settings(tmp_path):
     shape = KVShape(1, 1, 8, 4)
-    settings = {"memory_bytes": 100, "eviction": "lfu", "host": {"memory_bytes": 200, "eviction": "cost"}}
+    settings = {"memory_bytes": 100, "eviction": "lfu", "host": {"memory_bytes": 200}}
     config = PrefixCacheConfig.model_validate(settings | {"disk": {"memory_bytes": 300, "path": tmp_path}})
     names = [(tier.name, tier.capacity) for tier in tiers_of(config, shape)]
     assert names == [("device", 100), ("host", 200), ("disk", 300)]

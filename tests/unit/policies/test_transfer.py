@@ -28,9 +28,8 @@ def test_nobody_fetches_what_is_not_worth_it():
     assert planned({"a": (0, 0, 50)}, RoutingConfig()) is None  # on disk alone
     assert planned({"gone": (50, 50, 50)}, RoutingConfig()) is None
     few = {"a": (8, 8, 8)}
-    assert planned(few, RoutingConfig(transfer_min_blocks=8)) == Fetch("a", 8)
-    assert planned(few, RoutingConfig(transfer_min_blocks=9)) is None
-    assert planned(few, RoutingConfig(transfer_start=6.1)) is None
+    assert planned(few, RoutingConfig()) == Fetch("a", 8)
+    assert planned({"a": (7, 7, 7)}, RoutingConfig()) is None
     assert planned(few, RoutingConfig(transfer=False)) is None
 
 

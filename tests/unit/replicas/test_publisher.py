@@ -14,7 +14,7 @@ from warmkv.platform.prefix_directory import IndexFollower, PrefixDirectory
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.replicas.publisher import Publisher
 
-CONFIG = DirectoryConfig(publish_seconds=0.001, heartbeat_seconds=0.05, silence_seconds=5)
+CONFIG = DirectoryConfig()
 
 
 class Store:
@@ -61,9 +61,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
                 def ask(store: Store = store, shard: int = shard) -> None:
                     store.snapshot(shard)
 
-                publisher = Publisher(
-                    CONFIG, send, ask, lambda: {"waiting": 0}, clock=lambda: 0.0, shard=Shard(shard, shards)
-                )
+                publisher = Publisher(send, ask, lambda: {"waiting": 0}, clock=lambda: 0.0, shard=Shard(shard, shards))
                 store.publishers.append(publisher)
                 tasks.append(asyncio.create_task(publisher.run()))
 

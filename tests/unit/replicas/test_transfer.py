@@ -72,7 +72,7 @@ class Pair:
         transfers = (self.a, self.b)[at]
         await transfers.prepare(request)
         text, started = "", None
-        async for event in stream(self.engines[at], request, lambda ids: "".join(f"{one}," for one in ids)):
+        async for event in stream(self.engines[at], request, lambda ids: "".join(f"{one}," for one in ids), 5.0):
             if isinstance(event, Started):
                 started = event
                 transfers.started(request, event)

@@ -28,7 +28,7 @@ from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, LiveConfig, Service
-from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, EventStream
+from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
 from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
@@ -62,7 +62,7 @@ def create_app(
 
     tenants = Tenants(config.gateway, secret, tenants_read)
     limits = TenantLimits(config, service.clock, service.wall_clock)
-    follower = LiveConfigFollower(control, name, service.take, config.control)
+    follower = LiveConfigFollower(control, name, service.take)
 
     @asynccontextmanager
     async def following(_: FastAPI) -> AsyncIterator[None]:
@@ -76,8 +76,9 @@ def create_app(
 
     app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
 
-    intake = app.state.intake = Intake(config.gateway, tokenizer, service.clock)
-    operators = Intake(config.gateway, None, service.clock)  # their bodies do not wait behind those of tenants
+    waiting = config.cluster.max_queued_requests
+    intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
+    operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context)
 
     def admitted(request: Request) -> Lease:
@@ -121,7 +122,7 @@ def create_app(
         admission = await start("messages", arrival, lease, asked)
         if asked.stream:
             events = messages.stream(admission)
-            return EventStream(events, admission, MESSAGES_PING, config.gateway.ping_seconds)
+            return EventStream(events, admission, MESSAGES_PING, PING_SECONDS)
         return JSONResponse(await messages.respond(await admission.begin()))
 
     @app.post("/v1/messages/count_tokens")
@@ -149,7 +150,7 @@ def create_app(
         chat = api == "chat"
         if asked.stream:
             events = openai.stream(admission, chat, asked.include_usage)
-            return EventStream(events, admission, OPENAI_PING, config.gateway.ping_seconds)
+            return EventStream(events, admission, OPENAI_PING, PING_SECONDS)
         return JSONResponse(await openai.respond(await admission.begin(), chat))
 
     def described() -> dict[str, Any]:

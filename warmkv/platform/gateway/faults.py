@@ -14,6 +14,7 @@ from warmkv.platform.gateway.apis.errors import STATUS, ApiError, from_exception
 
 log = logging.getLogger(__name__)
 
+LINES_PER_MINUTE = 60  # about errors of one type and status; those left out are counted
 APIS = {
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
@@ -38,7 +39,7 @@ class ErrorLog:
 
     def __init__(self, recorder: Counters, config: GatewayConfig, clock: Callable[[], float]) -> None:
         self._recorder = recorder
-        self._limits = {kind: LineLimit(config.error_logs_per_minute, clock) for kind in STATUS}
+        self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 
     def report(self, error: BaseException, api: str) -> ApiError:
         """Count and log what was raised while a request to `api` was answered; returns what its client is told."""

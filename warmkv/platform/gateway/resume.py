@@ -15,7 +15,7 @@ from typing import Any
 
 from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
-from warmkv.policies.breaker import Outcome
+from warmkv.policies.breaker import Outcome, retry_pause
 from warmkv.replicas.protocol import (
     Admitted,
     Delta,
@@ -119,7 +119,7 @@ async def resumed(
             attempt.ended(outcome)
         retried("streaming" if started else "waiting")
         if failed > 1:
-            await asyncio.sleep(config.retry_seconds * 2 ** (failed - 2))
+            await asyncio.sleep(retry_pause(failed))
 
 
 def _is_replicas_fault(error: Exception) -> bool:

@@ -195,7 +195,6 @@ class Service:
             breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
             root,
             block_size=size,
-            lookback=cache.lookback,
             other_from=None if asked.tool_choice == "auto" else prompt.head,
         )
         return GenerateRequest(

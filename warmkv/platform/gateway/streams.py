@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 MESSAGES_PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+PING_SECONDS = 5.0  # silence of a stream after which it sends a ping
 OPENAI_PING = ": ping\n\n"  # a comment
 
 

@@ -15,15 +15,15 @@ CONTEXT_TOKENS = 4  # of the prompt, for decoding what follows it
 
 
 async def stream(
-    engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str]
+    engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str], beat_seconds: float
 ) -> AsyncGenerator[Event]:
     """Submit a request and yield Admitted, Started, text as it comes, then Finished (or Failed).
 
-    After `engine.beat_seconds` with nothing to say it yields Alive, if the engine's thread has turned meanwhile.
+    After `beat_seconds` with nothing to say it yields Alive, if the engine's thread has turned meanwhile.
     Raises EngineError where the request cannot be taken. Closing the stream cancels the request.
     """
     loop = asyncio.get_running_loop()
-    beat, turns = loop.time() + engine.config.beat_seconds, engine.turns
+    beat, turns = loop.time() + beat_seconds, engine.turns
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
     engine.submit(request, lambda event: _put(loop, events, event))
     detokenizer = Detokenizer(decode, request.sampling.stop, request.token_ids[-CONTEXT_TOKENS:])
@@ -61,7 +61,7 @@ async def stream(
             elif silent and (batch or engine.turns > turns):
                 yield Alive()
             if text or silent:
-                beat, turns = loop.time() + engine.config.beat_seconds, engine.turns
+                beat, turns = loop.time() + beat_seconds, engine.turns
             if detokenizer.stopped_by is not None:  # the engine may still be drawing: `finally` stops it
                 yield Finished("stop", drawn, detokenizer.stopped_by)
                 return

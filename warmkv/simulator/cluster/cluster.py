@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from warmkv.config import Config
+from warmkv.policies.breaker import retry_pause
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.record import RequestRecord
@@ -213,7 +214,7 @@ class Cluster:
             if attempts == 1:
                 self._send(job)
             else:
-                again = self._env.timeout(gateway.retry_seconds * 2 ** (attempts - 2))
+                again = self._env.timeout(retry_pause(attempts))
                 again.callbacks.append(lambda _, job=job: self._send(job))
 
     def _warm(self, record: RequestRecord) -> Mapping[str, Depths]:

@@ -8,7 +8,7 @@ from warmkv.config import Config
 from warmkv.policies.eviction import lru
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
-from warmkv.prefixes.index import Depths, PrefixIndex
+from warmkv.prefixes.index import PUBLISH_SECONDS, Depths, PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
@@ -47,7 +47,7 @@ class Stores:
         self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
         delay = simulator.index_delay
         self.index = PrefixIndex()
-        self._late = LateIndex(config.directory.publish_seconds, delay) if delay else None
+        self._late = LateIndex(PUBLISH_SECONDS, delay) if delay else None
         hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
         self._layout = None
         if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):

@@ -206,7 +206,7 @@ def _session(
         blocks = [*first_ends, *ends[: 2 * turn + 1]]
         ttls = [*first_ttls, *[None] * (2 * turn), settings.history_ttl]
         marks = breakpoints(blocks, ttls, cache.min_tokens)
-        reads = read_candidates(blocks, marks, cache.lookback)
+        reads = read_candidates(blocks, marks)
         records.append(
             RequestRecord(
                 id=f"{name}-{turn}",

@@ -154,7 +154,6 @@ def test_runs_give_what_the_ledgers_give_in_long_traces(tiers):
     [
         ((), True),
         (("prefix_cache.host.memory_bytes=1MB",), True),
-        (("prefix_cache.host={memory_bytes: 1MB, eviction: lfu}",), False),
         (("prefix_cache.eviction=cost",), False),
         (("prefix_cache.tenant_share=0.5",), False),
         (("prefix_cache.automatic=false",), False),

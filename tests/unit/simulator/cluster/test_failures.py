@@ -30,7 +30,7 @@ SETTINGS = st.sampled_from(
 )
 
 
-PATIENT = ("gateway.retries=1000", "gateway.retry_seconds=0.125")
+PATIENT = ("gateway.retries=1000",)
 
 
 def failing(*flags):
@@ -127,7 +127,7 @@ def test_a_request_is_sent_again_as_often_and_as_soon_as_the_gateway_does():
     """Its replicas fail in turn while it computes its prompt, which takes 68 ms."""
     failures = [(0.05, 0), (0.1, 1), (0.65, 0), (0.65, 1)]
     listed = ", ".join(f"{{at: {at}, replica: {place}, seconds: 0}}" for at, place in failures)
-    flags = ("simulator.startup_seconds=0", f"simulator.failures=[{listed}]", "gateway.retry_seconds=0.5")
+    flags = ("simulator.startup_seconds=0", f"simulator.failures=[{listed}]")
     for most, started in ((3, 0.65 + 1.0), (2, -1), (0, -1)):
         (job,), outcome = run([record(0.0, [1] * 20, output=5)], failing(*flags, f"gateway.retries={most}"))
         assert (bool(job.replica), job.retries, job.failed) == (most == 3, most, most < 3)

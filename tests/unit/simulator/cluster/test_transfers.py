@@ -1,5 +1,7 @@
 """Blocks that move between simulated replicas: by hand, and nothing is lost."""
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +9,11 @@ from hypothesis import strategies as st
 from tests.unit.simulator.cluster.test_autoscaling import SCALING
 from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
+from warmkv.policies import routing, transfer
 from warmkv.policies.retention import Entry
 from warmkv.simulator.cluster.transfers import Part, pieces_of
 
 EAGER = (
-    "routing.transfer_min_blocks=1",
-    "routing.transfer_start=0",
-    "routing.transfer_block=0.25",
     "routing.load_weight=100",
     "transfer={token_seconds: 1, start_seconds: 0.0625, byte_seconds: 0.0009765625, half_life: 1000000}",
 )
@@ -33,6 +33,13 @@ SETTINGS = st.sampled_from(
         ("transfer.handover_bytes=50", "transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
     ]
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_fetches():
+    """Any block is worth a fetch."""
+    with patch.multiple(transfer, TRANSFER_START=0, TRANSFER_MIN_BLOCKS=1), patch.object(routing, "TRANSFER_START", 0):
+        yield
 
 
 def entry(name, size):

@@ -119,10 +119,10 @@ def test_a_turn_reads_what_the_turn_before_it_wrote():
 
 
 def test_marks_respect_the_configuration():
-    config = load(flags=["prefix_cache.min_tokens=300", "prefix_cache.lookback=0"], environ={})
+    config = load(flags=["prefix_cache.min_tokens=300"], environ={})
     for record in generate(Workload(sessions=50), config=config):
         assert all(mark.position >= 300 for mark in record.marks)
-        assert [read.position for read in record.reads] == [mark.position for mark in reversed(record.marks)]
+        assert {mark.position for mark in record.marks} <= {read.position for read in record.reads}
         assert [mark.ttl for mark in record.marks] in (["1h", "5m"], ["5m"], [])
 
 

@@ -76,13 +76,16 @@ def _openai(kind: str, quota: Quota) -> list[tuple[str, str]]:
     return [(f"x-ratelimit-{name}-{kind}", str(value)) for name, value in values.items()]
 
 
+REMEMBERED_TENANTS = 10_000  # whose use is known; over it, that of the one that asked longest ago goes
+
+
 class TenantLimits:
     """The limits of all tenants in one gateway."""
 
     def __init__(self, config: Config, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         cluster = config.cluster
         self._clock, self._wall_clock = clock, wall_clock
-        self._limiter = RateLimiter(cluster.gateways, cluster.max_queued_requests, config.gateway.limited_tenants)
+        self._limiter = RateLimiter(cluster.gateways, cluster.max_queued_requests, REMEMBERED_TENANTS)
 
     def begin(self, request: Request, tenant: Tenant) -> Lease:
         """Count a request of a tenant, until it has been answered. Raises ApiError (429)."""

@@ -18,22 +18,25 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from warmkv.config import GatewayConfig, IntakeConfig
+from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.intake.overload import Backlog
+
+THREADS = 2  # that parse and tokenize; large bodies have one more of their own
+LARGE_BYTES = 1 << 20  # from this size on a body is large
 
 T = TypeVar("T")
 Work = Callable[[bytes, Any], T]  # of a body and a tokenizer that no other thread uses
 
 
 class Intake:
-    """Takes the bodies of a gateway's requests. `clock` gives seconds."""
+    """Takes the bodies of a gateway's requests, of which `waiting` may wait for a thread. `clock` gives seconds."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, config: GatewayConfig, waiting: int, tokenizer: Any, clock: Callable[[], float]) -> None:
         self._config = config
         self._budget = Budget(config.intake.total_bytes)
-        self._small = Lane("small", config.intake.threads, config.intake, tokenizer, clock)
-        self._large = Lane("large", 1, config.intake, tokenizer, clock)
+        self._small = Lane("small", THREADS, waiting, tokenizer, clock)
+        self._large = Lane("large", 1, waiting, tokenizer, clock)
 
     async def take(
         self, request: Request, work: Work[T], limit: int | None = None, setting: str = "gateway.max_body_bytes"
@@ -50,7 +53,7 @@ class Intake:
             try:
                 async with asyncio.timeout(gateway.intake.read_seconds):
                     body = await self._read(request, share, most, setting)
-                lane = self._large if len(body) >= gateway.intake.large_bytes else self._small
+                lane = self._large if len(body) >= LARGE_BYTES else self._small
                 seconds = min(gateway.intake.parse_seconds, gateway.request_timeout_seconds)
                 return await unless_left(request, lane.run(lambda tokenizer: work(body, tokenizer), seconds))
             except TimeoutError:
@@ -116,10 +119,8 @@ class Share:
 class Lane:
     """Threads, each with a tokenizer, and those who wait for them."""
 
-    def __init__(
-        self, name: str, threads: int, config: IntakeConfig, tokenizer: Any, clock: Callable[[], float]
-    ) -> None:
-        self._threads, self._limit = threads, config.max_waiting
+    def __init__(self, name: str, threads: int, waiting: int, tokenizer: Any, clock: Callable[[], float]) -> None:
+        self._threads, self._limit = threads, waiting
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"intake-{name}")
         self._tokenizers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # they hold state while they encode
         for _ in range(threads):
@@ -131,7 +132,7 @@ class Lane:
         if self.backlog.waiting >= self._limit + self._threads:
             raise ApiError(
                 "overloaded_error",
-                f"More than {self._limit} requests wait to be parsed (gateway.intake.max_waiting).",
+                f"More than {self._limit} requests wait to be parsed (cluster.max_queued_requests).",
                 reason="parse_queue",
                 retry_after=self.backlog.retry_after(),
             )

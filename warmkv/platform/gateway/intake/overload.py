@@ -59,8 +59,8 @@ def retry_header(seconds: float) -> str:
 def most_open(config: Config) -> int:
     """Return the most requests that a gateway has open: those in replicas, those that wait, and those being parsed."""
     cluster, gateway = config.cluster, config.gateway
-    held = config.ongoing_requests * cluster.most_replicas + cluster.max_queued_requests
-    return gateway.max_requests or held + gateway.intake.max_waiting
+    held = config.ongoing_requests * cluster.most_replicas
+    return gateway.max_requests or held + 2 * cluster.max_queued_requests
 
 
 class OpenRequests:

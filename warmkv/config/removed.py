@@ -1,0 +1,78 @@
+"""Keys that were settings once. They are ignored with a warning, so that a file that was right stays right."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from warmkv.config.values import Place
+
+log = logging.getLogger(__name__)
+
+REMOVED: dict[str, str] = {
+    "cluster.health_check_seconds": "Serve asks three times in cluster.health_timeout_seconds",
+    "cluster.max_ongoing_requests": "it is engine.max_slots + engine.max_queue; lower engine.max_queue instead",
+    "control.apply_seconds": "it is 5 s",
+    "control.follow_seconds": "it is 10 s",
+    "control.history": "100 versions are kept",
+    "control.silence_seconds": "it is 15 s",
+    "control.start_seconds": "it is 60 s",
+    "dashboards.token_env": "put the token into GRAFANA_TOKEN",
+    "directory.follow_seconds": "it is 10 s",
+    "directory.heartbeat_seconds": "it is 1 s",
+    "directory.log_blocks": "it is a fifth of directory.max_blocks",
+    "directory.publish_seconds": "it is 20 ms",
+    "directory.silence_seconds": "it is 15 s",
+    "engine.beat_seconds": "it is a twelfth of gateway.stall_seconds",
+    "engine.stall_seconds": "it is five times gateway.stall_seconds",
+    "gateway.access_log_queue": "10000 lines may wait",
+    "gateway.error_logs_per_minute": "it is 60",
+    "gateway.intake.large_bytes": "it is 1 MiB",
+    "gateway.intake.max_waiting": "it is cluster.max_queued_requests",
+    "gateway.intake.threads": "there are 2, and one for large bodies",
+    "gateway.limited_tenants": "10000 are remembered",
+    "gateway.ping_seconds": "it is 5 s",
+    "gateway.retry_seconds": "it is 0.5 s",
+    "gateway.salt_env": "put the secret into WARMKV_SALT",
+    "gateway.tenants_file_seconds": "it is 5 s",
+    "prefix_cache.attention_tokens": "it is 8192",
+    "prefix_cache.disk.eviction": "it is prefix_cache.eviction",
+    "prefix_cache.host.eviction": "it is prefix_cache.eviction",
+    "prefix_cache.lookback": "it is 20 content blocks",
+    "prefix_cache.memory_share": "it is a third; set prefix_cache.memory_bytes for another size",
+    "routing.breaker_max_seconds": "it is 60 s",
+    "routing.breaker_seconds": "it is 5 s",
+    "routing.disk_credit": "it is 0.25",
+    "routing.host_credit": "it is 0.75",
+    "routing.prefill_weight": "it is 0.5 blocks",
+    "routing.recent_weight": "it is 0.1 blocks",
+    "routing.session_blocks": "it is 4 blocks",
+    "routing.transfer_block": "it is 0.25 blocks",
+    "routing.transfer_min_blocks": "it is 8 blocks",
+    "routing.transfer_start": "it is 4 blocks",
+}
+"""What each became, or what to do instead."""
+
+
+def without_removed(tree: Mapping[str, Any], origin: Callable[[Place], str | None]) -> Mapping[str, Any]:
+    """Return a tree without removed keys, each of which is logged as a warning with its source."""
+    for dotted, now in REMOVED.items():
+        place = tuple(dotted.split("."))
+        without = _without(tree, place)
+        if without is not tree:
+            source = origin(place)
+            log.warning("%s is no setting any more: %s%s", dotted, now, f" ({source})" if source else "")
+            tree = without
+    return tree
+
+
+def _without(tree: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, Any]:
+    key, *rest = place
+    if key not in tree:
+        return tree
+    if not rest:
+        return {name: value for name, value in tree.items() if name != key}
+    below = tree[key]
+    inner = _without(below, tuple(rest)) if isinstance(below, Mapping) else below
+    return tree if inner is below else {**tree, key: inner}
