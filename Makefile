@@ -59,8 +59,12 @@ dashboards: $(STAMP) ## Write dashboards/*.json and docs/metrics.md from the cod
 	@$(BIN)/warmkv dashboards build dashboards
 	@$(BIN)/warmkv dashboards metrics docs/metrics.md
 
-docs: $(STAMP) ## Write the tables of docs/policies.md from the code
+docs: $(STAMP) ## Write the tables and pages of docs/ that come from the code, and the picture of README.md
 	@$(BIN)/warmkv policy methods --docs docs/policies.md
+	@$(BIN)/warmkv docs docs/commands.md
+	@mkdir -p build
+	@$(BIN)/warmkv workload --sessions 200 --out build/sessions.jsonl
+	@$(BIN)/warmkv cachesim build/sessions.jsonl --ttl 1m,5m,1h --capacity 10k,30k,100k,300k --plot docs/hit_rate.svg
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/base/warmkv.yaml

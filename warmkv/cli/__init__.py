@@ -12,6 +12,7 @@ from warmkv.cli import (
     bench,
     cachesim,
     calibrate,
+    commands_page,
     compare,
     config,
     dashboards,
@@ -54,17 +55,28 @@ def options(
     """Serve language models with compressed KV caches, replay their traffic, and tune both."""
 
 
-for acting in (serve.serve, demo.demo):
-    add_command(app, code=1)(acting)
-for computing in (
-    *(doctor.doctor, replay.replay, workload.workload, cachesim.cachesim, calibrate.calibrate, sweep.sweep),
-    *(compare.compare, tune.tune, verify.verify, bench.bench, bench.profile, price.price),
-):
-    add_command(app)(computing)
-add_command(app, "eval")(eval.evaluate)
-add_command(app, "hash-key")(config.hash_key)
-for group in (config, dashboards, k8s, packs, policy):
-    app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
+SERVE, SIMULATE, MEASURE, OPERATE = "Serve", "Simulate and plan", "Measure", "Operate"
+COMMANDS = {
+    SERVE: (serve.serve, demo.demo, doctor.doctor, config.hash_key),
+    SIMULATE: (
+        *(replay.replay, sweep.sweep, tune.tune, compare.compare, verify.verify),
+        *(cachesim.cachesim, workload.workload, calibrate.calibrate, price.price),
+    ),
+    MEASURE: (eval.evaluate, bench.bench, bench.profile),
+}
+"""The commands by the panel of `--help` that shows them."""
+GROUPS = {SERVE: (config, packs), OPERATE: (policy, dashboards, k8s)}
+NAMES = {config.hash_key: "hash-key", eval.evaluate: "eval"}
+"""Commands that are not called as their function is."""
+
+for panel, functions in COMMANDS.items():
+    for function in functions:
+        acts = function in (serve.serve, demo.demo)  # rather than computes: what stops it is the machine
+        add_command(app, NAMES.get(function), code=1 if acts else 2, panel=panel)(function)
+for panel, groups in GROUPS.items():
+    for group in groups:
+        app.add_typer(group.app, name=group.__name__.rpartition(".")[2], rich_help_panel=panel)
+add_command(app, hidden=True)(commands_page.docs)
 
 
 def main() -> None:

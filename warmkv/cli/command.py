@@ -36,15 +36,18 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise CommandError(message, code)
 
 
-def add_command(app: typer.Typer, name: str | None = None, *, code: int = 2) -> Callable[[Callable[..., None]], Any]:
-    """Register a function as a command of an app; `code` is its exit code for errors that users can mend.
+def add_command(
+    app: typer.Typer, name: str | None = None, *, code: int = 2, panel: str | None = None, hidden: bool = False
+) -> Callable[[Callable[..., None]], Any]:
+    """Register a function as a command of an app; `code` is its exit code for errors that users can mend, `panel` where
+    `--help` lists it.
 
     A parameter whose type is a dataclass of options (see `options.py`) stands for all of them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         cls = type("Command", (Command,), {"error_code": code})
-        app.command(name, cls=cls)(_with_spread_options(function))
+        app.command(name, cls=cls, rich_help_panel=panel, hidden=hidden)(_with_spread_options(function))
         return function
 
     return register
@@ -140,17 +143,22 @@ def _name(ctx: Any) -> str:
 
 
 def _with_spread_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with the fields of its option objects as parameters of their own, as Typer reads them."""
+    """Return the function with the fields of its option objects as parameters of their own, as Typer reads them.
+
+    Help lists the command's own options first.
+    """
     hints = get_type_hints(function, include_extras=True)
-    spread: list[inspect.Parameter] = []
+    own: list[inspect.Parameter] = []
+    shared: list[inspect.Parameter] = []
     objects: dict[str, type] = {}
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         if isinstance(hint, type) and is_dataclass(hint):
             objects[parameter.name] = hint
-            spread += _parameters(hint)
+            shared += _parameters(hint)
         else:
-            spread.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint))
+            own.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint))
+    spread = [*own, *shared]
 
     @wraps(function)
     def call(**given: Any) -> None:

@@ -56,8 +56,11 @@ def replay(
             "Replays the log as it was recorded, unless TTLs, policies or budgets are given; then with a folder each."
         ),
     ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Show all figures, not the first table alone.")] = False,
 ) -> None:
     """Replay an access log, or any trace, in a simulated cluster: hit rate, memory, cost and latency.
+
+    Variants are shown side by side, with what follows from them; `--details` and `--json` have all figures.
 
     Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
     `warmkv replay access.jsonl --profile profile.json`, `warmkv replay trace.jsonl --model FOLDER --gpu L4 --out run`
@@ -103,8 +106,10 @@ def replay(
         errors.print(", ".join(not_measured))
 
     def show() -> None:
-        print(f"{table.headline(results[0])}; {arrivals}\nstep times: {source}\n")
-        table.show(results, console)
+        table.show_overview(results, arrivals, source, console)
+        if details:
+            print()
+            table.show_details(results, console)
         if out is not None:
             print(f"written to {out}")
 

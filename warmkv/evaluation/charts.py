@@ -10,25 +10,19 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
+from warmkv.chart_style import INK, STYLE, legend, looks
 from warmkv.evaluation.plan import FULL
 from warmkv.evaluation.results import RECOMPUTED
 from warmkv.evaluation.summary import Cell, Row, SummaryRow, mean, pareto
 from warmkv.report_page import svg
 
 
-def looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of every policy, the same in all charts; the full cache is black."""
-    out: dict[str, dict[str, Any]] = {}
-    others = [policy for policy in dict.fromkeys(policies) if policy not in (FULL, RECOMPUTED)]
-    for at, policy in enumerate(others):
-        line = ("-", "--", ":")[at // len(COLOURS) % 3]
-        out[policy] = {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linestyle": line}
-    out[FULL] = {"color": INK, "marker": "*", "linestyle": "--"}
-    out[RECOMPUTED] = {"color": INK, "marker": None, "linestyle": "--"}
+def look_of(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return how every policy is drawn; the full cache and the recomputed window are black."""
+    out = looks([*policies, FULL, RECOMPUTED], black=(FULL, RECOMPUTED))
+    out[RECOMPUTED]["marker"] = None
     return out
 
 
@@ -58,7 +52,7 @@ def quality_against_bytes(entries: Sequence[SummaryRow], tasks: Sequence[str], l
             ax.set_visible(False)
         figure.supxlabel("bytes in use, share of the full cache's (log scale)", fontsize=9)
         figure.supylabel("score", fontsize=9)
-        _legend(figure, dict.fromkeys(entry.all.policy for entry in entries), look)
+        legend(figure, {policy: look[policy] for policy in dict.fromkeys(entry.all.policy for entry in entries)})
         return svg(figure, "quality")
 
 
@@ -86,7 +80,7 @@ def pareto_front(entries: Sequence[SummaryRow], look: dict[str, dict[str, Any]])
         ax.set_xlabel("bytes in use, share of the full cache's (log scale)")
         ax.set_ylabel("score, mean over tasks")
         ax.set_ylim(-0.04, 1.08)
-        _legend(figure, dict.fromkeys(cell.policy for cell in cells), look)
+        legend(figure, {policy: look[policy] for policy in dict.fromkeys(cell.policy for cell in cells)})
         return svg(figure, "pareto")
 
 
@@ -170,7 +164,7 @@ def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict
         both[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         both[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         both[0].yaxis.set_minor_locator(NullLocator())
-        _legend(figure, policies, look)
+        legend(figure, {policy: look[policy] for policy in policies})
         return svg(figure, "stream")
 
 
@@ -181,11 +175,6 @@ def _bytes_axis(ax: Axes, shares: Sequence[float]) -> None:
     ticks = [tick for tick in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= least * 0.8]
     ax.set_xticks(ticks, [f"{tick:.0%}" if tick >= 0.01 else f"{tick:.1%}" for tick in ticks])
     ax.set_xlim(least * 0.8, 1.2)
-
-
-def _legend(figure: Figure, policies: Iterable[str], look: dict[str, dict[str, Any]]) -> None:
-    handles = [Line2D([], [], label=policy, markersize=6, linewidth=1.6, **look[policy]) for policy in policies]
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(6, len(handles)), handlelength=2.4)
 
 
 def _tokens(count: int) -> str:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
+from warmkv.chart_style import INK, STYLE, Look, legend, looks
 from warmkv.measuring.bench import Bench
 from warmkv.measuring.spread import Spread
 
@@ -48,7 +48,7 @@ def step_against_context(bench: Bench) -> Figure:
         ax.set_title(f"batch {batch}")
         _lengths_axis(ax, [row.prompt_tokens for row in bench.decode])
     axes[0].set_ylabel("TPOT, ms")
-    _finish(figure, axes[0])
+    _finish(figure, axes[0], look)
     return figure
 
 
@@ -56,7 +56,8 @@ def prompt_against_length(bench: Bench) -> Figure:
     """Time to the first token over prompt length, cold and warm, a line for each policy."""
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     cold, warm = figure.subplots(1, 2, sharey=True)
-    for policy, line in _looks(row.policy for row in bench.prefill).items():
+    look = _looks(row.policy for row in bench.prefill)
+    for policy, line in look.items():
         rows = [row for row in bench.prefill if row.policy == policy]
         lengths = [row.prompt_tokens for row in rows]
         _line(cold, lengths, [row.prefill for row in rows], line)
@@ -66,7 +67,7 @@ def prompt_against_length(bench: Bench) -> Figure:
     cold.set_ylabel("ms")
     for ax in (cold, warm):
         _lengths_axis(ax, [row.prompt_tokens for row in bench.prefill])
-    _finish(figure, cold)
+    _finish(figure, cold, look)
     return figure
 
 
@@ -87,23 +88,8 @@ def bytes_by_policy(bench: Bench) -> Figure:
     return figure
 
 
-def _looks(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of every policy; the full cache is black."""
-    known = list(dict.fromkeys(policies))
-    others = iter(range(len(known)))
-    looks = {}
-    for policy in known:
-        if policy == "full":
-            looks[policy] = {"color": INK, "marker": "*", "linestyle": "--", "label": policy}
-            continue
-        at = next(others)
-        looks[policy] = {
-            "color": COLOURS[at % len(COLOURS)],
-            "marker": MARKERS[at % len(MARKERS)],
-            "linestyle": ("-", ":")[at // len(COLOURS) % 2],
-            "label": policy,
-        }
-    return looks
+def _looks(policies: Iterable[str]) -> Look:
+    return looks(policies, black=("full",))
 
 
 def _line(ax: Axes, lengths: list[int], seconds: list[Spread], line: dict[str, Any]) -> None:
@@ -122,8 +108,7 @@ def _lengths_axis(ax: Axes, lengths: list[int]) -> None:
     ax.set_xlabel("prompt tokens")
 
 
-def _finish(figure: Figure, ax: Axes) -> None:
+def _finish(figure: Figure, ax: Axes, look: Look) -> None:
     """Begin the shared axis at zero, now that everything is drawn, and name the lines."""
     ax.set_ylim(bottom=0)
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(labels)), fontsize=8)
+    legend(figure, look)

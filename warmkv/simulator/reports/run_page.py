@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
@@ -13,25 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from warmkv.chart_style import COLOURS, STYLE
-from warmkv.report_page import svg
+from warmkv.report_page import figure, page, svg, table
 from warmkv.simulator.studies.replay import Result, Run
 
 TENANTS = 20  # shown, those with the highest bills
 WINDOWS = 50  # in which the hit rate is taken over time
 SHARES = np.linspace(0, 1, 201)  # at which distributions are drawn
-
-CSS = """
-:root { color-scheme: light; }
-body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.5rem 4rem; background: #fff; color: #222;
-       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
-.soft { color: #666; } figure { margin: 1rem 0; break-inside: avoid; }
-figure svg { width: 100%; height: auto; display: block; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-pre { font-size: .8rem; overflow-x: auto; } @media print { body { max-width: none; padding: 0; } }
-"""
 
 
 def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
@@ -43,23 +30,18 @@ def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
         f'<p class="soft">{result.requests:,} requests over {result.seconds:,.0f} s, policy {escape(result.policy)}, '
         f"TTL {ttl}, step times: {escape(str(meta['step_times']['source']))}</p>",
         "<h2>Figures</h2>",
-        _table(("figure", "value"), _figures(result, meta)),
+        table(("figure", "value"), _figures(result, meta)),
         "<h2>Latency</h2>",
-        _table(("", "p50", "p90", "p95", "p99"), _latencies(result)),
-        f"<figure>{_latency_chart(run)}</figure>",
+        table(("", "p50", "p90", "p95", "p99"), _latencies(result)),
+        figure(_latency_chart(run)),
         "<h2>Over time</h2>",
-        f"<figure>{_time_chart(series)}</figure>",
+        figure(_time_chart(series)),
         "<h2>Bills</h2>",
-        _table(("tenant", "dollars"), _bills(result)),
+        table(("tenant", "dollars"), _bills(result)),
         "<h2>Settings</h2>",
         f"<pre>{escape(_listed(meta['config']))}</pre>",
     ]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return page(title, parts)
 
 
 def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -125,15 +107,15 @@ def _latency_chart(run: Run) -> str:
         "E2E, seconds": [job.finished - job.arrival for job in served],
     }
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 2.5), layout="constrained")
+        drawing = Figure(figsize=(8.4, 2.5), layout="constrained")
         for at, (ax, (label, values)) in enumerate(
-            zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True)
+            zip(drawing.subplots(1, 3, sharey=True), panels.items(), strict=True)
         ):
             ax.plot(np.quantile(values, SHARES) if values else [], SHARES if values else [], color=COLOURS[at])
             ax.set_xlabel(label)
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-        return svg(figure, "latency")
+        return svg(drawing, "latency")
 
 
 def _time_chart(series: Mapping[str, Any]) -> str:
@@ -146,14 +128,14 @@ def _time_chart(series: Mapping[str, Any]) -> str:
     if len(set(series["replicas"].tolist())) > 1:
         panels.append(("replicas", lambda ax: _lines(ax, times, {"alive": series["replicas"]})))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 1.8 * len(panels)), layout="constrained")
-        axes = figure.subplots(len(panels), 1, sharex=True)
+        drawing = Figure(figsize=(8.4, 1.8 * len(panels)), layout="constrained")
+        axes = drawing.subplots(len(panels), 1, sharex=True)
         for ax, (label, draw) in zip(axes, panels, strict=True):
             draw(ax)
             ax.set_ylabel(label)
             ax.set_ylim(bottom=0)
         axes[-1].set_xlabel("seconds")
-        return svg(figure, "time")
+        return svg(drawing, "time")
 
 
 def _lines(ax: Axes, times: Any, columns: Mapping[str, Any]) -> None:
@@ -170,12 +152,6 @@ def _hit_rate(ax: Axes, series: Mapping[str, Any]) -> None:
     middles = (series["seconds"][ends][1:] + series["seconds"][ends][:-1]) / 2
     ax.plot(middles, rate, color=COLOURS[2], marker=".")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _listed(tree: Mapping[str, Any], prefix: str = "") -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, NullLocator
 
-from warmkv.chart_style import COLOURS, MARKERS, STYLE
+from warmkv.chart_style import COLOURS, MARKERS, STYLE, Look, legend, looks
 from warmkv.report_page import svg
 from warmkv.simulator.studies.grid import label, shown
 from warmkv.simulator.studies.sweep import SweepRow
@@ -21,18 +19,8 @@ from warmkv.simulator.studies.sweep import SweepRow
 PANELS = ("hit_rate_tokens", "dollars", "ttft_p50", "ttft_p99", "tpot_p50", "e2e_p99")
 MOST_LINES = 10  # with more of them a legend says nothing: they are drawn alike, under their mean
 MOST_NAMED = 4  # points that lie on each other
-LETTERS = 12  # of a legend in an inch
 RATES = ("hit_rate", "saving", "in_slo", "quality")
 DECADES = 8.0  # a range from which on an axis is logarithmic
-Look = Mapping[str, dict[str, Any]]
-
-
-def looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Choose a colour and marker for each label."""
-    return {
-        one: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
-        for at, one in enumerate(dict.fromkeys(labels))
-    }
 
 
 def against(rows: Sequence[SweepRow], path: str, name: str) -> str:
@@ -60,7 +48,7 @@ def against(rows: Sequence[SweepRow], path: str, name: str) -> str:
             _format(ax.yaxis, panel)
         figure.supxlabel(path, fontsize=9)
         if 1 < len(lines) <= MOST_LINES:
-            _legend(figure, look)
+            legend(figure, look)
         return svg(figure, name)
 
 
@@ -72,7 +60,7 @@ def pareto_front(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
         figure = Figure(figsize=(5.1 * len(others), 3.8), layout="constrained")
         for ax, other in zip(figure.subplots(1, len(others), squeeze=False)[0], others, strict=True):
             _scatter(ax, rows, first, other, look)
-        _legend(figure, look)
+        legend(figure, look)
         return svg(figure, "pareto")
 
 
@@ -84,7 +72,7 @@ def against_quality(rows: Sequence[SweepRow], names: Sequence[str]) -> str:
         figure = Figure(figsize=(5.1 * len(names), 3.8), layout="constrained")
         for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             _scatter(ax, rows, "quality", name, look)
-        _legend(figure, look)
+        legend(figure, look)
         return svg(figure, "quality")
 
 
@@ -146,10 +134,3 @@ def _format(axis: Axis, name: str) -> None:
 
 def _title(name: str) -> str:
     return f"{name}, seconds" if name.startswith(("ttft", "tpot", "e2e")) else name
-
-
-def _legend(figure: Figure, look: Look) -> None:
-    handles = [Line2D([], [], label=one, markersize=5, linewidth=1.4, **style) for one, style in look.items()]
-    longest = max(map(len, look), default=1)
-    columns = max(1, round(figure.get_figwidth() * LETTERS / (longest + 6)))
-    figure.legend(handles=handles[: 2 * MOST_LINES], loc="outside upper left", ncols=columns)

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from warmkv.report_page import page
+from warmkv.report_page import Html, cell, facts, figure, page, table
+from warmkv.report_page import row as html_row
 from warmkv.simulator.reports import sweep_charts as charts
 from warmkv.simulator.studies.grid import short_names, shown
 from warmkv.simulator.studies.sweep import SweepRow, names_of
@@ -106,7 +107,7 @@ def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str],
         "<h2>Pareto front</h2>",
         f"<p>Filled, with its number in the table below: no other point is at least as good in all of "
         f"{escape(', '.join(front))} and better in one.</p>",
-        f"<figure>{charts.pareto_front(rows, front)}</figure>",
+        figure(charts.pareto_front(rows, front)),
         "<h2>Cost against quality</h2>",
         *_quality(rows, front[0]),
     ]
@@ -114,7 +115,7 @@ def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str],
         parts += [f"<h2>Against {escape(path)}</h2>", "<p>A line for every choice of the other settings.</p>"]
         if path in idle:
             parts += ["<p>It made no difference.</p>"]
-        parts += [f"<figure>{charts.against(rows, path, f'against-{number}')}</figure>"]
+        parts += [figure(charts.against(rows, path, f"against-{number}"))]
     parts += ["<h2>All points</h2>", _table(rows), "<h2>Run</h2>", _facts(meta)]
     return page(f"warmkv sweep: {trace['file']}", parts)
 
@@ -128,27 +129,23 @@ def _quality(rows: Sequence[SweepRow], cost: str) -> list[str]:
     return [
         "<p>Quality is the share of the full cache's score that the policy keeps at its budget, measured by "
         f"<code>warmkv eval</code>.{left}</p>",
-        f"<figure>{charts.against_quality(rows, names)}</figure>",
+        figure(charts.against_quality(rows, names)),
     ]
 
 
-def _table(rows: Sequence[SweepRow]) -> str:
+def _table(rows: Sequence[SweepRow]) -> Html:
     paths = paths_of(rows)
     names = names_of(rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in ["#", *paths, *names])
     lines = []
-    for row in rows:
-        cells = [f"<td>{row.number}{'*' * row.front}</td>"]
-        cells += [f'<td class="name">{escape(shown(row.settings.get(path, "")))}</td>' for path in paths]
-        cells += [f"<td{_class(row.figures.get(name))}>{text(row, name)}</td>" for name in names]
-        lines.append(('<tr class="front">' if row.front else "<tr>") + "".join(cells) + "</tr>")
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    for point in rows:
+        settings = [cell(shown(point.settings.get(path, "")), "name") for path in paths]
+        figures = [cell(text(point, name), "none" if point.figures.get(name) is None else "") for name in names]
+        cells = [f"{point.number}{'*' * point.front}", *settings, *figures]
+        lines.append(html_row(cells, "front" if point.front else "", names=0))
+    return table(["#", *paths, *names], lines, names=0)
 
 
-def _class(value: float | None) -> str:
-    return ' class="none"' if value is None else ""
-
-
-def _facts(meta: dict[str, Any]) -> str:
-    facts = {"trace": meta["trace"]["sha256"], "step times": meta["step_times"]["source"], "warmkv": meta["warmkv"]}
-    return f"<dl>{''.join(f'<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>' for k, v in facts.items())}</dl>"
+def _facts(meta: dict[str, Any]) -> Html:
+    return facts(
+        {"trace": meta["trace"]["sha256"], "step times": meta["step_times"]["source"], "warmkv": meta["warmkv"]}
+    )

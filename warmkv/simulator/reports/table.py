@@ -10,28 +10,45 @@ from rich.console import Console
 from rich.table import Table
 
 from warmkv.simulator.cache.measures import Percentiles
+from warmkv.simulator.reports.conclusion import conclude, duration
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replay import Amount, Result
 from warmkv.simulator.studies.summary import figures
-from warmkv.terminal import ruled_table, show_table
+from warmkv.terminal import plain_table, ruled_table, show_table
+
+MOST_ROWS = 10
+"""Variants in the first table, which fits on a screen of 80 columns and 24 lines."""
 
 
-def show(results: Sequence[Result], console: Console) -> None:
-    """Print three tables with a row per variant: cache and bills, memory and latency, what the service is worth."""
-    for table in (_money(results), _latency(results), _service(results)):
-        show_table(table, console)
-
-
-def headline(first: Result) -> str:
-    """Return how much was replayed, on how many replicas."""
+def show_overview(results: Sequence[Result], arrivals: str, source: str, console: Console) -> None:
+    """Print what was replayed, a row for each variant, and what follows from them."""
+    first = results[0]
     alive = first.replicas
     replicas = f"{alive.peak} replicas"
     if alive.mean != alive.peak:
         replicas = f"{alive.mean:.2f} replicas on average, at most {alive.peak}"
-    return (
+    console.print(
         f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens, {replicas}"
+        f"{first.usage.output:,} output tokens\n{replicas}; {arrivals}\nstep times: {source}\n"
     )
+    table = plain_table("policy", "TTL", "hit", "stored", "slots", "TTFT p50", "p99", "bill", gap=2)
+    for r in results[:MOST_ROWS]:
+        ttl = "as marked" if r.ttl is None else duration(r.ttl)
+        sizes = (_size(r.stored.peak), _size(r.slots.peak))
+        times = (_short(r.ttft.p50 * 1000), _short(r.ttft.p99 * 1000))
+        table.add_row(r.policy, ttl, f"{r.token_hit_rate:.1%}", *sizes, *times, f"${r.dollars:,.2f}")
+    show_table(table, console)
+    more = f"{len(results) - MOST_ROWS} more variants and all" if len(results) > MOST_ROWS else "All"
+    console.print("hit: prompt tokens not computed; stored prefixes, decode slots: most; TTFT: ms")
+    console.print(f"{more} figures: --details\n")
+    for sentence in conclude(results):
+        console.print(sentence)
+
+
+def show_details(results: Sequence[Result], console: Console) -> None:
+    """Print three tables with a row per variant: cache and bills, memory and latency, what the service is worth."""
+    for table in (_money(results), _latency(results), _service(results)):
+        show_table(table, console)
 
 
 def document(results: Sequence[Result], times: StepTimes, source: str) -> dict[str, Any]:
@@ -134,6 +151,10 @@ def _count(number: int) -> str:
     if number < 10_000:
         return f"{number:,}"
     return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
+
+
+def _size(size: float) -> str:
+    return f"{_short(size / 2**30)} GiB" if size >= 2**30 else f"{_short(size / 2**20)} MiB"
 
 
 def _level(level: Amount) -> str:
