@@ -1,4 +1,4 @@
-"""A replica as a Ray Serve deployment: one model, one engine thread, answers as an asynchronous stream."""
+"""A replica as a Ray Serve deployment: one model, one engine thread, one stream of events to every gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from warmkv.config import Config, parse
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.engine.streaming import stream
+from warmkv.replicas.engine.outputs import OutputProcessor
+from warmkv.replicas.links import Links, ray_tls
 from warmkv.replicas.loading.load import load_model, load_tokenizer, token_classes
 from warmkv.replicas.loading.self_check import check_engine
-from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Event, Failed, GenerateRequest, Started
+from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Failed, GenerateRequest
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
 
@@ -80,6 +81,10 @@ class Replica:
         self._transfers = Transfers(
             self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
         )
+        self._outputs, self._links = (
+            OutputProcessor(self._engine, self._decode, config.gateway.beat_seconds),
+            Links(ray_tls("client")),
+        )
         self._leaving = False
         self._engine.warm_up(say)
         if config.engine.self_check:
@@ -93,28 +98,34 @@ class Replica:
         """Report the stage of the start to those that wait for this replica."""
         directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
-        """Stream an answer: Admitted, Started, then text, then Finished (or Failed).
+    async def generate(self, request: GenerateRequest) -> None:
+        """Answer a request over the stream that it names: Admitted, Started, text, then Finished (or Failed).
 
-        Raises EngineError where the request cannot be taken, and RuntimeError where the engine hangs, which the gateway
-        would find out too late. A client that leaves cancels the request.
+        Returns at the end. Raises EngineError where the request cannot be taken, OSError where its gateway cannot be
+        reached or its connection is lost, and RuntimeError where the engine hangs, which the gateway would find out
+        too late. A client that leaves cancels the request.
         """
         logs.begin(request.context)
         self._engine.check_turning(self._config.gateway.stall_seconds)
+        assert request.reply is not None
+        link = await self._links.to(request.reply)
         await self._transfers.prepare(request)
-        async for event in stream(self._engine, request, self._decode, self._config.gateway.beat_seconds):
-            if isinstance(event, Started):
-                self._transfers.started(request, event)
-                log.info(
-                    "answer begins: prompt_tokens=%d cached_tokens=%d queue_seconds=%.3f prefill_seconds=%.3f",
-                    len(request.token_ids),
-                    event.cached_tokens,
-                    event.queue_seconds,
-                    event.prefill_seconds,
-                )
-            elif isinstance(event, Failed):
-                log.error("answer failed: %s", event.message)
-            yield event
+        output = self._outputs.submit(request, partial(link.send, request.reply.stream))
+        try:
+            with link.heard(output.fail):
+                if (started := await output.started) is not None:
+                    self._transfers.started(request, started)
+                    log.info(
+                        "answer begins: prompt_tokens=%d cached_tokens=%d queue_seconds=%.3f prefill_seconds=%.3f",
+                        len(request.token_ids),
+                        started.cached_tokens,
+                        started.queue_seconds,
+                        started.prefill_seconds,
+                    )
+                if isinstance(end := await output.ended, Failed):
+                    log.error("answer failed: %s", end.message)
+        finally:
+            self._outputs.cancel(output)
 
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
         """Blocks for another replica, as far as they are in memory here."""

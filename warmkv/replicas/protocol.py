@@ -39,6 +39,16 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """The stream over which an attempt's events go back: a gateway's address, and a number that is its own there."""
+
+    host: str
+    port: int
+    key: str = field(repr=False)  # of the gateway; shows that who connects was sent a request by it
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A tokenized prompt with everything that was computed about it once, at the gateway."""
 
@@ -55,6 +65,7 @@ class GenerateRequest:
     fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows
     resume: tuple[int, ...] = ()  # tokens that another replica drew: taken again in place of drawn ones
     context: RequestContext | None = None  # what log lines about it name
+    reply: ReplyTo | None = None  # set when it is sent
 
     @property
     def lifetimes(self) -> Lifetimes | None:

@@ -19,6 +19,7 @@ import uvicorn
 
 from tests import clocks
 from tests.clients import anthropic_client, openai_client
+from tests.engine_stream import stream
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.config import Config, load
@@ -31,7 +32,6 @@ from warmkv.platform.local import free_port
 from warmkv.platform.operator_key import with_operator
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.engine.streaming import stream
 from warmkv.replicas.loading.load import load_model, load_tokenizer
 from warmkv.replicas.protocol import Event, GenerateRequest
 

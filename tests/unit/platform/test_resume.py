@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests import clocks
 from tests.clocks import SkippingLoop, skip
+from tests.engine_stream import stream
 from tests.polling import until
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
@@ -23,7 +24,6 @@ from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.engine.streaming import stream
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, QueueFullError, Started
 

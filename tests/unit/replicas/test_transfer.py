@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine_stream import stream
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random_model
 from warmkv import telemetry
 from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
 from warmkv.policies.transfer import Fetch
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.engine.streaming import stream
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError
 from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.replies import Mailbox, Replies
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
 from warmkv.platform.router import PrefixRouter
+from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
-from warmkv.replicas.protocol import Event
 
 
 class Gateway:
@@ -29,14 +31,17 @@ class Gateway:
     """
 
     def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Sequence[Any]) -> None:
-        from ray import serve
+        from ray import serve, util
 
         config = parse(settings)
         self._secret, self._directory = secret, directory
         self._name = serve.get_replica_context().replica_id.unique_id
         self._control = RemoteControl(config.cluster.application)
-        self._handle = replicas.options(stream=True, method_name="generate")
+        self._handle = replicas.options(method_name="generate")
         self._drop_timeout = config.gateway.request_timeout_seconds
+        self._replies = Replies(util.get_node_ip_address())
+        self._listening = asyncio.get_running_loop().create_task(self._replies.listen(ray_tls("server")))
+        self._watching: set[asyncio.Task[None]] = set()
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
         logs.forward("ray.serve")
@@ -66,17 +71,20 @@ class Gateway:
             self._taking,
         )
 
-    async def _send(self, attempt: Attempt) -> AsyncGenerator[Event]:
+    def _send(self, attempt: Attempt) -> Mailbox:
+        """Send an attempt. Its events come by the replica's stream, its refusal, or the replica's end, by Serve."""
+
+        def closed(mailbox: Mailbox) -> None:
+            if not mailbox.ended:  # an answer that nobody waits for any more must not go on in the replica
+                response.cancel()
+
+        mailbox = self._replies.mailbox(closed)
+        attempt.request = replace(attempt.request, reply=mailbox.reply)
         response = self._handle.remote(attempt)
-        try:
-            async for event in response:
-                yield event
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and not task.cancelling():  # it was not our doing
-                raise ReplicaFailedError("it gave the answer up") from None
-            raise
-        finally:  # an answer that nobody waits for any more (a time-out, say) must not go on in the replica
-            response.cancel()
+        watching = asyncio.ensure_future(_watch(response, mailbox))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
+        return mailbox
 
     def _taking(self) -> int:
         """Replicas that the router of this process would send a request to now; 0 before it knows any.
@@ -98,5 +106,18 @@ class Gateway:
         return freed
 
     def __del__(self) -> None:
+        self._replies.close()
         if self._log:
             self._log.close()
+
+
+async def _watch(response: Any, mailbox: Mailbox) -> None:
+    """Let a mailbox know that its replica refuses, fails or is gone."""
+    try:
+        await response
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        mailbox.fail(ReplicaFailedError("it gave the answer up"))  # unless it was us: then nobody hears it
+    except Exception as error:
+        mailbox.fail(error)

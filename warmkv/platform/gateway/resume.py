@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
@@ -52,11 +52,22 @@ def _itself(request: GenerateRequest) -> GenerateRequest:
     return request
 
 
-Send = Callable[[Attempt], AsyncGenerator[Event]]
+class Events(Protocol):
+    """What comes of an attempt, until `aclose` gives it up."""
+
+    async def __anext__(self) -> Event: ...
+    async def aclose(self) -> None: ...
+
+
+Send = Callable[[Attempt], Events]
 
 
 async def resumed(
-    request: GenerateRequest, send: Send, config: GatewayConfig, retried: Callable[[str], None]
+    request: GenerateRequest,
+    send: Send,
+    config: GatewayConfig,
+    retried: Callable[[str], None],
+    deadline: float = math.inf,
 ) -> AsyncGenerator[Event]:
     """Yield the events of an answer from as many replicas as needed: one Admitted, one Started, text, one Finished.
 
@@ -64,8 +75,9 @@ async def resumed(
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
     is the request's own fault is not tried again.
     Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
-    QueueFullError of the one that expects to have room first.
+    QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
+    clock = asyncio.get_running_loop().time
     admitted, started, sent = False, False, 0  # characters
     drawn: list[int] = []
     attempts: tuple[Attempt, ...] = ()
@@ -79,7 +91,7 @@ async def resumed(
         outcome: Outcome = "none"
         try:
             async with aclosing(send(attempt)) as events:
-                while not isinstance(event := await _next(events, config.stall_seconds), Finished):
+                while not isinstance(event := await _next(events, config.stall_seconds, deadline), Finished):
                     if isinstance(event, Admitted):
                         if not admitted:
                             admitted = True
@@ -119,7 +131,7 @@ async def resumed(
             attempt.ended(outcome)
         retried("streaming" if started else "waiting")
         if failed > 1:
-            await asyncio.sleep(retry_pause(failed))
+            await asyncio.sleep(min(retry_pause(failed), deadline - clock()))
 
 
 def _is_replicas_fault(error: Exception) -> bool:
@@ -131,17 +143,18 @@ def _room_after(error: Exception) -> float:
     return math.inf if seconds is None else seconds
 
 
-async def _next(events: AsyncGenerator[Event], silence: float) -> Event:
+async def _next(events: Events, silence: float, deadline: float) -> Event:
     """Return the next event.
 
     Raises ReplicaFailedError where there is none, or none within `silence` seconds, RequestFailedError where the
-    request cannot be computed.
+    request cannot be computed, TimeoutError at the `deadline`.
     """
+    stalled = asyncio.get_running_loop().time() + silence
     try:
-        async with asyncio.timeout(silence) as waiting:
+        async with asyncio.timeout_at(min(stalled, deadline)) as waiting:
             event = await anext(events, None)
     except TimeoutError:
-        if waiting.expired():
+        if waiting.expired() and stalled < deadline:
             raise ReplicaStalledError(f"it was silent for {silence:g} s") from None
         raise
     if event is None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
-from warmkv.replicas.protocol import Event, GenerateRequest, Started, Terms
+from warmkv.replicas.protocol import GenerateRequest, Started, Terms
 from warmkv.request_context import RequestContext
 
 
@@ -140,8 +139,10 @@ class Service:
         """
         policy = arrival.policy
         request = self._request(arrival, tenant, asked)
-        deadline = arrival.begun + self.config.gateway.request_timeout_seconds
-        events = self._limited(resumed(request, self._send, self.config.gateway, self._retried), deadline)
+        gateway = self.config.gateway
+        left = arrival.begun + gateway.request_timeout_seconds - self._clock()
+        deadline = asyncio.get_running_loop().time() + left
+        events = resumed(request, self._send, gateway, self._retried, deadline)
 
         def began(started: Started) -> Answer:
             self._waits_no_more(served=True)
@@ -210,17 +211,6 @@ class Service:
             terms=arrival.policy.terms,
             context=arrival.context,
         )
-
-    async def _limited(self, events: AsyncGenerator[Event], until: float) -> AsyncGenerator[Event]:
-        """Yield the events. Raises TimeoutError if they have not ended `until` a time of the service's clock."""
-        deadline = asyncio.get_running_loop().time() + until - self._clock()
-        async with aclosing(events):
-            while True:
-                async with asyncio.timeout_at(deadline):
-                    event = await anext(events, None)
-                if event is None:
-                    return
-                yield event
 
     def _waits_no_more(self, *, served: bool) -> None:
         self.backlog.left(served=served)

@@ -103,6 +103,7 @@ class Engine:
         self.watch_logits: Callable[[Tensor], None] | None = (
             None  # sees what tokens are drawn from, [batch, vocabulary]
         )
+        self.flush: Callable[[], None] = lambda: None  # called behind every part of a step that may have emitted
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
         self.faults = FailureCounts()
@@ -243,6 +244,7 @@ class Engine:
             self._inbox.close()
             for sequence in self.scheduler.everyone():
                 self._end(sequence, Failed("the replica is stopping"))
+            self.flush()
             self._publish_stats()
             self.store.close()
 
@@ -260,11 +262,13 @@ class Engine:
             self.store.settle()
             self.store.expire()
             busy = self._advance_prompt()
+            self.flush()  # a first token waits for no step of the others
             if self.scheduler.decoding:
                 self._decode()
                 busy = True
             return busy
         finally:
+            self.flush()
             self._publish_stats()
 
     def _advance_prompt(self) -> bool:

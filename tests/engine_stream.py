@@ -1,0 +1,36 @@
+"""The events of an engine's answer as an asynchronous generator: what a replica does, without a gateway's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from warmkv.config import Config
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.outputs import OutputProcessor
+from warmkv.replicas.protocol import Event, Failed, Finished, GenerateRequest
+
+BEAT = Config().gateway.beat_seconds
+
+_processors: dict[Engine, tuple[asyncio.AbstractEventLoop, OutputProcessor]] = {}
+
+
+async def stream(
+    engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str], beat_seconds: float = BEAT
+) -> AsyncGenerator[Event]:
+    """Submit a request and yield its events. Raises EngineError. Closing the generator cancels the request."""
+    loop = asyncio.get_running_loop()
+    if engine not in _processors or _processors[engine][0] is not loop:
+        _processors[engine] = loop, OutputProcessor(engine, decode, beat_seconds)
+    processor = _processors[engine][1]
+    events: asyncio.Queue[Event | None] = asyncio.Queue()
+    output = processor.submit(request, events.put_nowait)
+    output.ended.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+            if isinstance(event, Finished | Failed):
+                return
+        await output.ended
+    finally:
+        processor.cancel(output)

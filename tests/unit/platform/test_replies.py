@@ -1,0 +1,370 @@
+"""Streams from replicas to a gateway: one message a step, whatever dies; nothing lost, doubled or out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine_stream import BEAT
+from tests.unit.platform.exchanges import until
+from tests.unit.replicas.conftest import make_request, random_model
+from tests.unit.replicas.test_engine import prompt
+from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
+from warmkv.platform.gateway import replies as streams
+from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
+from warmkv.platform.gateway.replies import Connection, Mailbox, Replies
+from warmkv.platform.gateway.resume import Attempt, resumed
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.outputs import OutputProcessor
+from warmkv.replicas.frames import Lines, decode, encode
+from warmkv.replicas.links import Link, Links
+from warmkv.replicas.loading.load import prepare
+from warmkv.replicas.protocol import (
+    Admitted,
+    Alive,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    ReplyTo,
+    Started,
+)
+
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.just(Admitted()),
+    st.just(Alive()),
+    st.builds(Started, st.text(), *[st.integers(0, 9)] * 5, st.floats(0, 9), st.floats(0, 9), st.just({"host": 3})),
+    st.builds(Delta, st.text(), st.integers(0, 9), st.lists(st.integers(0, 9)).map(tuple)),
+    st.builds(Finished, st.sampled_from(["end", "stop"]), st.integers(0, 9), st.none() | st.text()),
+    st.builds(Failed, st.text(), st.sampled_from(["replica", "request"])),
+)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 99), EVENTS), min_size=1), min_size=1, max_size=4),
+    st.lists(st.integers(1, 40), min_size=1),
+)
+def test_events_come_out_as_they_went_in_however_the_bytes_are_cut(messages, cuts):
+    data, lines, came, at = b"".join(map(encode, messages)), Lines(), [], 0
+    for size in itertools.cycle(cuts):
+        came += [decode(line) for line in lines.feed(data[at : at + size])]
+        at += size
+        if at >= len(data):
+            break
+    assert came == messages
+
+
+def test_a_line_without_an_end_is_refused():
+    lines = Lines(longest=10)
+    assert list(lines.feed(b"12345")) == []
+    with pytest.raises(ValueError, match="10 bytes"):
+        list(lines.feed(b"678901"))
+
+
+class Wire(asyncio.Transport):
+    """One direction of a connection: what is written lies here until the test delivers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.ended = b"", False
+
+    def write(self, data: Any) -> None:
+        self.data += bytes(data)
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.data)
+
+    def abort(self) -> None:
+        self.ended = True
+
+    def close(self) -> None:
+        self.ended = True
+
+
+class Cluster:
+    """Replicas whose answers are the letters of their prompts, over connections that the test moves on and cuts."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replies = Replies("127.0.0.1")
+        self.replicas = [Replica(self, number) for number in range(replicas)]
+        self.sent = 0
+
+    def send(self, attempt: Attempt) -> Mailbox:
+        replica = self.replicas[self.sent % len(self.replicas)]
+        self.sent += 1
+        attempt.replica = str(replica.number)
+        mailbox = self.replies.mailbox(lambda closed: replica.cancel(closed))
+        attempt.request = replace(attempt.request, reply=mailbox.reply)
+        replica.begin(attempt.request, mailbox)
+        return mailbox
+
+
+class Replica:
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster, self.number = cluster, number
+        self.answers: dict[int, tuple[GenerateRequest, Mailbox, int]] = {}  # tokens so far, by stream
+        self.connect()
+
+    def connect(self) -> None:
+        self.wire, self.link, self.connection = Wire(), Link(lambda: None), Connection(self.cluster.replies)
+        self.link.connection_made(self.wire)
+        self.connection.connection_made(Wire())
+        self.link.begin(self.cluster.replies.key)
+
+    def begin(self, request: GenerateRequest, mailbox: Mailbox) -> None:
+        stream = mailbox.reply.stream
+        self.answers[stream] = request, mailbox, 0
+        self.link.send(stream, Admitted())
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        self.answers.pop(mailbox.reply.stream, None)
+
+    def step(self, pace: int) -> None:
+        """Text of every answer, as long as `pace` tokens; all tokens of one that resumes come again."""
+        for stream, (request, mailbox, drawn) in list(self.answers.items()):
+            tokens = request.token_ids
+            if not drawn:
+                self.link.send(stream, Started(str(self.number), 0, 0, 0, 0, 0, 0.0, 0.0))
+            if drawn == len(tokens):
+                self.link.send(stream, Finished("end", drawn))
+                del self.answers[stream]
+            else:
+                new = tokens[drawn : drawn + pace]
+                drawn += len(new)
+                self.link.send(stream, Delta("".join(map(chr, new)), drawn, new))
+                self.answers[stream] = request, mailbox, drawn
+
+    def deliver(self, size: int) -> None:
+        data, self.wire.data = self.wire.data[:size], self.wire.data[size:]
+        if data:
+            self.connection.data_received(data)
+
+    def cut(self, _: int) -> None:
+        """The connection is lost, with all that was under way; both sides hear of it."""
+        self.connection.connection_lost(None)
+        self.link.connection_lost(None)
+        lost, self.answers = self.answers, {}
+        for _, mailbox, _ in lost.values():  # what the replica raises comes by Serve
+            mailbox.fail(ConnectionError("lost"))
+        self.connect()
+
+    def die(self, _: int) -> None:
+        """Serve tells of the replica's end before what it had sent is read."""
+        lost, self.answers = self.answers, {}
+        for _, mailbox, _ in lost.values():
+            mailbox.fail(ReplicaFailedError("it died"))
+        self.connection.connection_lost(None)
+        self.connect()
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("step"), st.integers(0, 1), st.integers(1, 3)),
+    st.tuples(st.just("deliver"), st.integers(0, 1), st.integers(1, 600)),
+    st.tuples(st.sampled_from(["cut", "die"]), st.integers(0, 1), st.just(0)),
+)
+
+
+@settings(max_examples=100)
+@given(
+    texts=st.lists(st.text("abcdef", max_size=12), min_size=1, max_size=4),
+    moves=st.lists(st.tuples(MOVES, st.integers(0, 3)), max_size=60),
+)
+def test_no_token_is_lost_doubled_or_out_of_order(texts, moves):
+    """Whatever dies, at whatever byte, and in whatever order it is heard of."""
+
+    async def ask(cluster: Cluster, text: str, heard: list[Event]) -> None:
+        request = make_request([ord(letter) for letter in text] or [0], name=str(len(heard)))
+        request = replace(request, token_ids=tuple(ord(letter) for letter in text))
+        config = GatewayConfig(retries=1000, retry_seconds=0)
+        async for event in resumed(request, cluster.send, config, lambda when: None):
+            heard.append(event)
+
+    async def run() -> None:
+        cluster = Cluster(2)
+        heard: list[list[Event]] = [[] for _ in texts]
+        asking = [asyncio.ensure_future(ask(cluster, text, into)) for text, into in zip(texts, heard, strict=True)]
+        for (move, number, size), turns in moves:
+            getattr(cluster.replicas[number], move)(size)
+            for _ in range(turns):  # of the event loop: clients read, or not yet
+                await asyncio.sleep(0)
+        while not all(task.done() for task in asking):
+            await asyncio.sleep(0)
+            for replica in cluster.replicas:
+                replica.step(2)
+            await asyncio.sleep(0)
+            for replica in cluster.replicas:
+                replica.deliver(1 << 20)
+        for text, events, task in zip(texts, heard, asking, strict=True):
+            task.result()
+            assert "".join(event.text for event in events if isinstance(event, Delta)) == text
+            assert [type(event) for event in events if not isinstance(event, Delta)] == [Admitted, Started, Finished]
+            assert events[-1] == Finished("end", len(text))
+        assert not cluster.replies.open
+        cluster.replies.close()
+
+    asyncio.run(run())
+
+
+async def over_sockets(
+    scenario: Callable[[Replies, Links], Coroutine[Any, Any, None]], tls: tuple[ssl.SSLContext, ssl.SSLContext] | None
+) -> None:
+    replies, links = Replies("127.0.0.1"), Links(tls[1] if tls else None)
+    await replies.listen(tls[0] if tls else None)
+    try:
+        await scenario(replies, links)
+    finally:
+        await links.close()
+        replies.close()
+
+
+def test_a_step_is_one_message_for_200_streams():
+    """However many decode: one message a part of a step, and one turn of the loop for those that are admitted."""
+    count, new = 200, 12
+    config = EngineConfig(kv_bytes=1 << 28, max_slots=count, max_queue=count)
+    engine = Engine(prepare(random_model("llama")), config, PrefixCacheConfig(enabled=False), clock=lambda: 0.0)
+    parts, texts = 0, {}
+
+    async def scenario(replies: Replies, links: Links) -> None:
+        nonlocal parts
+        outputs = OutputProcessor(engine, lambda ids: "".join(chr(33 + token) for token in ids), BEAT)
+        flush = engine.flush
+
+        def counted() -> None:
+            nonlocal parts
+            parts += bool(outputs._emitted)
+            flush()
+
+        engine.flush = counted
+        mailboxes = [replies.mailbox(lambda closed: None) for _ in range(count)]
+        link = await links.to(mailboxes[0].reply)
+        for number, mailbox in enumerate(mailboxes):
+            request = make_request(prompt(5, seed=number % 7), new=new, name=str(number))
+            outputs.submit(request, lambda event, at=mailbox.reply.stream: link.send(at, event))
+        assert await links.to(mailboxes[-1].reply) is link
+        while engine.step():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for number, mailbox in enumerate(mailboxes):
+            texts[number] = 0
+            while not isinstance(event := await mailbox.__anext__(), Finished):
+                texts[number] += len(event.tokens) if isinstance(event, Delta) else 0
+        assert replies.messages <= parts + 1
+
+    asyncio.run(over_sockets(scenario, None))
+    assert set(texts.values()) == {new}
+    assert parts <= 2 * (count + new)  # a step is a prompt's last chunk and a token of all others, at most
+
+
+def test_a_cancelled_request_is_gone_within_a_step():
+    engine = Engine(prepare(random_model("llama")), EngineConfig(), PrefixCacheConfig(), clock=lambda: 0.0)
+
+    async def run() -> None:
+        outputs = OutputProcessor(engine, lambda ids: "x" * len(ids), BEAT)
+        heard: list[Event] = []
+        output = outputs.submit(make_request(prompt(9), new=400), heard.append)
+        for _ in range(3):
+            engine.step()
+        assert engine.stats().decoding == 1
+        outputs.cancel(output)
+        engine.step()
+        assert engine.stats().decoding == engine.stats().slots == 0
+        before = len(heard)
+        await asyncio.sleep(0)
+        assert len(heard) == before
+
+    asyncio.run(run())
+
+
+def test_text_that_cannot_be_made_ends_one_answer():
+    engine = Engine(prepare(random_model("llama")), EngineConfig(), PrefixCacheConfig(), clock=lambda: 0.0)
+
+    def made(ids: Any) -> str:
+        if broken and len(ids) > 2:
+            raise ValueError("no text")
+        return "x" * len(ids)
+
+    async def run() -> None:
+        outputs = OutputProcessor(engine, made, BEAT)
+        bad = outputs.submit(make_request(prompt(9), new=9, name="bad"), lambda event: None)
+        while not bad.ended.done():
+            engine.step()
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="no text"):
+            await bad.ended
+        outputs.cancel(bad)
+        broken.clear()
+        good = outputs.submit(make_request(prompt(9), new=9, name="good"), lambda event: None)
+        while not good.ended.done():
+            engine.step()
+            await asyncio.sleep(0)
+        assert (await good.ended).output_tokens == 9  # type: ignore[union-attr]
+        assert engine.stats().decoding == 0
+
+    broken = [True]
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody(monkeypatch):
+    monkeypatch.setattr(streams, "MOST_UNREAD", 100)
+
+    async def run() -> None:
+        replies, closed = Replies("127.0.0.1"), []
+        slow, other = replies.mailbox(closed.append), replies.mailbox(closed.append)
+        connection = Connection(replies)
+        connection.connection_made(Wire())
+        connection.data_received(b'{"key": "%s"}\n' % replies.key.encode())
+        for number in range(30):
+            both = [(box.reply.stream, Delta("text", number + 1, (number,))) for box in (slow, other)]
+            connection.data_received(encode(both))
+            if number % 10 == 9:
+                event = cast(Delta, await other.__anext__())
+                assert (event.text, event.output_tokens) == ("text" * 10, number + 1)
+                assert event.tokens == tuple(range(number - 9, number + 1))
+            held = slow._unread if slow in replies.open.values() else 0
+            assert held <= 100
+        assert closed == [slow]
+        with pytest.raises(ApiError, match="did not read"):
+            await slow.__anext__()
+        replies.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hello", [b'{"key": "wrong"}\n', b"[]\n", b"GET / HTTP/1.1\r\n", b"x" * 2000, b'{"key": 7}\n'])
+def test_who_does_not_know_the_key_is_not_heard(hello):
+    async def run() -> None:
+        replies = Replies("127.0.0.1")
+        mailbox = replies.mailbox(lambda closed: None)
+        connection, wire = Connection(replies), Wire()
+        connection.connection_made(wire)
+        connection.data_received(hello + encode([(mailbox.reply.stream, Delta("forged", 1))]))
+        assert wire.ended
+        assert not mailbox._events
+        replies.close()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_cannot_be_reached_is_asked_again_by_the_next_request():
+    async def scenario(replies: Replies, links: Links) -> None:
+        mailbox = replies.mailbox(lambda closed: None)
+        gone = ReplyTo("127.0.0.1", 1, mailbox.reply.key)
+        for _ in range(2):
+            with pytest.raises(ConnectionRefusedError):
+                await links.to(gone)
+        first = await links.to(mailbox.reply)
+        lost: list[Exception] = []
+        with first.heard(lost.append):
+            first.close()
+            await until(lambda: lost)
+        assert await links.to(mailbox.reply) is not first
+
+    asyncio.run(over_sockets(scenario, None))

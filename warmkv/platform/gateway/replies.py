@@ -1,0 +1,192 @@
+"""Where replicas send their events: one connection of each, and a mailbox for every attempt at a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import secrets
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import orjson
+
+from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
+from warmkv.replicas.frames import LONGEST_LINE, Lines, decode
+from warmkv.replicas.protocol import Delta, Event, Finished, ReplyTo
+
+log = logging.getLogger(__name__)
+
+MOST_UNREAD = 1 << 20  # characters of an answer that wait for its client
+LONGEST_HELLO = 1024  # bytes
+HELLO_SECONDS = 10.0
+
+
+class Mailbox:
+    """The events of one attempt, in order; `close` is called once, when nobody takes any more or wants any more."""
+
+    def __init__(self, reply: ReplyTo, close: Callable[[Mailbox], None]) -> None:
+        self.reply = reply
+        self._close: Callable[[Mailbox], None] | None = close
+        self._events: deque[Event] = deque()
+        self._unread = 0  # characters
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False  # whether the last event has come
+        self.source: Connection | None = None  # where events have come from
+
+    def put(self, event: Event) -> None:
+        """Add an event. An answer whose client reads too slowly is given up here, and holds nobody else."""
+        if self._close is None:
+            return
+        if isinstance(event, Delta):
+            self._unread += len(event.text)
+            if self._unread > MOST_UNREAD:
+                self._events.clear()
+                self.fail(ApiError("timeout_error", "The client did not read its answer."))
+                return
+        elif isinstance(event, Finished):
+            self.ended = True
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error behind what has come; nothing comes any more."""
+        if self._error is None and not self.ended:
+            self._error = error
+            self._wake()
+            self._end()
+
+    async def __anext__(self) -> Event:
+        """Return the next event: of text, all that has come. Raises what the attempt failed with."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        event = self._events.popleft()
+        if not isinstance(event, Delta):
+            return event
+        self._unread -= len(event.text)
+        if not (self._events and isinstance(self._events[0], Delta)):
+            return event
+        deltas = [event]
+        while self._events and isinstance(more := self._events[0], Delta):
+            self._events.popleft()
+            self._unread -= len(more.text)
+            deltas.append(more)
+        text = "".join(delta.text for delta in deltas)
+        return Delta(text, deltas[-1].output_tokens, tuple(token for delta in deltas for token in delta.tokens))
+
+    async def aclose(self) -> None:
+        """Take no more."""
+        self._events.clear()
+        self._end()
+
+    def _end(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Replies:
+    """The mailboxes of a gateway, by number, and the address at which replicas find it."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = _listening(host)
+        self._host, self._port = host, self._socket.getsockname()[1]
+        self.key = secrets.token_hex(32)
+        self._numbers = itertools.count()
+        self._server: asyncio.Server | None = None
+        self.open: dict[int, Mailbox] = {}
+        self.messages = 0  # so far
+
+    async def listen(self, tls: ssl.SSLContext | None = None) -> None:
+        """Take connections from now on."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self), sock=self._socket, ssl=tls)
+
+    def mailbox(self, close: Callable[[Mailbox], None]) -> Mailbox:
+        """Return a new mailbox."""
+
+        def closed(mailbox: Mailbox) -> None:
+            self.open.pop(mailbox.reply.stream, None)
+            close(mailbox)
+
+        reply = ReplyTo(self._host, self._port, self.key, next(self._numbers))
+        self.open[reply.stream] = mailbox = Mailbox(reply, closed)
+        return mailbox
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+
+
+class Connection(asyncio.Protocol):
+    """One replica's stream. Its first line must show the gateway's key; what is no message of ours ends it."""
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies, self._lines = replies, Lines(LONGEST_HELLO)
+        self._known = False
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        if (sock := self._transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # whose node is gone says no more
+        asyncio.get_running_loop().call_later(HELLO_SECONDS, self._expect_hello)
+
+    def _expect_hello(self) -> None:
+        if not self._known and self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        try:
+            for line in self._lines.feed(data):
+                if self._known:
+                    self._deliver(decode(line))
+                else:
+                    self._check(orjson.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.error("a connection that is no replica's, or speaks otherwise, is closed: %s", type(error).__name__)
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        lost = ReplicaFailedError("its connection was lost")
+        for mailbox in tuple(self._replies.open.values()):
+            if mailbox.source is self:
+                mailbox.fail(lost)
+
+    def _check(self, hello: dict[str, str]) -> None:
+        if not hmac.compare_digest(hello["key"].encode(), self._replies.key.encode()):
+            raise ValueError("the key is wrong")
+        self._known, self._lines.longest = True, LONGEST_LINE
+
+    def _deliver(self, events: list[tuple[int, Event]]) -> None:
+        self._replies.messages += 1
+        for stream, event in events:
+            if (mailbox := self._replies.open.get(stream)) is not None:  # else it was given up
+                mailbox.source = self
+                mailbox.put(event)
+
+
+def _listening(host: str) -> socket.socket:
+    """Return a socket at any free port of an address, or of all where it is not the machine's own (behind a NAT)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family)
+    except OSError:
+        return socket.create_server(("", 0), family=family)

@@ -1,0 +1,154 @@
+"""From the engine's thread to the event loop: what a step drew, for all requests at once, as text (cf. vLLM)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import EngineEvent
+from warmkv.replicas.engine.text import Detokenizer
+from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, GenerateRequest, Started
+
+log = logging.getLogger(__name__)
+
+CONTEXT_TOKENS = 4  # of the prompt, for decoding what follows it
+
+
+class Output:
+    """The answer to one request. `started` and `ended` are set once; `started` by None if the answer ends before.
+
+    `ended` raises what `fail` was told, or what went wrong with the text.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, deliver: Callable[[Event], None], detokenizer: Detokenizer, beat: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.request, self.deliver, self.detokenizer = request, deliver, detokenizer
+        self.started: asyncio.Future[Started | None] = loop.create_future()
+        self.ended: asyncio.Future[Finished | Failed] = loop.create_future()
+        self.beat, self.turns = beat, 0  # when it is due to give a sign of life, and the engine's turns so far
+        self.drawn, self.tokens, self.text = 0, list[int](), ""  # the latter two since the last Delta
+        self.end: Finished | Failed | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End the answer: nobody hears it any more, or there is none."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # whoever awaits it gets it all the same
+        self._start(None)
+
+    def take(self, event: EngineEvent) -> None:
+        """Take what the engine emitted."""
+        if isinstance(event, Started):
+            self.deliver(event)
+            self._start(event)
+        elif not isinstance(event, int):
+            self.end = event
+        elif self.detokenizer.stopped_by is None:
+            self.drawn += 1
+            self.tokens.append(event)
+            self.text += self.detokenizer.push(event)
+
+    def tell(self) -> bool:
+        """Deliver what was taken; returns whether there was any text."""
+        stop, end = self.detokenizer.stopped_by, self.end
+        if stop is not None:
+            end = Finished("stop", self.drawn, stop)
+        elif isinstance(end, Finished):
+            self.text += self.detokenizer.finish()
+            self.drawn = end.output_tokens
+        told = bool(self.text)
+        if told:
+            self.deliver(Delta(self.text, self.drawn, tuple(self.tokens)))
+            self.text, self.tokens = "", []
+        if end is not None:
+            self.deliver(end)
+            self.ended.set_result(end)
+            self._start(None)
+        return told
+
+    def _start(self, event: Started | None) -> None:
+        if not self.started.done():
+            self.started.set_result(event)
+
+
+class OutputProcessor:
+    """Makes the events of every part of a step, as one callback in the event loop it is made in.
+
+    An answer with nothing to say for `beat_seconds` gives a sign of life, if the engine's thread has turned.
+    `decode` makes text of token ids.
+    """
+
+    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], beat_seconds: float) -> None:
+        self._engine, self._decode, self._beat_seconds = engine, decode, beat_seconds
+        self._loop = asyncio.get_running_loop()
+        self._outputs: dict[Output, None] = {}
+        self._emitted: list[tuple[Output, EngineEvent]] = []  # of the engine's thread
+        self._beating: asyncio.TimerHandle | None = None
+        engine.flush = self._flush
+
+    def submit(self, request: GenerateRequest, deliver: Callable[[Event], None]) -> Output:
+        """Submit a request, and have Admitted, Started, text as it comes, then Finished (or Failed) delivered.
+
+        Raises EngineError where the request cannot be taken.
+        """
+        context = request.token_ids[-CONTEXT_TOKENS:]
+        output = Output(request, deliver, Detokenizer(self._decode, request.sampling.stop, context), self._next_beat())
+        output.turns = self._engine.turns
+        self._engine.submit(request, lambda event: self._emitted.append((output, event)))
+        self._outputs[output] = None
+        if self._beating is None:
+            self._beating = self._loop.call_at(output.beat, self._beat)
+        deliver(Admitted())
+        return output
+
+    def cancel(self, output: Output) -> None:
+        """Listen no more; what has not ended is stopped."""
+        if output in self._outputs:
+            del self._outputs[output]
+            if output.end is None:
+                self._engine.cancel(output.request.id)
+        if not output.ended.done():
+            output.ended.cancel()
+
+    def _flush(self) -> None:
+        """Hand over what was emitted. For the engine's thread."""
+        if self._emitted:
+            emitted, self._emitted = self._emitted, []
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._process, emitted)
+
+    def _process(self, emitted: list[tuple[Output, EngineEvent]]) -> None:
+        taken: dict[Output, None] = {}
+        for output, event in emitted:
+            if not output.ended.done():
+                try:
+                    output.take(event)
+                    taken[output] = None
+                except Exception as error:  # of its text, say; the others must hear
+                    output.fail(error)
+        for output in taken:
+            if output.ended.done():
+                continue
+            try:
+                if output.tell():
+                    output.beat, output.turns = self._next_beat(), self._engine.turns
+            except Exception as error:
+                output.fail(error)
+
+    def _next_beat(self) -> float:
+        return self._loop.time() + self._beat_seconds
+
+    def _beat(self) -> None:
+        self._beating = None
+        now, turns = self._loop.time(), self._engine.turns
+        for output in self._outputs:
+            if now >= output.beat:
+                if turns > output.turns and not output.ended.done():
+                    output.deliver(Alive())
+                output.beat, output.turns = self._next_beat(), turns
+        if self._outputs:
+            self._beating = self._loop.call_at(min(output.beat for output in self._outputs), self._beat)

@@ -1,0 +1,69 @@
+"""Events of many requests as one message of a byte stream: a line of JSON, [[stream, kind, *fields], ...]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, Started
+
+LONGEST_LINE = 1 << 26  # bytes
+
+_CLASSES: dict[str, type[Any]] = {
+    "admitted": Admitted,
+    "started": Started,
+    "delta": Delta,
+    "finished": Finished,
+    "failed": Failed,
+    "alive": Alive,
+}
+_KINDS = {made: kind for kind, made in _CLASSES.items()}
+
+
+def encode(events: Iterable[tuple[int, Event]]) -> bytes:
+    """Return the line of some events, each with the number of its stream."""
+    rows: list[Any] = []
+    for stream, event in events:
+        if isinstance(event, Delta):
+            rows.append((stream, "delta", event.text, event.output_tokens, event.tokens))
+        else:
+            kind = type(event)
+            rows.append((stream, _KINDS[kind], *(getattr(event, name) for name in kind.__slots__)))
+    return orjson.dumps(rows, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def decode(line: bytes) -> list[tuple[int, Event]]:
+    """Return the events of a line, in order. Raises ValueError, TypeError or KeyError where it is none of ours."""
+    return [(stream, _event(kind, fields)) for stream, kind, *fields in orjson.loads(line)]
+
+
+def _event(kind: str, fields: list[Any]) -> Event:
+    if kind == "delta":
+        text, output_tokens, tokens = fields
+        return Delta(text, output_tokens, tuple(tokens))
+    event: Event = _CLASSES[kind](*fields)
+    return event
+
+
+class Lines:
+    """Cuts bytes, as they come, into lines of at most `longest` bytes."""
+
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
+        self.longest = longest
+        self._rest: list[bytes] = []  # pieces of the line that has no end yet
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines that are whole now. Raises ValueError where one becomes too long."""
+        first, *others = data.split(b"\n")
+        self._rest.append(first)
+        self._size += len(first)
+        if self._size > self.longest:
+            raise ValueError(f"a line has more than {self.longest} bytes")
+        if not others:
+            return
+        yield b"".join(self._rest)
+        yield from others[:-1]
+        self._rest, self._size = [others[-1]], len(others[-1])
