@@ -184,7 +184,7 @@ def test_no_token_is_lost_doubled_or_out_of_order(texts, moves):
     async def ask(cluster: Cluster, text: str, heard: list[Event]) -> None:
         request = make_request([ord(letter) for letter in text] or [0], name=str(len(heard)))
         request = replace(request, token_ids=tuple(ord(letter) for letter in text))
-        config = GatewayConfig(retries=1000, retry_seconds=0)
+        config = GatewayConfig(retries=1000)
         async for event in resumed(request, cluster.send, config, lambda when: None):
             heard.append(event)
 
@@ -211,7 +211,9 @@ def test_no_token_is_lost_doubled_or_out_of_order(texts, moves):
         assert not cluster.replies.open
         cluster.replies.close()
 
-    asyncio.run(run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warmkv.policies.breaker.RETRY_SECONDS", 0.0)
+        asyncio.run(run())
 
 
 async def over_sockets(

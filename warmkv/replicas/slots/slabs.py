@@ -176,11 +176,12 @@ class Slab:
             if not done.attended:
                 self._widen_page(at, step, key)
                 done.attended = True
-            whole = tuple(part[at, :n] for part in (memory.keys[0], memory.values[0], memory.lowest, memory.highest))
+            keys, values = memory.keys[0][at, :n], memory.values[0][at, :n]
+            bounds = memory.lowest[at, :n], memory.highest[at, :n]
             reads = used.lengths, used.reads, used.channels
             if self._fused:
-                return kernels.attend_pages(query, *whole, *reads, step.most_reads, softmax.scale)
-            return attend_pages(query, *whole, *reads, step.most_reads, softmax)
+                return kernels.attend_pages(query, keys, values, *bounds, *reads, step.most_reads, softmax.scale)
+            return attend_pages(query, keys, values, *bounds, *reads, step.most_reads, softmax)
         uncompressed_tail = None
         if kind.grouped:
             uncompressed_tail = memory.uncompressed_keys[at, :n], memory.uncompressed_values[at, :n]
