@@ -45,8 +45,8 @@ def calibrate(
 
     Example: `warmkv calibrate requests.jsonl --max-num-seqs 128 --max-batched-tokens 2048 --json -`
     """
+    from warmkv.simulator.engine.mixed import Limits
     from warmkv.simulator.latency import calibration, measured_requests
-    from warmkv.simulator.latency.batching import Limits
 
     settings = options.read()
     given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}

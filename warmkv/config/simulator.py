@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -55,6 +55,11 @@ class SimulatorConfig(Section):
         Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
     )
     roofline: RooflineConfig = RooflineConfig()
+    batching: Literal["prefill_first", "mixed"] = Field(
+        "prefill_first",
+        description="how replicas form batches: chunks of one prompt between decode steps, as warmkv; or chunks of "
+        "prompts in the decode steps, as vLLM, with engine.prefill_chunk tokens a step",
+    )
     step_a: float = Field(0.004, ge=0)
     step_b: float = Field(0.00012, ge=0)
     step_c: float = Field(2e-8, ge=0)

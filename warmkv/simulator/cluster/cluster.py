@@ -19,9 +19,10 @@ from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import Gateway
 from warmkv.simulator.cluster.memory import resolved
-from warmkv.simulator.cluster.replica import NEVER, Job, Replica
+from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, Replica
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.cluster.transfers import Moved
+from warmkv.simulator.engine.mixed import BatchingError, Limits
 from warmkv.simulator.steps.costs import StepTimes
 
 Progress = Callable[[int], None]  # told how many requests have arrived
@@ -64,10 +65,32 @@ def simulate(
     follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
     every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
     prompts' blocks as runs, where whoever calls keeps them.
+
+    With `simulator.batching: mixed` prompts are computed together, which only a cache that follows every block can do.
+    Raises BatchingError if a request could not be batched so.
     """
     config = resolved(config)
+    mixed = None if config.simulator.batching == "prefill_first" else mixed_limits(jobs, config, token_bytes)
+    by_runs = by_runs and mixed is None
     stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
-    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress).run()
+    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run()
+
+
+def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limits:
+    """Return the limits of replicas that batch as vLLM does. Raises BatchingError for what vLLM does not do."""
+    engine = config.engine
+    if engine.prefill_chunk < engine.max_slots:
+        raise BatchingError(
+            f"simulator.batching=mixed: engine.prefill_chunk ({engine.prefill_chunk}) is max_num_batched_tokens, and "
+            f"must be at least engine.max_slots ({engine.max_slots}), which is max_num_seqs"
+        )
+    for job in jobs:
+        if job.kind != WHOLE_CACHE:
+            raise BatchingError(
+                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
+                f"{job.kind.label}; choose the policy full"
+            )
+    return Limits(engine.max_slots, engine.prefill_chunk, engine.kv_limit // token_bytes)
 
 
 class Cluster:
@@ -83,7 +106,9 @@ class Cluster:
         as_placed: bool,
         seed: int,
         progress: Progress,
+        mixed: Limits | None = None,
     ) -> None:
+        self._mixed = mixed
         self._jobs, self._config, self._stores, self._times = jobs, config, stores, times
         self._fast_forward, self._as_placed, self._progress = fast_forward, as_placed, progress
         self._env, self._slots = Clock(), TimeWeightedGauge()
@@ -188,7 +213,9 @@ class Cluster:
     def _replica(self, name: str, cache: ReplicaCache | RunCache) -> Replica:
         engine, times, fast = self._config.engine, self._times, self._fast_forward
         reading = self._stores.tier_seconds
-        return Replica(self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading)
+        return Replica(
+            self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed
+        )
 
     def _ready(self) -> None:
         waiting, self._unplaced = self._unplaced, deque()

@@ -1,7 +1,7 @@
 """Fitting the step times of a continuously batching server to measured request times.
 
 The times of single steps are not known, only when requests arrived and when their tokens came. So the server is
-simulated with candidate coefficients (`batching.py`) until the simulated requests take as long as the measured ones
+simulated with candidate coefficients (`server.py`) until the simulated requests take as long as the measured ones
 (`step_fit.py`).
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.faults import UserError
-from warmkv.simulator.latency.batching import BatchingError, Limits, Sequence, Server
+from warmkv.simulator.engine.mixed import BatchingError, Limits
 from warmkv.simulator.latency.measured_requests import Measured
+from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.latency.step_fit import fit
 from warmkv.simulator.steps.costs import StepCost
 
@@ -24,6 +25,7 @@ Floats = NDArray[np.float64]
 
 METRICS = ("ttft", "tpot", "e2e")
 FIGURES = {"mean": None, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+PERCENTS = [percent for percent in FIGURES.values() if percent is not None]
 QUANTILES = np.arange(2.5, 100, 5)  # per cent, at which distributions are compared beside the figures
 WILD = 0.1  # error of a request, as a share of the mean, beyond which it does not matter how large it is
 LEAST_REQUESTS = 10
@@ -90,13 +92,13 @@ def calibrate(requests: Measured, limits: Limits, progress: Progress = lambda si
             )
     count = itertools.count(1)
 
-    def run(cost: StepCost) -> list[Sequence]:
+    def run(cost: StepCost) -> list[ServedRequest]:
         progress(next(count))
         return serve(requests, limits, cost)[0]
 
     def fitted(which: slice) -> StepCost:
-        goal = measured.part(which)
-        return fit(requests, limits, which, run, lambda served: distance(goal, simulated_times(served).part(which)))
+        distance = distance_to(measured.part(which))
+        return fit(requests, limits, which, run, lambda served: distance(simulated_times(served).part(which)))
 
     cost, half_cost = fitted(slice(None)), fitted(first)
     served, preemptions = serve(requests, limits, cost)
@@ -112,22 +114,19 @@ def calibrate(requests: Measured, limits: Limits, progress: Progress = lambda si
     )
 
 
-def serve(requests: Measured, limits: Limits, cost: StepCost) -> tuple[list[Sequence], int]:
+def serve(requests: Measured, limits: Limits, cost: StepCost) -> tuple[list[ServedRequest], int]:
     """The requests as they would have been answered, and the preemptions. Raises CalibrationError if one never fits."""
     server = Server(cost, limits)
     columns = (requests.arrival, requests.prompt, requests.output, requests.cached)
-    sequences = [Sequence(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    served = [ServedRequest(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     try:
-        for sequence in sequences:
-            server.run(sequence.arrival)
-            server.add(sequence)
+        server.serve(served)
     except BatchingError as error:
         raise CalibrationError(str(error)) from None
-    server.run()
-    return sequences, server.preemptions
+    return served, sum(request.num_preemptions for request in served)
 
 
-def simulated_times(served: list[Sequence]) -> Times:
+def simulated_times(served: list[ServedRequest]) -> Times:
     table = np.array([(s.arrival, s.first, s.finished, s.output) for s in served]).T
     return times_of(table[0], table[1], table[2], table[3].astype(np.int64))
 
@@ -154,22 +153,32 @@ def _values(times: Times, metric: str) -> Floats:
 
 
 def _figures(values: Floats) -> list[float]:
-    percents = [percent for percent in FIGURES.values() if percent is not None]
-    return [float(values.mean()), *np.percentile(values, percents).tolist()]
+    return [float(values.mean()), *np.percentile(values, PERCENTS).tolist()]
 
 
-def distance(measured: Times, simulated: Times) -> float:
-    """Sum of squares over all metrics: of the figures' errors, and on average of the quantiles' and the requests' own.
+def distance_to(measured: Times) -> Callable[[Times], float]:
+    """Return a function that tells how far simulated times are from measured ones.
 
-    The latter two as shares of the measured mean. They keep a fit to few requests from bending to single percentiles.
+    It is the sum of squares over all metrics of the figures' errors, and on average of the quantiles' and the requests'
+    own. The latter two, shares of the measured mean, keep a fit to few requests from bending to single percentiles.
     """
-    total = 0.0
-    for metric in METRICS:
-        truth, guess = _values(measured, metric), _values(simulated, metric)
-        if len(truth):
-            exact = np.array(_figures(truth))
-            figures = np.array(_figures(guess)) / exact - 1
-            quantiles = (np.percentile(guess, QUANTILES) - np.percentile(truth, QUANTILES)) / exact[0]
+    goals = {metric: truth for metric in METRICS if len(truth := _values(measured, metric))}
+    known = {metric: _spread(truth) for metric, truth in goals.items()}
+
+    def distance(simulated: Times) -> float:
+        total = 0.0
+        for metric, truth in goals.items():
+            guess = _values(simulated, metric)
+            (exact, quantiles), (figures, spread) = known[metric], _spread(guess)
+            wrong, moved = figures / exact - 1, (spread - quantiles) / exact[0]
             each = np.minimum(np.abs(guess - truth) / exact[0], WILD)
-            total += float(figures @ figures + np.mean(quantiles**2) + np.mean(each**2))
-    return total
+            total += float(wrong @ wrong + np.mean(moved**2) + np.mean(each**2))
+        return total
+
+    return distance
+
+
+def _spread(values: Floats) -> tuple[Floats, Floats]:
+    """Return the figures of some values, and their quantiles."""
+    found = np.percentile(values, [*PERCENTS, *QUANTILES])
+    return np.array([values.mean(), *found[: len(PERCENTS)]]), found[len(PERCENTS) :]

@@ -17,13 +17,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.simulator.latency.batching import Limits, Sequence
+from warmkv.simulator.engine.mixed import Limits
 from warmkv.simulator.latency.measured_requests import Measured
+from warmkv.simulator.latency.server import ServedRequest
 from warmkv.simulator.latency.spread_evenly import Floats, during
 from warmkv.simulator.steps.costs import StepCost
 
-Serve = Callable[[StepCost], list[Sequence]]  # the requests as a server with these step times answers them
-Loss = Callable[[list[Sequence]], float]  # how far from the measured times
+Serve = Callable[[StepCost], list[ServedRequest]]  # the requests as a server with these step times answers them
+Loss = Callable[[list[ServedRequest]], float]  # how far from the measured times
 
 ROUNDS = 15  # of simulating and fitting
 FACTOR = 2.0  # by which a coefficient may change in a round
@@ -84,7 +85,7 @@ def _as_measured(requests: Measured, limits: Limits, which: slice) -> tuple[Floa
     return np.column_stack([steps, tokens, context])[rows], (last - first)[rows]
 
 
-def _as_simulated(served: list[Sequence], requests: Measured, which: slice) -> tuple[Floats, Floats]:
+def _as_simulated(served: list[ServedRequest], requests: Measured, which: slice) -> tuple[Floats, Floats]:
     """Likewise with the work of a simulation, and rows for the time up to the first token, too.
 
     A request waits for the step in progress when it arrives; that wait is the simulation's.

@@ -23,7 +23,7 @@ from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cluster.replica import Job
-from warmkv.simulator.latency.calibration import Times, distance, times_of
+from warmkv.simulator.latency.calibration import Times, distance_to, times_of
 from warmkv.simulator.latency.spread_evenly import during
 from warmkv.simulator.latency.step_fit import least_squares
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
@@ -131,11 +131,11 @@ def _capacity(spec: PolicySpec, record: RequestRecord) -> int:
 
 def _scaled(records: Sequence[RequestRecord], config: Config, costs: UniformCosts) -> UniformCosts:
     """Step 2: a compass search over the logarithms of three scales."""
-    goal, logs = measured_times(records), np.zeros(3)
+    distance, logs = distance_to(measured_times(records)), np.zeros(3)
 
     def loss(costs: UniformCosts) -> float:
         jobs = run(records, config, Variant(), costs, as_placed=True).jobs
-        return distance(goal, simulated_times(jobs)) if all(job.replica for job in jobs) else math.inf
+        return distance(simulated_times(jobs)) if all(job.replica for job in jobs) else math.inf
 
     best, size, moves = loss(costs), STEPS[0], 0
     while size > STEPS[1] and moves < MOST_MOVES:

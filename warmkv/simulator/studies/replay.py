@@ -182,7 +182,7 @@ def prepare(
     inputs = inputs or ReplayInputs(records)
     sizes = inputs.sizes(variant.policy, specs, marks, kv_shape(config), config.engine.max_context or 0)
     jobs = [
-        Job(number, record, record.arrival - start, own, *size)
+        Job(number, record, record.arrival - start, own, record.input_tokens, record.output_tokens, *size)
         for number, (record, own, size) in enumerate(zip(records, marks, sizes, strict=True))
     ]
     for job in jobs:

@@ -11,9 +11,10 @@ from tests.unit.cli.test_replay_command import modules_after
 from tests.unit.simulator.conversations import config, record
 from tests.unit.simulator.published import published
 from warmkv.cli import app
+from warmkv.simulator.engine.mixed import Limits
 from warmkv.simulator.latency import calibration, measured_requests
-from warmkv.simulator.latency.batching import Limits, Sequence, Server
 from warmkv.simulator.latency.calibration import CalibrationError
+from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps import step_profile
 from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies import step_times
@@ -32,19 +33,15 @@ def served(count, rate, limits, cost=TRUE, seed=1, noise=0.0):
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     prompts, outputs = np.maximum(1, rng.lognormal([[5.5], [5]], 0.8, (2, count))).astype(int)
-    server, made = Server(cost, limits), []
-    for row in zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
-        server.run(row[0])
-        server.add(Sequence(*row))
-        made.append(server.waiting[-1])
-    server.run()
+    made = [ServedRequest(*row) for row in zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)]
+    Server(cost, limits).serve(made)
     late = rng.exponential(noise, (count, 2)) if noise else np.zeros((count, 2))
     rows = [
         {"input_tokens": s.prompt, "output_tokens": s.output, "arrival": 1e6 + s.arrival}
         | {"first_token": 1e6 + s.first + extra[0], "last_token": 1e6 + s.finished + extra.sum()}
         for s, extra in zip(made, late, strict=True)
     ]
-    return rows, server.preemptions
+    return rows, sum(s.num_preemptions for s in made)
 
 
 def write(path, rows):

@@ -1,4 +1,4 @@
-"""The batching server against one that is stepped token by token, with lists and nothing else."""
+"""A mixed token budget against vLLM's rules stepped token by token, with lists and nothing else."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
-from warmkv.simulator.latency.batching import NEVER, Limits, Sequence, Server
+from warmkv.simulator.engine.mixed import Limits
+from warmkv.simulator.latency.server import NEVER, ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost
 
 LIMITS = [
@@ -16,8 +17,7 @@ LIMITS = [
     Limits(1, 5),
     Limits(3, 3),
     Limits(4, 16, kv_tokens=60, kv_block=4),
-    Limits(4, 16, kv_tokens=60, kv_block=4, whole_prompts=False),
-    Limits(6, 7, kv_tokens=72, kv_block=1, whole_prompts=False),
+    Limits(6, 7, kv_tokens=72, kv_block=1),
     Limits(64, 512, kv_tokens=96, kv_block=16),
 ]
 requests = st.lists(
@@ -31,17 +31,17 @@ def sequences(rows, cached=False):
     arrival, made = 0.0, []
     for gap, prompt, output in rows:
         arrival += gap
-        made.append(Sequence(arrival, prompt, output, min(prompt - 1, output) if cached else 0))
+        made.append(ServedRequest(arrival, prompt, output, min(prompt - 1, output) if cached else 0))
     return made
 
 
+def times(made):
+    return [(s.scheduled, s.first, s.finished, s.num_preemptions) for s in made]
+
+
 def serve(made, limits, cost=EXACT, **options):
-    server = Server(cost, limits, **options)
-    for sequence in made:
-        server.run(sequence.arrival)
-        server.add(sequence)
-    server.run()
-    return [(s.scheduled, s.first, s.finished, s.preemptions) for s in made]
+    Server(cost, limits, **options).serve(made)
+    return times(made)
 
 
 def obvious(made, limits, cost=EXACT):
@@ -91,8 +91,7 @@ def obvious(made, limits, cost=EXACT):
             key = id(one)
             start = one.cached if times[key][0] == NEVER else 0
             target = one.prompt + drawn[key]
-            whole = target if limits.whole_prompts else min(target, start + budget)
-            if -(-whole // size) > free:
+            if -(-target // size) > free:
                 break
             running.append(waiting.pop(0))
             if times[key][0] == NEVER:
@@ -136,39 +135,38 @@ def test_fast_forward_equals_stepping_up_to_rounding(rows, limits):
         assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-@given(requests, st.sampled_from(LIMITS), st.lists(st.floats(0, 10), max_size=5))
-def test_it_does_not_matter_where_the_run_is_interrupted(rows, limits, stops):
-    made = sequences(rows)
-    server = Server(EXACT, limits)
-    for sequence in made:
-        for stop in sorted(stops):
-            server.run(min(stop, sequence.arrival))
-        server.run(sequence.arrival)
-        server.add(sequence)
-    for stop in sorted(stops):
-        server.run(server.now + stop)
-    server.run()
-    assert [(s.scheduled, s.first, s.finished, s.preemptions) for s in made] == serve(sequences(rows), limits)
-
-
 @given(requests, st.sampled_from(LIMITS))
 def test_all_are_served_in_time_and_nothing_is_left(rows, limits):
     made = sequences(rows)
     server = Server(EXACT, limits)
-    for sequence in made:
-        server.run(sequence.arrival)
-        server.add(sequence)
-    server.run()
-    for sequence in made:
-        assert sequence.arrival <= sequence.scheduled < sequence.first <= sequence.finished <= server.now
-        assert (sequence.first == sequence.finished) == (sequence.output == 1)
-    assert (server.running, len(server.waiting), server._context, server._free) == (0, 0, 0, limits.blocks)
-    assert not any(server._phases)
+    server.serve(made)
+    for one in made:
+        assert one.arrival <= one.noted <= one.scheduled < one.first <= one.finished
+        assert (one.first == one.finished) == (one.output == 1)
+    engine = server.engine
+    assert (engine.running, engine.batch.size, engine.free_slots) == ([], 0, limits.max_num_seqs)
+    if engine._blocks is not None:
+        assert (engine._blocks.free, engine._blocks._growing) == (limits.blocks, 0)
+        assert not any(engine._blocks._phases)
+
+
+@given(requests, st.sampled_from(LIMITS))
+def test_work_is_what_every_step_computes_and_reads(rows, limits):
+    """All the work at the end is tokens and contexts of all steps, whether stepped or not."""
+    fast, slow = sequences(rows), sequences(rows)
+    for made, forward in ((fast, True), (slow, False)):
+        Server(EXACT, limits, fast_forward=forward).serve(made)
+    for ours, theirs in zip(fast, slow, strict=True):
+        for name in ("noted", "work_before", "work_first", "work_finished"):
+            assert getattr(ours, name) == getattr(theirs, name)
+    if not any(one.num_preemptions for one in fast):
+        _, tokens, _ = max(one.work_finished for one in fast)
+        assert tokens == sum(one.prompt + one.output - 1 for one in fast)
 
 
 def test_one_request_by_hand():
     """20 prompt tokens in steps of 8, then 4 decode steps, each over one token more."""
-    (times,) = serve([Sequence(5.0, 20, 5)], Limits(1, 8))
+    (times,) = serve([ServedRequest(5.0, 20, 5)], Limits(1, 8))
     a, b, c = EXACT.a, EXACT.b, EXACT.c
     first = 5.0 + 3 * a + 20 * b + c * (8 + 16 + 20)
     assert times == (5.0, first, first + 4 * (a + b) + c * (21 + 22 + 23 + 24), 0)
@@ -176,25 +174,24 @@ def test_one_request_by_hand():
 
 def test_the_last_admitted_gives_way_and_computes_anew():
     """Two prompts of 8 fill all but one of 5 blocks of 4; growing, both need a block in the same step."""
-    made = [Sequence(0.0, 8, 5), Sequence(0.0, 8, 5)]
+    made = [ServedRequest(0.0, 8, 5), ServedRequest(0.0, 8, 5)]
     (_, _, first_end, first_lost), (_, first, last_end, lost) = serve(made, Limits(2, 16, kv_tokens=20, kv_block=4))
     assert (first_lost, lost) == (0, 1)
     assert last_end > first_end > first
-    assert made[1].preemptions == 1
+    assert made[1].num_preemptions == 1
 
 
 def test_limits_under_which_nothing_runs_are_refused():
     for wrong in ((0, 8), (4, 3), (1, 8, 4, 16), (1, 8, 64, 0)):
         with pytest.raises(ValueError, match=r"max_num_seqs|max_batched_tokens|kv_tokens"):
             Limits(*wrong)
-    server = Server(EXACT, Limits(4, 16, kv_tokens=32, kv_block=16))
+    limits = Limits(4, 16, kv_tokens=32, kv_block=16)
     with pytest.raises(ValueError, match="20 \\+ 14 tokens do not fit into 32 tokens of KV"):
-        server.add(Sequence(0.0, 20, 14))
+        serve([ServedRequest(0.0, 20, 14)], limits)
     for wrong in ((0.0, 0, 5), (0.0, 5, 0), (0.0, 5, 5, 5)):
-        with pytest.raises(ValueError, match="a sequence needs a prompt"):
-            server.add(Sequence(*wrong))
-    server.add(Sequence(0.0, 20, 13))
-    server.run()
+        with pytest.raises(ValueError, match="a request needs a prompt"):
+            serve([ServedRequest(*wrong)], limits)
+    serve([ServedRequest(0.0, 20, 13)], limits)
 
 
 def test_steps_that_cost_nothing_take_no_time():

@@ -1,0 +1,115 @@
+"""Both ways to form batches in a cluster of replicas with prefixes, and the same engine by itself."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
+from warmkv.simulator.engine.mixed import BatchingError, Limits
+from warmkv.simulator.latency.server import ServedRequest, Server
+from warmkv.simulator.steps.costs import StepCost
+
+# Sums of times, reused tokens, work and preemptions that two engines gave before they became one: a `Replica` that
+# computed prompts first, and a `Server` for calibrations. Times of steps are sums of powers of two, so these are exact.
+PREFILL_FIRST, REUSED = (636.2808990478516, 693.8390045166016), 20298
+SERVER = (1219.1372528076172, 1264.82568359375, (644, 9182, 118827), 8)
+MIXED = "simulator.batching=mixed"
+FORMATIONS = pytest.mark.parametrize("flags", [(), (MIXED,)], ids=["prefill_first", "mixed"])
+TIGHT = ("engine.kv_bytes=256", "engine.prefill_chunk=16", "prefix_cache.memory_bytes=200")  # 8 blocks of 16 tokens
+
+
+def conversations(count=60, seed=1):
+    """Requests of a few conversations, every one of which repeats all that was said before it."""
+    chance, said, arrival, records = random.Random(seed), [[topic] * 9 for topic in range(4)], 0.0, []
+    for number in range(count):
+        topic = chance.randrange(4)
+        said[topic] = [*said[topic], *[10 + number] * chance.randrange(1, 20)]
+        arrival += chance.randrange(64) / 1024
+        records.append(record(arrival, said[topic], chance.randrange(1, 30), name=f"r{number}"))
+    return records
+
+
+def outcomes(jobs):
+    return [(job.replica, job.started, job.first, job.finished, job.reused) for job in jobs]
+
+
+@FORMATIONS
+def test_a_trace_is_replayed_in_a_cluster_of_two_with_prefixes(flags):
+    records = conversations()
+    jobs, outcome = run(records, config("cluster.replicas=2", *flags))
+    assert {job.replica for job in jobs} == {"replica-0", "replica-1"}
+    assert sum(job.reused for job in jobs) > 0.5 * sum(job.record.input_tokens for job in jobs)
+    for job in jobs:
+        assert job.arrival <= job.started < job.first <= job.finished <= outcome.end
+    assert outcome.slots.value == 0
+    assert outcomes(jobs) == outcomes(run(records, config("cluster.replicas=2", *flags), fast_forward=False)[0])
+    one, _ = run(records, config(*flags))
+    assert sum(job.finished for job in jobs) < sum(job.finished for job in one)
+
+
+@given(logs(policies=["full"]), st.sampled_from([(), TIGHT, ("cluster.replicas=2", *TIGHT)]), st.booleans())
+def test_fast_forward_equals_stepping(records, flags, roofs):
+    settings, cost = config(MIXED, *flags), uniform(TWO_ROOFS) if roofs else EXACT
+    (fast, fast_outcome), (slow, slow_outcome) = (
+        run(records, settings, cost=cost, fast_forward=forward) for forward in (True, False)
+    )
+    assert outcomes(fast) == outcomes(slow)
+    assert (fast_outcome.slots.peak, fast_outcome.end) == (slow_outcome.slots.peak, slow_outcome.end)
+    assert [job.num_preemptions for job in fast] == [job.num_preemptions for job in slow]
+    for job in fast:
+        fits = job.record.input_tokens + max(1, job.record.output_tokens) - 1 <= 128 or TIGHT[0] not in flags
+        assert bool(job.replica) == fits
+
+
+def test_a_calibrated_server_is_the_replica_of_a_cluster_of_one():
+    records = conversations()
+    jobs, _ = run(records, config(MIXED, "prefix_cache.enabled=false", *TIGHT[:2]))
+    served = [ServedRequest(r.arrival - records[0].arrival, r.input_tokens, r.output_tokens) for r in records]
+    served = [one for one, job in zip(served, jobs, strict=True) if job.replica]
+    Server(EXACT, Limits(4, 16, kv_tokens=128)).serve(served)
+    found = [(job.started, job.first, job.finished, job.num_preemptions) for job in jobs if job.replica]
+    expected = [(one.scheduled, one.first, one.finished, one.num_preemptions) for one in served]
+    assert [times[1:] for times in found] == [times[1:] for times in expected]
+    assert sum(one.num_preemptions for one in served) > 0
+    # A request that was preempted before its first token counts as started when it began for good.
+    assert all(ours >= theirs for (ours, *_), (theirs, *_) in zip(found, expected, strict=True))
+
+
+def test_decoding_goes_on_beside_a_long_prompt_only_if_mixed():
+    """Prefill first computes a chunk and then decodes; mixed does both in one step, of which a prompt takes fewer."""
+    records = [record(0.0, [1] * 8, 40, name="short"), record(0.25, [2] * 64, 2, name="long")]
+    first, mixed = (run(records, config(*flags), cost=StepCost(2**-4, 0.0, 0.0))[0] for flags in ((), (MIXED,)))
+    assert mixed[1].first - mixed[1].started < first[1].first - first[1].started
+    assert mixed[0].finished < first[0].finished
+
+
+def test_requests_of_a_replica_that_dies_go_on_elsewhere():
+    records = conversations()
+    flags = ("cluster.replicas=2", "simulator.failures=[{at: 0.5, replica: 0}]", *TIGHT[1:])
+    jobs, _ = run(records, config(MIXED, *flags, "gateway.retry_seconds=0.125"))
+    assert all(job.replica for job in jobs)
+    assert sum(job.retries + job.resumptions for job in jobs) > 0
+
+
+def test_what_vllm_does_not_do_is_refused():
+    with pytest.raises(BatchingError, match=r"keeps the whole cache.*request r has snapkv.*choose the policy full"):
+        run([record(0.0, [1] * 40, 5, policy="snapkv@6", name="r")], config(MIXED))
+    with pytest.raises(BatchingError, match=r"engine.prefill_chunk \(8\).*must be at least engine.max_slots \(9\)"):
+        run([record(0.0, [1] * 40)], config(MIXED, "engine.max_slots=9"))
+
+
+def test_prefill_first_gives_what_it_always_gave():
+    records = [replace(one, policy=("full", "snapkv@0.3")[n % 2]) for n, one in enumerate(conversations(120))]
+    jobs, _ = run(records, config("cluster.replicas=2", "engine.kv_bytes=3000"))
+    assert (sum(job.first for job in jobs), sum(job.finished for job in jobs)) == PREFILL_FIRST
+    assert sum(job.reused for job in jobs) == REUSED
+
+
+def test_a_server_gives_what_it_always_gave():
+    served = [ServedRequest(r.arrival, min(64, r.input_tokens), r.output_tokens) for r in conversations(120)]
+    Server(EXACT, Limits(8, 24, kv_tokens=256)).serve(served)
+    sums = sum(one.first for one in served), sum(one.finished for one in served), served[-1].work_finished
+    assert (*sums, sum(one.num_preemptions for one in served)) == SERVER

@@ -1,0 +1,111 @@
+"""How an engine forms its batches: the interface, and what every way of forming them shares.
+
+A formation is a state machine in virtual time. Its owner puts requests into `waiting` and tells `arrived`; the
+formation asks by `wake` for the time at which the steps that it began are over, and goes on when `resume` is called
+with that time. An arrival may make that time earlier: a run of many steps ends with the first step that it joins.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from warmkv.simulator.engine.batch import DecodeBatch
+from warmkv.simulator.steps.costs import Line, run_seconds, steps_until
+
+
+class EngineRequest(Protocol):
+    """A request as an engine sees it."""
+
+    prompt: int  # tokens
+    output: int  # tokens to draw
+    computed: int  # tokens that have KV; not kept up to date while the request decodes
+
+
+Request = TypeVar("Request", bound=EngineRequest)
+Item = TypeVar("Item", covariant=True)
+Told = TypeVar("Told", bound=EngineRequest, contravariant=True)
+
+
+class Waiting(Protocol[Item]):
+    """A queue of requests, such as `policies.fair_queue.FairQueue`."""
+
+    def __len__(self) -> int: ...
+    def peek(self) -> Item: ...
+    def pop(self) -> Item: ...
+
+
+class Owner(Protocol[Told]):
+    """Who has the engine: prefix cache and accounts are the owner's."""
+
+    def begin(self, request: Told, now: float) -> float:
+        """Set `computed` of a request that is admitted to the tokens whose KV is there; the seconds to read them."""
+        ...
+
+    def prompt_computed(self, request: Told, now: float) -> None:
+        """The prompt has its KV, and the request its next token."""
+        ...
+
+    def preempted(self, request: Told, now: float) -> None:
+        """The request lost its KV and waits again; it will begin once more."""
+        ...
+
+    def end(self, request: Told, now: float) -> None:
+        """The request has all its tokens."""
+        ...
+
+
+class BatchFormation(ABC, Generic[Request]):
+    """Forms the batches of one engine. `fast_forward=False` takes every decode step by itself, with equal results."""
+
+    def __init__(
+        self, owner: Owner[Request], waiting: Waiting[Request], wake: Callable[[float], object], fast_forward: bool
+    ) -> None:
+        self._owner, self._waiting, self._wake, self._fast_forward = owner, waiting, wake, fast_forward
+        self.batch: DecodeBatch[Request] = DecodeBatch()
+        self._idle = True
+        self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
+        self._run_lines: Sequence[Line] = ()
+        life = self._steps()
+        next(life)
+        self.resume = life.send
+
+    @abstractmethod
+    def _steps(self) -> Generator[None, float, None]:
+        """Begin and end steps; at every `yield` it waits for the time that it asked for, or idle for a request."""
+
+    @property
+    @abstractmethod
+    def running(self) -> list[Request]:
+        """Requests that are admitted and have not ended."""
+
+    @property
+    @abstractmethod
+    def free_slots(self) -> int:
+        """How many requests more could run."""
+
+    @abstractmethod
+    def ever_fits(self, request: Request) -> bool:
+        """Return True if the engine could serve a request by itself."""
+
+    @abstractmethod
+    def _joins(self, request: Request) -> bool:
+        """Return True if a request that arrives during a run of decode steps may end it."""
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Notice a request that has just been put into `waiting`."""
+        if self._idle:
+            self._idle = False
+            self._wake(now)
+        elif self._run_steps and self._joins(request):
+            steps = steps_until(self._run_lines, self._run_since, now, self._run_steps)
+            if steps < self._run_steps:
+                self._run_steps = steps
+                self._wake(max(now, self._run_since + run_seconds(self._run_lines, steps)))
+
+    def _run(self, now: float, steps: int) -> None:
+        """Begin a run of decode steps alone, which `_run_steps` counts: fewer, if a request joins."""
+        lines = self._run_lines = self.batch.lines()
+        self._run_since, self._run_steps = now, steps
+        self._wake(now + run_seconds(lines, steps))

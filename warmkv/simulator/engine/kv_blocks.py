@@ -1,0 +1,69 @@
+"""KV blocks of a running batch, which its sequences take as they grow."""
+
+from __future__ import annotations
+
+BLOCK = 16  # tokens, as in vLLM
+
+
+class KVBlocks:
+    """So many blocks of `size` tokens."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self._all, self._size, self.free = blocks, size, blocks
+        self._at = 0  # decode steps taken so far, modulo `size`
+        self._growing = 0  # sequences that decode
+        self._phases = [0] * size  # of them, those that need a new block in the step of that number, modulo `size`
+
+    def fit(self, tokens: int) -> bool:
+        """Return True if there are blocks for so many tokens."""
+        return self._of(tokens) <= self.free
+
+    def ever_fit(self, tokens: int) -> bool:
+        """Return True if there would be if nothing ran."""
+        return self._of(tokens) <= self._all
+
+    def take(self, start: int, end: int) -> bool:
+        """Extend a sequence from `start` to `end` tokens; False, and nothing taken, if there are no blocks for them."""
+        blocks = self._of(end) - self._of(start)
+        if blocks > self.free:
+            return False
+        self.free -= blocks
+        return True
+
+    def give_back(self, tokens: int) -> None:
+        self.free += self._of(tokens)
+
+    def join(self, tokens: int) -> None:
+        """Let a sequence of so many tokens take one more in every step."""
+        self._growing += 1
+        self._phases[(self._at - tokens) % self._size] += 1
+
+    def leave(self, tokens: int) -> None:
+        """Let a sequence of so many tokens grow no more."""
+        self._growing -= 1
+        self._phases[(self._at - tokens) % self._size] -= 1
+
+    def grow(self, steps: int) -> None:
+        """Take the blocks of the next decode steps."""
+        self.free -= self._needed(steps)
+        self._at = (self._at + steps) % self._size
+
+    def steps_that_fit(self, most: int) -> int:
+        """Return the largest number of decode steps, up to `most`, for which there are blocks."""
+        if self._needed(most) <= self.free:
+            return most
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._needed(middle) <= self.free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _of(self, tokens: int) -> int:
+        return -(-tokens // self._size)
+
+    def _needed(self, steps: int) -> int:
+        rounds, rest = divmod(steps, self._size)
+        return rounds * self._growing + sum(self._phases[(self._at + step) % self._size] for step in range(rest))

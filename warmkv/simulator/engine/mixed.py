@@ -1,0 +1,242 @@
+"""A mixed token budget, as vLLM schedules: every step decodes one token of each running sequence and fills the rest of
+`max_num_batched_tokens` with prompts, first come, first served.
+
+Sequences take KV in blocks as they grow. Where a step finds no free block, the sequence that was admitted last gives
+its blocks back, waits at the head of the queue and computes its tokens anew (preemption by recompute). Nothing is
+compressed: a sequence keeps the KV of all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from warmkv.faults import UserError
+from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
+from warmkv.simulator.engine.kv_blocks import BLOCK, KVBlocks
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, batch_seconds
+
+
+class BatchingError(UserError):
+    """Limits, or a request under them, with which no server could run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server may do in a step and hold at a time. Raises BatchingError for limits under which nothing runs."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    kv_tokens: int | None = None  # None: never short of memory
+    kv_block: int = BLOCK  # tokens
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.kv_block < 1:
+            raise BatchingError("max_num_seqs and kv_block must be at least 1")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise BatchingError(
+                f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every sequence takes a token of a step"
+            )
+        if self.kv_tokens is not None and self.kv_tokens < self.kv_block:
+            raise BatchingError(f"kv_tokens ({self.kv_tokens}) must hold a block of {self.kv_block}")
+
+    @property
+    def blocks(self) -> int | None:
+        return None if self.kv_tokens is None else self.kv_tokens // self.kv_block
+
+
+class MixedRequest(EngineRequest, Protocol):
+    num_output_tokens: int  # not kept up to date while it decodes
+    num_preemptions: int
+
+
+Request = TypeVar("Request", bound=MixedRequest)
+Item = TypeVar("Item")
+Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepCost` charges for
+
+
+class FirstCome(deque[Item]):
+    """A queue of requests as `FairQueue` is one, but first come, first served whoever they are of."""
+
+    def push(self, item: Item, tenant: str = "", work: float = 0.0) -> None:
+        self.append(item)
+
+    def peek(self) -> Item:
+        return self[0]
+
+    def pop(self) -> Item:  # type: ignore[override]
+        return self.popleft()
+
+
+class MixedBudget(BatchFormation[Request]):
+    """A server whose sequences all take the same step times."""
+
+    def __init__(
+        self,
+        owner: Owner[Request],
+        waiting: FirstCome[Request],
+        wake: Callable[[float], object],
+        fast_forward: bool,
+        *,
+        limits: Limits,
+        costs: PhaseCosts,
+    ) -> None:
+        super().__init__(owner, waiting, wake, fast_forward)
+        self._queue, self._limits, self._costs = waiting, limits, costs
+        cost = costs.decode
+        self._linear = cost if costs.prefill == cost and isinstance(cost, StepCost) and not (cost.d or cost.e) else None
+        self._load = self.batch.load_of(cost)
+        self._blocks = None if limits.blocks is None else KVBlocks(limits.blocks, limits.kv_block)
+        self._running: dict[Request, None] = {}  # in the order of admission
+        self._prefilling: Request | None = None  # at most one: a prompt is cut only where it used up a step's budget
+        self._computed: list[Request] = []  # whose last prompt tokens are in the step that runs now
+        self._step = 0, 0  # tokens and context of the step that runs now
+        self.work: Work = (0, 0, 0)  # done so far
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self._running)
+
+    @property
+    def free_slots(self) -> int:
+        return self._limits.max_num_seqs - len(self._running)
+
+    @property
+    def work_ahead(self) -> Work:
+        """Return the work that is done when the steps that run now are over."""
+        steps, tokens, read = self.work
+        if count := self._run_steps:
+            batch = self.batch.size
+            more = batch * (count * (count + 1) // 2)
+            return steps + count, tokens + count * batch, read + count * self._load.context + more
+        return (steps + 1, tokens + self._step[0], read + self._step[1]) if self._running else self.work
+
+    def ever_fits(self, request: Request) -> bool:
+        return self._blocks is None or self._blocks.ever_fit(request.prompt + max(1, request.output) - 1)
+
+    def _joins(self, request: Request) -> bool:
+        return True
+
+    def _steps(self) -> Generator[None, float, None]:
+        now = yield
+        batch, blocks, queue = self.batch, self._blocks, self._queue
+        while True:
+            if batch.size and self._fast_forward and self._prefilling is None and not (queue and self._admissible()):
+                steps = batch.unchanged() if blocks is None else blocks.steps_that_fit(batch.unchanged())
+                if steps > 1:
+                    self._run(now, steps)
+                    now = yield
+                    self.work, steps, self._run_steps = self.work_ahead, self._run_steps, 0
+                    if blocks is not None:
+                        blocks.grow(steps)
+                    self._end_decoded(steps, now)
+                    continue
+            if self._running or queue:
+                self._wake(now + self._begin_step(now))
+                now = yield
+                self.work = self.work_ahead
+                self._end_decoded(1, now)
+                self._draw_first(now)
+            else:
+                self._idle = True
+                now = yield
+
+    def _begin_step(self, now: float) -> float:
+        """Choose what the next step computes; its seconds."""
+        batch, blocks, preempted = self.batch, self._blocks, False
+        if blocks is not None:
+            while not blocks.steps_that_fit(1):
+                self._preempt_last(blocks, now)
+                preempted = True
+            blocks.grow(1)
+        budget, reading = self._limits.max_batched_tokens - batch.size, 0.0
+        chunks: list[tuple[int, int]] = []  # of prompts: tokens, and context up to their end
+        if self._prefilling is not None:
+            chunk = self._compute(self._prefilling, budget, chunks)
+            budget -= chunk
+            if not chunk and blocks is not None:
+                self._preempt_last(blocks, now)
+                preempted = True
+        while self._queue and budget > 0 and not preempted and self._prefilling is None and self._admissible():
+            request = self._queue.pop()
+            self._running[request] = None
+            reading += self._owner.begin(request, now)
+            if blocks is not None:
+                blocks.take(0, request.computed)
+            budget -= self._compute(request, budget, chunks)
+
+        tokens, context = batch.size, self._load.context + batch.size
+        loads = [(self._costs.decode, tokens, context)] if tokens else []
+        for chunk, end in chunks:
+            tokens, context = tokens + chunk, context + end
+        self._step = tokens, context
+        if self._linear is not None:
+            return reading + self._linear.seconds(tokens, context)
+        return reading + batch_seconds([*loads, *((self._costs.prefill, chunk, end) for chunk, end in chunks)])
+
+    def _admissible(self) -> bool:
+        """Return True if the request that is next may begin."""
+        if len(self._running) >= self._limits.max_num_seqs:
+            return False
+        request = self._queue[0]
+        return self._blocks is None or self._blocks.fit(request.prompt + request.num_output_tokens)
+
+    def _compute(self, request: Request, budget: int, chunks: list[tuple[int, int]]) -> int:
+        """Compute as much of a request as the budget allows; the tokens, or 0 if there are no blocks for them."""
+        target = request.prompt + request.num_output_tokens
+        chunk = min(budget, target - request.computed)
+        if self._blocks is not None and not self._blocks.take(request.computed, request.computed + chunk):
+            return 0
+        request.computed += chunk
+        chunks.append((chunk, request.computed))
+        if request.computed == target:
+            self._computed.append(request)
+            self._prefilling = None
+        else:
+            self._prefilling = request
+        return chunk
+
+    def _draw_first(self, now: float) -> None:
+        """Draw the token that comes with the end of a prompt, or of a recomputation."""
+        computed, self._computed = self._computed, []
+        for request in computed:
+            self._owner.prompt_computed(request, now)
+            request.num_output_tokens += 1
+            held, left = request.computed, request.output - request.num_output_tokens
+            if left > 0:
+                if self._blocks is not None:
+                    self._blocks.join(held)
+                self.batch.join(request, self._load, held, held + left, left)
+            else:
+                self._end(request, now)
+
+    def _end_decoded(self, steps: int, now: float) -> None:
+        for request in self.batch.advance(steps):
+            request.num_output_tokens = request.output
+            request.computed = request.prompt + request.output - 1  # the last token drawn has no KV
+            if self._blocks is not None:
+                self._blocks.leave(request.computed)
+            self._end(request, now)
+
+    def _end(self, request: Request, now: float) -> None:
+        del self._running[request]
+        if self._blocks is not None:
+            self._blocks.give_back(request.computed)
+        self._owner.end(request, now)
+
+    def _preempt_last(self, blocks: KVBlocks, now: float) -> None:
+        request, _ = self._running.popitem()
+        if request is self._prefilling:
+            self._prefilling = None
+        else:
+            request.num_output_tokens = request.output - self.batch.remove(request)
+            request.computed = request.prompt + request.num_output_tokens - 1
+            blocks.leave(request.computed)
+        blocks.give_back(request.computed)
+        request.computed = 0
+        request.num_preemptions += 1
+        self._queue.appendleft(request)
+        self._owner.preempted(request, now)
