@@ -138,7 +138,7 @@ def test_a_cached_prefix_never_changes_the_answer(server, policy):
 @pytest.mark.parametrize(
     "policy",
     [
-        *(name if name in ("fastgen", "auto") else f"{name}@0.2" for name in METHODS if name != "full"),
+        *(f"{name}@0.2" if method.has_budget else name for name, method in METHODS.items()),
         *("snapkv@128+ring+kivi4", "h2o@0.3+turbo3+protect", "full+fp8", "snapkv@0.2+shots"),
     ],
 )

@@ -19,11 +19,11 @@ from tests.unit.replicas.slow_methods import (
     SlowCache,
     attend,
     kept,
-    last_query_average,
     received,
     reserved,
     resolve,
 )
+from tests.unit.replicas.slow_methods.tova import last_query_average
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import PolicySpec
 

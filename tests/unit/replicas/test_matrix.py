@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.replicas import slow_methods
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.test_engine import prompt
@@ -15,35 +16,13 @@ from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 
 POLICIES = [
-    "window@20",
-    "streaming_llm@20",
-    "streaming_llm@0.3:sinks=2",
-    "h2o@20",
-    "h2o@0.4+append",
-    "h2o@16:heavy=0.75",
-    "snapkv@20:window=6",
-    "snapkv@16+ring:window=4",
-    "snapkv@16+argmin:window=4",
-    "pyramidkv@16:window=4",
-    "pyramidkv@16+ring:window=4,sinks=1",
-    "adakv@16:window=4",
-    "adakv@16+argmin:window=4",
-    "tova@16",
-    "tova@16+append",
-    "tova@16+ring",
-    "tova@16:per_head=true",
-    "knorm@16",
-    "keydiff@0.3+argmin",
-    "expected_attention@18:window=12",
-    "fastgen:recovery=0.6",
-    "cake@14:window=4",
+    *slow_methods.cases("SERVED"),
     "cake@20+protect+ring:window=4",
     "h2o@20:heavy=0.25,protect=0.4",
     "tova@20:protect=0.3",
     "keydiff@20+argmin:protect=0.4",
     "snapkv@110+ring+kivi4:window=6,protect=0.2",
     "h2o@120+protect+kivi4",
-    "adaptive@0.8:window=4,target=0.6",
     "snapkv@16+shots+protect:window=4",
     "full+fp8",
     "full+turbo4",

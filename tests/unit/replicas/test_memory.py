@@ -136,9 +136,11 @@ class Peak(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("full", "auto")])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.has_budget or method.follows_content]
+)
 def test_no_rule_takes_more_than_the_full_cache_beside_it_at_32k_tokens(name):
-    spec = PolicySpec(name=name) if name == "fastgen" else PolicySpec(name=name, budget=0.1)
+    spec = PolicySpec(name=name, budget=0.1 if METHODS[name].has_budget else 1.0)
     layers, kv_heads, group, head_dim, tokens, chunk = 6, 2, 4, 32, 32_768, 64
     random = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(layers, kv_heads, tokens, head_dim, generator=random) for _ in range(2))

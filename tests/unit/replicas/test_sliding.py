@@ -161,7 +161,7 @@ class SlidingReference(Reference):
         inside = sum(slow_methods.received(seen, head, seen.tokens)) / (seen.group * seen.tokens)
         assert spec.recovery is not None
         part = spec.model_copy(update={"recovery": spec.recovery * inside})
-        return slow_methods.fastgen(part, seen, head, set(), set())
+        return slow_methods.definition("fastgen").kept_by_head(part, seen, head, set(), set())
 
     def sliding_cache(
         self, spec: PolicySpec, seen: WindowView, unrotated: Tensor, head: int, positions: list[int]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.replicas.slow_methods import rotation
+from tests.unit.replicas.slow_methods.expected_attention import rotation
 from warmkv.policies.budgets import in_force, kept_tokens, slot_limit
 from warmkv.policies.compression import build
 from warmkv.policies.compression.prefill_state import PrefillState, add_column_sums

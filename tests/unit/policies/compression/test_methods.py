@@ -16,47 +16,12 @@ from warmkv.policies.compression.methods.adakv import safeguarded
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.compression.shotkv import best_units
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.policy_spec import PolicySpec
+from warmkv.policy_spec import METHODS, PolicySpec
 
 LAYERS, HEAD_DIM = 3, 8
 INV_FREQ = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
 SPECS = [
-    "full",
-    "window@9",
-    "window@0.4",
-    "streaming_llm@9",
-    "streaming_llm@0.3:sinks=2",
-    "h2o@12",
-    "h2o@0.3",
-    "h2o@12:heavy=0.25",
-    "snapkv@12:window=5",
-    "snapkv@0.5:window=4,kernel=3,pooling=max",
-    "snapkv@40",
-    "pyramidkv@14:window=4,beta=3",
-    "pyramidkv@0.5:window=4",
-    "pyramidkv@0.8:window=4",
-    "adakv@14:window=4",
-    "adakv@0.3:window=3,floor=0.5,kernel=1",
-    "adakv@12:window=3,floor=0",
-    "adakv@0.3:window=3,floor=1",
-    "tova@10",
-    "tova@10:per_head=true",
-    "knorm@10",
-    "keydiff@0.3",
-    "expected_attention@12:window=16,horizon=32",
-    "expected_attention@0.4:sinks=2",
-    "rocketkv@8:window=4,kernel=5",
-    "rocketkv@0.1:window=2,kernel=3",
-    "fastgen",
-    "fastgen:recovery=0.7",
-    "fastgen:recovery=0.3",
-    "cake@14:window=4",
-    "cake@0.4:window=3,gamma=5",
-    "cake@14:window=4,tau1=0.5,tau2=2",
-    "adaptive@0.6:window=4,target=0.7",
-    "adaptive:window=4,target=0.6",
-    "adaptive@40:window=4,target=0.6",
-    "adaptive@0.9:window=3,target=0.5,least=0.1",
+    *slow_methods.cases("KEPT"),
     "snapkv@20+protect:window=4",
     "h2o@20+protect",
     "knorm@0.3:protect=0.3",
@@ -116,6 +81,11 @@ def positions(selections: Any) -> list[list[list[int]]]:
     return [[[p for p in head if p >= 0] for head in selection.positions.tolist()] for selection in selections]
 
 
+def test_every_method_has_a_slow_definition():
+    assert set(slow_methods.NAMES) == {name for name, method in METHODS.items() if not method.delegates}
+    assert all(slow_methods.definition(name).KEPT for name in slow_methods.NAMES)
+
+
 @pytest.mark.parametrize("text", SPECS)
 @settings(max_examples=12)
 @given(
@@ -142,7 +112,7 @@ def test_budgets_hold(text, seed, tokens):
     counts = [[len(head) for head in layer] for layer in positions(build(spec).select(prompt))]
     total, allowed = sum(map(sum, counts)), 2 * LAYERS * budgets.kept_tokens(spec, tokens)
     assert total <= allowed
-    if spec.name not in ("fastgen", "adaptive", "pyramidkv"):
+    if spec.name not in ("fastgen", "adaptive", "pyramidkv"):  # which may keep less
         assert total == allowed
     if not budgets.follows_content(spec, tokens):
         assert counts == [[kept, kept] for kept in budgets.layer_budgets(spec, tokens, LAYERS)]
