@@ -45,7 +45,7 @@ def race(blocks: int, repeats: int, results: Results, say: Callable[[str], None]
     cache = _cache("lru", blocks)
     for hashes in few:
         _store(cache, hashes)
-    held = len(cache.tiers.ledgers[0])
+    held = len(cache.tiers.indexes[0])
     results.add("index_bytes_per_block", tracemalloc.get_traced_memory()[0] / held)
     tracemalloc.stop()
 

@@ -1,6 +1,6 @@
 """How long prefix blocks live and which goes first. The replica's block store and the simulator run this same code.
 
-A ledger knows the keys, sizes and times of one tier, not tensors. Time is an argument of every call: seconds on any
+An index knows the keys, sizes and times of one tier, not tensors. Time is an argument of every call: seconds on any
 clock that never goes back.
 """
 

@@ -93,50 +93,50 @@ def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[i
 
 
 class Tiers:
-    """The ledgers of one replica's tiers, fastest first, and what moves between them. Not thread-safe."""
+    """The indexes of one replica's tiers, fastest first, and what moves between them. Not thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], share: float = 0.0) -> None:
         self.tiers = list(tiers)
-        self.ledgers = [TierIndex(tier.capacity, tier.order, weigh=tier.weigh, share=share) for tier in tiers]
+        self.indexes = [TierIndex(tier.capacity, tier.order, weigh=tier.weigh, share=share) for tier in tiers]
 
     @property
     def next_deadline(self) -> float:
-        return min(ledger.next_deadline for ledger in self.ledgers)
+        return min(index.next_deadline for index in self.indexes)
 
     def __contains__(self, key: bytes) -> bool:
-        return any(key in ledger for ledger in self.ledgers)
+        return any(key in index for index in self.indexes)
 
     def fastest(self, key: bytes) -> str | None:
         """Return the fastest tier that has a key; None if none has it."""
-        for tier, ledger in zip(self.tiers, self.ledgers, strict=True):
-            if key in ledger:
+        for tier, index in zip(self.tiers, self.indexes, strict=True):
+            if key in index:
                 return tier.name
         return None
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
         """Leading keys of a chain that are held and alive in some tier."""
-        return max(ledger.match(chain, now) for ledger in self.ledgers)
+        return max(index.match(chain, now) for index in self.indexes)
 
     def has_mark(self, key: bytes, now: float) -> bool:
-        return any(ledger.has_mark(key, now) for ledger in self.ledgers)
+        return any(index.has_mark(key, now) for index in self.indexes)
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
         """Refresh a chain in every tier that holds it or its beginning."""
-        for ledger in self.ledgers:
-            ledger.touch([key for key in chain if key in ledger], now)
+        for index in self.indexes:
+            index.touch([key for key in chain if key in index], now)
 
     def mark(self, key: bytes, ttl: float, now: float) -> None:
-        for ledger in self.ledgers:
-            if key in ledger:
-                ledger.mark(key, ttl, now)
+        for index in self.indexes:
+            if key in index:
+                index.mark(key, ttl, now)
 
     def pin(self, chain: Sequence[bytes]) -> list[list[Entry]]:
         """Keep a chain in all tiers until `unpin` of what is returned."""
-        return [ledger.pin([key for key in chain if key in ledger]) for ledger in self.ledgers]
+        return [index.pin([key for key in chain if key in index]) for index in self.indexes]
 
     def unpin(self, held: Sequence[Sequence[Entry]]) -> None:
-        for ledger, entries in zip(self.ledgers, held, strict=True):
-            ledger.unpin(entries)
+        for index, entries in zip(self.indexes, held, strict=True):
+            index.unpin(entries)
 
     def store(
         self,
@@ -148,46 +148,46 @@ class Tiers:
         tenant: str,
     ) -> Iterator[Step]:
         """Keep a computed chain in the first tier, and in the next one as well if not all of it fits there."""
-        for tier, ledger in enumerate(self.ledgers):
-            admission = ledger.store(chain, sizes, ttl, now, tokens=tokens, tenant=tenant)
+        for tier, index in enumerate(self.indexes):
+            admission = index.store(chain, sizes, ttl, now, tokens=tokens, tenant=tenant)
             for key in admission.stored:
-                for other in self.ledgers:
-                    if other is not ledger and key in other and (entry := other.entry(key)) is not None:
-                        ledger.inherit(key, entry)
+                for other in self.indexes:
+                    if other is not index and key in other and (entry := other.entry(key)) is not None:
+                        index.inherit(key, entry)
             yield from self._apply(tier, admission, now)
-            if all(key in ledger for key in chain):
+            if all(key in index for key in chain):
                 break
-        for ledger in self.ledgers:  # a chain that lives longer now does so wherever it is
-            ledger.prolong(chain, ttl, now)
+        for index in self.indexes:  # a chain that lives longer now does so wherever it is
+            index.prolong(chain, ttl, now)
 
     def adopt(self, path: Sequence[Entry], now: float) -> Iterator[Step]:
         """Keep a chain that another replica has, with what is left of its lives there; where, as `store` says."""
-        for tier, ledger in enumerate(self.ledgers):
-            yield from self._apply(tier, ledger.adopt(path, now), now)
-            if all(entry.key in ledger for entry in path):
+        for tier, index in enumerate(self.indexes):
+            yield from self._apply(tier, index.adopt(path, now), now)
+            if all(entry.key in index for entry in path):
                 break
 
     def promote(self, chain: Sequence[bytes], now: float) -> Iterator[Step]:
         """Keep in the first tier what was found further down."""
         found = [self._lowest(key) for key in chain[: self.match(chain, now)]]
         entries = [entry for entry in found if entry is not None]
-        if not all(entry.key in self.ledgers[0] for entry in entries):
-            yield from self._apply(0, self.ledgers[0].adopt(entries, now), now)
+        if not all(entry.key in self.indexes[0] for entry in entries):
+            yield from self._apply(0, self.indexes[0].adopt(entries, now), now)
 
     def expire(self, now: float) -> Iterator[Step]:
-        for tier, ledger in enumerate(self.ledgers):
-            yield from self._gone(tier, StoreOutcome(expired=ledger.expire(now)), now)
+        for tier, index in enumerate(self.indexes):
+            yield from self._gone(tier, StoreOutcome(expired=index.expire(now)), now)
 
     def drop(self, keys: Sequence[bytes]) -> Iterator[Step]:
         """Remove keys from every tier at once, readers or not."""
-        for tier, ledger in enumerate(self.ledgers):
+        for tier, index in enumerate(self.indexes):
             for key in keys:
-                if key in ledger:
-                    ledger.lose(key)
+                if key in index:
+                    index.lose(key)
                     yield Left(key, tier)
 
     def _lowest(self, key: bytes) -> Entry | None:
-        return next((ledger.entry(key) for ledger in reversed(self.ledgers) if key in ledger), None)
+        return next((index.entry(key) for index in reversed(self.indexes) if key in index), None)
 
     def _apply(self, tier: int, admission: StoreOutcome, now: float) -> Iterator[Step]:
         yield from self._gone(tier, admission, now)
@@ -202,7 +202,7 @@ class Tiers:
         for entry in admission.evicted:
             if entry.expires_at == LOST:
                 continue
-            if tier + 1 < len(self.ledgers) and entry.key not in self.ledgers[tier + 1]:
+            if tier + 1 < len(self.indexes) and entry.key not in self.indexes[tier + 1]:
                 yield from self._demote(tier, entry.path(), admission, now)
             yield Left(entry.key, tier)
 
@@ -210,7 +210,7 @@ class Tiers:
         """Copy a chain to the next tier, if all of it is there: a block may be lost, or only just come back."""
         if any(entry.expires_at == LOST or entry.key in admission.stored for entry in path):
             return
-        below = self.ledgers[tier + 1].adopt(path, now)
+        below = self.indexes[tier + 1].adopt(path, now)
         yield from self._gone(tier + 1, below, now)
         for key in below.stored:
             yield Copied(key, tier, tier + 1)

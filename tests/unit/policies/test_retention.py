@@ -25,7 +25,7 @@ def size_of(key):
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """The ledger beside a dictionary, with every rule written out the slow way.
+    """The index beside a dictionary, with every rule written out the slow way.
 
     A model entry is [expires_at, ttl, mark_expires_at, mark_ttl, reads, used, floor].
     """
@@ -33,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(0, 25), order=st.sampled_from(sorted(ORDERS)))
     def start(self, capacity, order):
         self.order = ORDERS[order]
-        self.ledger, self.capacity, self.now = TierIndex(capacity, self.order), capacity, 0.0
+        self.index, self.capacity, self.now = TierIndex(capacity, self.order), capacity, 0.0
         self.model = {}
         self.pinned = []
         self.ticks, self.floor = 0, 0.0
@@ -84,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self):
-        assert sorted(entry.key for entry in self.ledger.expire(self.now)) == sorted(self.sweep())
+        assert sorted(entry.key for entry in self.index.expire(self.now)) == sorted(self.sweep())
 
     @rule(path=PATHS, ttl=TTLS)
     def store(self, path, ttl):
@@ -94,7 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for key in keys[:present]:
             self.model[key][1] = max(self.model[key][1], ttl)
             self.model[key][0] = max(self.model[key][0], self.now + ttl)
-        admission = self.ledger.store(keys, [size_of(key) for key in keys], ttl, self.now)
+        admission = self.index.store(keys, [size_of(key) for key in keys], ttl, self.now)
 
         gone = [entry.key for entry in admission.evicted]
         for victim in gone:  # each was an end that nobody read; under lru, the least recent one
@@ -124,9 +124,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def read(self, path):
-        count = self.ledger.match(chain(path), self.now)
+        count = self.index.match(chain(path), self.now)
         assert count == self.matched(path)
-        self.ledger.touch(chain(path)[:count], self.now)
+        self.index.touch(chain(path)[:count], self.now)
         self.use(chain(path)[:count], read=True)
 
     @rule(path=PATHS, ttl=st.sampled_from([1.0, 4.0]))
@@ -134,21 +134,21 @@ class LedgerMachine(RuleBasedStateMachine):
         key = bytes(path)
         if self.matched(path) < len(path):
             return
-        self.ledger.mark(key, ttl, self.now)
+        self.index.mark(key, ttl, self.now)
         entry = self.model[key]
         entry[3] = max(ttl, entry[3] if entry[2] > self.now else 0.0)
         entry[2] = max(entry[2], self.now + entry[3])
 
     @rule(path=PATHS)
     def pin(self, path):
-        keys = chain(path)[: self.ledger.match(chain(path), self.now)]
-        self.pinned.append((keys, self.ledger.pin(keys)))
+        keys = chain(path)[: self.index.match(chain(path), self.now)]
+        self.pinned.append((keys, self.index.pin(keys)))
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data):
         _, held = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
-        self.ledger.unpin(held)
+        self.index.unpin(held)
 
     @rule(path=PATHS)
     def lose_a_whole_branch(self, path):
@@ -156,27 +156,27 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(self.pins(key) for key in branch):
             return
         for key in branch:
-            self.ledger.lose(key)
+            self.index.lose(key)
             del self.model[key]
 
     @invariant()
     def agrees(self):
-        assert set(self.ledger) == set(self.model)
-        assert list(self.ledger) == sorted(self.model, key=lambda key: self.model[key][5])
-        assert self.ledger.bytes == self.used() <= self.capacity
+        assert set(self.index) == set(self.model)
+        assert list(self.index) == sorted(self.model, key=lambda key: self.model[key][5])
+        assert self.index.bytes == self.used() <= self.capacity
         for key, entry in self.model.items():
-            assert self.ledger.has_mark(key, self.now) == (entry[2] > self.now)
-            assert self.ledger.entry(key).end == len(key)
-            assert self.ledger.entry(key).reads == entry[4]
+            assert self.index.has_mark(key, self.now) == (entry[2] > self.now)
+            assert self.index.entry(key).end == len(key)
+            assert self.index.entry(key).reads == entry[4]
 
     @invariant()
     def presence_is_prefix_closed(self):
-        assert all(key[:-1] in self.ledger for key in list(self.ledger) if len(key) > 1)
+        assert all(key[:-1] in self.index for key in list(self.index) if len(key) > 1)
 
     @invariant()
     def deadlines_are_early_enough(self):
         unpinned = [entry[0] for key, entry in self.model.items() if not self.pins(key) and not self.has_children(key)]
-        assert self.ledger.next_deadline <= min(unpinned, default=math.inf)
+        assert self.index.next_deadline <= min(unpinned, default=math.inf)
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
@@ -184,47 +184,47 @@ TestLedger = LedgerMachine.TestCase
 
 
 def test_churn_leaves_nothing_behind():
-    ledger = TierIndex(2)
+    index = TierIndex(2)
     for number in range(10_000):
-        ledger.store([b"%d" % (number % 5)], [1], 3600.0, float(number) / 100)
-    assert len(ledger) == 2
-    assert len(ledger._deadlines._heap) <= 2 * len(ledger) + 65
-    assert len(ledger._ends[""]._heap) <= 2 * len(ledger) + 65
+        index.store([b"%d" % (number % 5)], [1], 3600.0, float(number) / 100)
+    assert len(index) == 2
+    assert len(index._deadlines._heap) <= 2 * len(index) + 65
+    assert len(index._ends[""]._heap) <= 2 * len(index) + 65
 
 
 def test_reads_slide_the_lifetime():
-    ledger = TierIndex(10)
-    ledger.store([b"a"], [1], 5.0, 0.0)
+    index = TierIndex(10)
+    index.store([b"a"], [1], 5.0, 0.0)
     for now in (4.0, 8.0, 12.0):
-        assert ledger.match([b"a"], now) == 1
-        ledger.touch([b"a"], now)
-    assert ledger.match([b"a"], 17.0) == 0
-    assert [entry.key for entry in ledger.expire(17.0)] == [b"a"]
+        assert index.match([b"a"], now) == 1
+        index.touch([b"a"], now)
+    assert index.match([b"a"], 17.0) == 0
+    assert [entry.key for entry in index.expire(17.0)] == [b"a"]
 
 
 def test_a_long_mark_keeps_its_blocks_when_short_stores_follow():
-    ledger = TierIndex(10)
-    ledger.store([b"a", b"b"], [1, 1], 3600.0, 0.0)
-    ledger.mark(b"b", 3600.0, 0.0)
-    ledger.store([b"a", b"b", b"c"], [1, 1, 1], 300.0, 10.0)
-    assert [entry.key for entry in ledger.expire(1000.0)] == [b"c"]
-    assert ledger.has_mark(b"b", 1000.0)
+    index = TierIndex(10)
+    index.store([b"a", b"b"], [1, 1], 3600.0, 0.0)
+    index.mark(b"b", 3600.0, 0.0)
+    index.store([b"a", b"b", b"c"], [1, 1, 1], 300.0, 10.0)
+    assert [entry.key for entry in index.expire(1000.0)] == [b"c"]
+    assert index.has_mark(b"b", 1000.0)
 
 
 def test_a_pinned_entry_outlives_its_ttl_and_goes_when_unpinned():
-    ledger = TierIndex(10)
-    ledger.store([b"a"], [1], 5.0, 0.0)
-    held = ledger.pin([b"a"])
-    assert ledger.expire(9.0) == []
-    assert ledger.match([b"a"], 9.0) == 1
-    ledger.unpin(held)
-    assert ledger.match([b"a"], 9.0) == 0
-    assert [entry.key for entry in ledger.expire(9.0)] == [b"a"]
+    index = TierIndex(10)
+    index.store([b"a"], [1], 5.0, 0.0)
+    held = index.pin([b"a"])
+    assert index.expire(9.0) == []
+    assert index.match([b"a"], 9.0) == 1
+    index.unpin(held)
+    assert index.match([b"a"], 9.0) == 0
+    assert [entry.key for entry in index.expire(9.0)] == [b"a"]
 
 
 def test_the_head_of_a_chain_that_is_too_long_is_kept():
-    ledger = TierIndex(3)
-    admission = ledger.store([b"a", b"b", b"c", b"d"], [1] * 4, 5.0, 0.0)
+    index = TierIndex(3)
+    admission = index.store([b"a", b"b", b"c", b"d"], [1] * 4, 5.0, 0.0)
     assert admission.stored == [b"a", b"b", b"c"]
 
 
@@ -234,20 +234,20 @@ def test_marking_what_is_not_there_is_a_key_error():
 
 
 def evicted(order, script):
-    """What goes when one more block comes to a full ledger."""
-    ledger = TierIndex(4, ORDERS[order])
-    script(ledger)
-    return [entry.key for entry in ledger.store([b"new"], [1], 99.0, 50.0).evicted]
+    """What goes when one more block comes to a full index."""
+    index = TierIndex(4, ORDERS[order])
+    script(index)
+    return [entry.key for entry in index.store([b"new"], [1], 99.0, 50.0).evicted]
 
 
-def history(ledger):
+def history(index):
     """A long chain read often, a short one read once and lately, a single block never read."""
-    ledger.store([b"a", b"ab"], [1, 1], 99.0, 0.0)
+    index.store([b"a", b"ab"], [1, 1], 99.0, 0.0)
     for now in (1.0, 2.0, 3.0):
-        ledger.touch([b"a", b"ab"], now)
-    ledger.store([b"c"], [1], 99.0, 4.0)
-    ledger.store([b"d"], [1], 99.0, 5.0)
-    ledger.touch([b"c"], 6.0)
+        index.touch([b"a", b"ab"], now)
+    index.store([b"c"], [1], 99.0, 4.0)
+    index.store([b"d"], [1], 99.0, 5.0)
+    index.touch([b"c"], 6.0)
 
 
 def test_each_order_gives_up_another_block():
@@ -259,99 +259,99 @@ def test_each_order_gives_up_another_block():
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_the_ends_of_chains_by_worth_are_the_reverse_of_their_eviction(order):
-    ledger = TierIndex(5, ORDERS[order])
-    history(ledger)
-    ledger.store([b"x"], [1], 99.0, 7.0)
-    ends = [entry.key for entry in ledger.by_worth()]
+    index = TierIndex(5, ORDERS[order])
+    history(index)
+    index.store([b"x"], [1], 99.0, 7.0)
+    ends = [entry.key for entry in index.by_worth()]
     assert sorted(ends) == [b"ab", b"c", b"d", b"x"]
-    (first,) = ledger.store([b"new"], [1], 99.0, 50.0).evicted
+    (first,) = index.store([b"new"], [1], 99.0, 50.0).evicted
     assert first.key == ends[-1]
-    ledger.lose(b"ab")
-    assert b"ab" not in [entry.key for entry in ledger.by_worth()]
+    index.lose(b"ab")
+    assert b"ab" not in [entry.key for entry in index.by_worth()]
 
 
 def test_what_is_dear_to_compute_stays_longer_by_cost():
-    ledger = TierIndex(200, ORDERS["cost"])
-    ledger.store([b"a", b"ab", b"abc"], [10, 10, 10], 99.0, 0.0, tokens=[8, 8, 8])
-    ledger.store([b"x"], [10], 99.0, 1.0, tokens=[8])
-    ledger.store([b"heavy"], [160], 99.0, 2.0, tokens=[8])  # as many tokens in more bytes
-    order = [entry.key for entry in ledger.store([b"new"], [170], 99.0, 3.0, tokens=[80]).evicted]
+    index = TierIndex(200, ORDERS["cost"])
+    index.store([b"a", b"ab", b"abc"], [10, 10, 10], 99.0, 0.0, tokens=[8, 8, 8])
+    index.store([b"x"], [10], 99.0, 1.0, tokens=[8])
+    index.store([b"heavy"], [160], 99.0, 2.0, tokens=[8])  # as many tokens in more bytes
+    order = [entry.key for entry in index.store([b"new"], [170], 99.0, 3.0, tokens=[80]).evicted]
     assert order == [b"heavy", b"x"]
 
 
 def test_reuse_is_learnt_from_what_was_read_and_what_left():
-    reuse, ledger = Reuse(), TierIndex(10)
+    reuse, index = Reuse(), TierIndex(10)
     assert reuse.probability(0) == 0.5
     for block in (b"a", b"b", b"c"):
-        ledger.store([block], [1], 10.0, 0.0)
-    ledger.touch([b"a"], 1.0)
-    ledger.expire(20.0)
-    assert ledger._reuse.probability(0) == pytest.approx((1 + 1) / (3 + 2))
-    assert ledger._reuse.probability(1) == pytest.approx((0 + 2 * 0.4) / (1 + 2))
+        index.store([block], [1], 10.0, 0.0)
+    index.touch([b"a"], 1.0)
+    index.expire(20.0)
+    assert index._reuse.probability(0) == pytest.approx((1 + 1) / (3 + 2))
+    assert index._reuse.probability(1) == pytest.approx((0 + 2 * 0.4) / (1 + 2))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lost_block_hides_what_follows_it_until_it_is_stored_again(order):
-    ledger = TierIndex(10, ORDERS[order])
-    ledger.store([b"a", b"ab", b"abc"], [1, 1, 1], 9.0, 0.0)
-    ledger.lose(b"ab")
-    assert ledger.match([b"a", b"ab", b"abc"], 1.0) == 1
-    assert (b"ab" in ledger, ledger.bytes) == (False, 2)
-    assert ledger.store([b"a", b"ab"], [1, 1], 9.0, 1.0).stored == [b"ab"]
-    assert ledger.match([b"a", b"ab", b"abc"], 1.0) == 3
-    ledger.lose(b"ab")
-    ledger.lose(b"abc")
-    assert len(ledger) == 1
+    index = TierIndex(10, ORDERS[order])
+    index.store([b"a", b"ab", b"abc"], [1, 1, 1], 9.0, 0.0)
+    index.lose(b"ab")
+    assert index.match([b"a", b"ab", b"abc"], 1.0) == 1
+    assert (b"ab" in index, index.bytes) == (False, 2)
+    assert index.store([b"a", b"ab"], [1, 1], 9.0, 1.0).stored == [b"ab"]
+    assert index.match([b"a", b"ab", b"abc"], 1.0) == 3
+    index.lose(b"ab")
+    index.lose(b"abc")
+    assert len(index) == 1
 
 
 def test_nobody_is_evicted_below_the_own_share_by_others():
     random_ = random.Random(4)
-    ledger, now = TierIndex(100, share=0.25), 0.0
+    index, now = TierIndex(100, share=0.25), 0.0
     sizes = {}
     for step in range(3_000):
         now += 1.0
         tenant = random_.choice("abbbcccccc")
-        before = {name: ledger.bytes_of(name) for name in "abc"}
+        before = {name: index.bytes_of(name) for name in "abc"}
         key = f"{tenant}{step}".encode()
         sizes[key] = random_.randint(1, 9)
-        admission = ledger.store([key], [sizes[key]], 50.0, now, tenant=tenant)
+        admission = index.store([key], [sizes[key]], 50.0, now, tenant=tenant)
         given = {name: sum(e.size for e in admission.evicted if e.tenant == name) for name in "abc"}
         lapsed = {name: sum(e.size for e in admission.expired if e.tenant == name) for name in "abc"}
         for name in set("abc") - {tenant}:
             if given[name]:
-                assert before[name] - lapsed[name] - given[name] >= ledger.quota
+                assert before[name] - lapsed[name] - given[name] >= index.quota
         assert admission.stored == [key]  # nobody is shut out
-        assert ledger.bytes <= 100
-    assert ledger.bytes_of("a") > 0
+        assert index.bytes <= 100
+    assert index.bytes_of("a") > 0
 
 
 def test_beyond_the_shares_who_holds_most_gives_way():
-    ledger = TierIndex(10, share=0.1)
-    ledger.store([b"%d" % i for i in range(6)], [1] * 6, 9.0, 0.0, tenant="large")
-    ledger.store([b"x0", b"x1", b"x2", b"x3"], [1] * 4, 9.0, 1.0, tenant="small")
+    index = TierIndex(10, share=0.1)
+    index.store([b"%d" % i for i in range(6)], [1] * 6, 9.0, 0.0, tenant="large")
+    index.store([b"x0", b"x1", b"x2", b"x3"], [1] * 4, 9.0, 1.0, tenant="small")
     for number in range(2):
-        admission = ledger.store([b"y%d" % number], [1], 9.0, 2.0, tenant="new")
+        admission = index.store([b"y%d" % number], [1], 9.0, 2.0, tenant="new")
         assert [entry.tenant for entry in admission.evicted] == ["large"]
-    held = ledger.pin([b"%d" % i for i in range(4)])
-    assert [e.tenant for e in ledger.store([b"y2"], [1], 9.0, 3.0, tenant="new").evicted] == ["small"]
-    ledger.unpin(held)
+    held = index.pin([b"%d" % i for i in range(4)])
+    assert [e.tenant for e in index.store([b"y2"], [1], 9.0, 3.0, tenant="new").evicted] == ["small"]
+    index.unpin(held)
 
 
 def test_a_share_is_not_evicted_even_if_the_newcomer_gets_nothing():
-    ledger = TierIndex(10, share=0.5)
+    index = TierIndex(10, share=0.5)
     for tenant in "ab":
-        ledger.store([tenant.encode() + b"%d" % i for i in range(5)], [1] * 5, 9.0, 0.0, tenant=tenant)
-    assert ledger.store([b"c"], [1], 9.0, 1.0, tenant="c").stored == []
-    assert ledger.expire(20.0)
-    assert ledger.store([b"c"], [1], 9.0, 20.0, tenant="c").stored == [b"c"]
+        index.store([tenant.encode() + b"%d" % i for i in range(5)], [1] * 5, 9.0, 0.0, tenant=tenant)
+    assert index.store([b"c"], [1], 9.0, 1.0, tenant="c").stored == []
+    assert index.expire(20.0)
+    assert index.store([b"c"], [1], 9.0, 20.0, tenant="c").stored == [b"c"]
 
 
 def test_making_room_for_a_lost_block_does_not_take_the_block_itself():
-    ledger = TierIndex(4)
-    ledger.store([b"a", b"ab"], [1, 1], 9.0, 0.0)
-    ledger.store([b"x"], [2], 9.0, 1.0)
-    ledger.lose(b"a")
-    admission = ledger.store([b"a"], [4], 9.0, 2.0)
+    index = TierIndex(4)
+    index.store([b"a", b"ab"], [1, 1], 9.0, 0.0)
+    index.store([b"x"], [2], 9.0, 1.0)
+    index.lose(b"a")
+    admission = index.store([b"a"], [4], 9.0, 2.0)
     assert (admission.stored, [entry.key for entry in admission.evicted]) == ([b"a"], [b"ab", b"x"])
-    assert (list(ledger), ledger.bytes, ledger.match([b"a"], 3.0)) == ([b"a"], 4, 1)
-    assert [entry.key for entry in ledger.expire(20.0)] == [b"a"]
+    assert (list(index), index.bytes, index.match([b"a"], 3.0)) == ([b"a"], 4, 1)
+    assert [entry.key for entry in index.expire(20.0)] == [b"a"]

@@ -46,33 +46,33 @@ def test_what_is_found_below_comes_up_with_the_life_that_it_has():
     store(of, chain(1, 1, 1), ttl=50.0)
     of.mark(bytes([1, 1, 1]), 50.0, 0.0)
     store(of, chain(2, 2, 2), 1.0)
-    assert bytes([1]) not in of.ledgers[0]
+    assert bytes([1]) not in of.indexes[0]
     of.touch(chain(1, 1, 1), 10.0)
     steps = list(of.promote(chain(1, 1, 1), 10.0))
     assert [step for step in steps if isinstance(step, Stored)] == [Stored(key, 0) for key in chain(1, 1, 1)]
-    assert of.ledgers[0].has_mark(bytes([1, 1, 1]), 59.0)
-    assert of.ledgers[0].entry(bytes([1])).expires_at == 60.0
+    assert of.indexes[0].has_mark(bytes([1, 1, 1]), 59.0)
+    assert of.indexes[0].entry(bytes([1])).expires_at == 60.0
     assert list(of.promote(chain(1, 1, 1), 11.0)) == []
 
 
 def test_a_chain_too_long_for_the_device_is_kept_whole_below():
     of = tiers(2, 10)
     store(of, chain(1, 1, 1, 1, 1))
-    assert (len(of.ledgers[0]), len(of.ledgers[1]), of.match(chain(1, 1, 1, 1, 1), 1.0)) == (2, 5, 5)
+    assert (len(of.indexes[0]), len(of.indexes[1]), of.match(chain(1, 1, 1, 1, 1), 1.0)) == (2, 5, 5)
 
 
 def test_a_chain_of_another_replica_comes_where_a_computed_one_would():
     donor, of = tiers(10), tiers(2, 10)
     store(donor, chain(1, 1, 1, 1), ttl=50.0)
     donor.mark(bytes([1, 1]), 20.0, 5.0)
-    steps = list(of.adopt(donor.ledgers[0].entry(bytes([1, 1, 1, 1])).path(), 10.0))
+    steps = list(of.adopt(donor.indexes[0].entry(bytes([1, 1, 1, 1])).path(), 10.0))
     kept = [(step.key, step.tier) for step in steps if isinstance(step, Stored)]
     assert kept == [(key, 0) for key in chain(1, 1)] + [(key, 1) for key in chain(1, 1, 1, 1)]
-    for ledger in of.ledgers:
-        assert (ledger.entry(bytes([1])).expires_at, ledger.entry(bytes([1])).ttl) == (50.0, 50.0)
-        assert ledger.has_mark(bytes([1, 1]), 24.0)
-        assert not ledger.has_mark(bytes([1, 1]), 25.0)
-    assert list(of.adopt(donor.ledgers[0].entry(bytes([1, 1])).path(), 11.0)) == []
+    for index in of.indexes:
+        assert (index.entry(bytes([1])).expires_at, index.entry(bytes([1])).ttl) == (50.0, 50.0)
+        assert index.has_mark(bytes([1, 1]), 24.0)
+        assert not index.has_mark(bytes([1, 1]), 25.0)
+    assert list(of.adopt(donor.indexes[0].entry(bytes([1, 1])).path(), 11.0)) == []
 
 
 def test_both_copies_live_equally_long():
@@ -81,14 +81,14 @@ def test_both_copies_live_equally_long():
     store(of, chain(2), 1.0)
     store(of, chain(1, 1), 2.0, ttl=40.0)
     of.touch(chain(1, 1), 30.0)
-    ends = {ledger.entry(key).expires_at for ledger in of.ledgers for key in chain(1, 1) if key in ledger}
+    ends = {index.entry(key).expires_at for index in of.indexes for key in chain(1, 1) if key in index}
     assert ends == {70.0}
 
 
 @pytest.mark.parametrize("capacities", [(5,), (5, 9), (5, 9, 20), (0, 9), (9, 5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_are_what_the_ledgers_say_and_every_tier_is_closed(capacities, seed):
-    """Carrying out the steps gives what the ledgers hold; a copy is only made of what is there."""
+def test_steps_are_what_the_indexes_say_and_every_tier_is_closed(capacities, seed):
+    """Carrying out the steps gives what the indexes hold; a copy is only made of what is there."""
     chance, of, now = random.Random(seed), tiers(*capacities), 0.0
     held = [set() for _ in capacities]
     for _ in range(400):
@@ -114,9 +114,9 @@ def test_steps_are_what_the_ledgers_say_and_every_tier_is_closed(capacities, see
                     held[tier].add(key)
                 case Left(key, tier):
                     held[tier].remove(key)
-        for ledger, keys in zip(of.ledgers, held, strict=True):
-            assert set(ledger) == keys
-            assert len(keys) <= ledger.capacity
+        for index, keys in zip(of.indexes, held, strict=True):
+            assert set(index) == keys
+            assert len(keys) <= index.capacity
 
 
 def test_the_weight_of_a_block_in_each_format():

@@ -256,10 +256,10 @@ def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
     raise DiskTierError(f"{path} has no folder left for a replica: delete what is not needed there")
 
 
-def restore(folder: Folder, ledger: TierIndex, now: float, wall: float) -> int:
+def restore(folder: Folder, index: TierIndex, now: float, wall: float) -> int:
     """Take up the blocks of a folder that still live, with the chain before them, and remove the files of the others.
 
-    `now` is the ledger's time at the Unix time `wall`. Returns how many files were damaged.
+    `now` is the index's time at the Unix time `wall`. Returns how many files were damaged.
     """
     folder.tidy()
     found = list(folder.scan())
@@ -269,10 +269,10 @@ def restore(folder: Folder, ledger: TierIndex, now: float, wall: float) -> int:
     headers = [header for header in found if isinstance(header, Header)]
     for header in sorted(headers, key=lambda header: (header.end, not header.tokens)):  # each behind what it follows
         block = entry(header, now, wall)
-        if block.expires_at <= now or not ledger.restore(block, header.parent_key):
+        if block.expires_at <= now or not index.restore(block, header.parent_key):
             folder.delete(block.key)
     if found:
-        log.info("%d of %d blocks in %s are taken up", len(ledger), len(found), folder.path)
+        log.info("%d of %d blocks in %s are taken up", len(index), len(found), folder.path)
     return len(damaged)
 
 

@@ -149,8 +149,8 @@ def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict
     """
     chains: list[tuple[bytes, ...]] = []
     found: dict[bytes, StoredBlock] = {}
-    ledgers = [ledger for place, ledger in zip(store.places, store.tiers.ledgers, strict=True) if place.folder is None]
-    for end in (end for ledger in ledgers for end in ledger.by_worth()):
+    indexes = [index for place, index in zip(store.places, store.tiers.indexes, strict=True) if place.folder is None]
+    for end in (end for index in indexes for end in index.by_worth()):
         chain = [entry.key for entry in end.path()]
         for held, key in enumerate(chain):
             lent = found.get(key) or _find(store, key)
@@ -176,8 +176,8 @@ def _find(store: BlockStore, key: bytes) -> StoredBlock | None:
 
 
 def _entry(store: BlockStore, key: bytes) -> Entry | None:
-    for place, ledger in zip(store.places, store.tiers.ledgers, strict=True):
-        if place.folder is None and key in ledger and (entry := ledger.entry(key)) is not None:
+    for place, index in zip(store.places, store.tiers.indexes, strict=True):
+        if place.folder is None and key in index and (entry := index.entry(key)) is not None:
             return entry if entry.expires_at > store.clock() else None
     return None
 

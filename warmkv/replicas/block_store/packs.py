@@ -38,24 +38,24 @@ def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
         raise PackError(f"the pack does not fit or is damaged: {error}") from None
 
 
-def load(path: Path, identity: Identity, places: Sequence[TierStorage], ledgers: Sequence[TierIndex]) -> set[bytes]:
+def load(path: Path, identity: Identity, places: Sequence[TierStorage], indexes: Sequence[TierIndex]) -> set[bytes]:
     """Keep a pack's blocks for good, in the first tier in memory that has room for all of them; their keys.
 
     Raises PackError if it does not fit the model or the memory.
     """
     blocks = {bytes.fromhex(header.key): (packed, header) for packed, header in read(path, identity)}
-    for place, ledger in zip(places, ledgers, strict=True):
-        new = {key: block for key, block in blocks.items() if key not in ledger}  # packs may begin alike
+    for place, index in zip(places, indexes, strict=True):
+        new = {key: block for key, block in blocks.items() if key not in index}  # packs may begin alike
         needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new.values())
-        if place.folder is None and ledger.bytes + needed <= ledger.capacity:
+        if place.folder is None and index.bytes + needed <= index.capacity:
             break
     else:
         raise PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
     for key, (packed, header) in new.items():
-        if not ledger.restore(entry(header, 0.0, 0.0), header.parent_key):  # no time of a pack is finite
+        if not index.restore(entry(header, 0.0, 0.0), header.parent_key):  # no time of a pack is finite
             raise PackError(f"pack {path} is not complete: the block before {header.key} is missing")
         kept = place.converted(packed)
         place.blocks[key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
-    ledger.pin(list(blocks))
+    index.pin(list(blocks))
     log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
     return set(blocks)

@@ -87,11 +87,11 @@ class BlockStore:
             if place.tier.name == "disk":
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
-                self.lost_blocks += disk.restore(place.folder, self._cache.tiers.ledgers[-1], clock(), wall_clock())
+                self.lost_blocks += disk.restore(place.folder, self._cache.tiers.indexes[-1], clock(), wall_clock())
         for path in config.packs if config.enabled else ():
-            self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.ledgers)
-        for ledger in self._cache.tiers.ledgers:
-            for key in ledger.keys_of():
+            self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.indexes)
+        for tier_index in self._cache.tiers.indexes:
+            for key in tier_index.keys_of():
                 if (tier := self._cache.tiers.fastest(key)) and self._is_full_block(key):
                     self._published[key] = tier
 
@@ -100,7 +100,7 @@ class BlockStore:
 
     def __len__(self) -> int:
         """Blocks and tails in all tiers; what is in two counts twice."""
-        return sum(len(ledger) for ledger in self._cache.tiers.ledgers)
+        return sum(len(tier_index) for tier_index in self._cache.tiers.indexes)
 
     @property
     def resident_bytes(self) -> int:
@@ -111,7 +111,8 @@ class BlockStore:
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in each tier."""
         return {
-            t.name: ledger.bytes for t, ledger in zip(self._cache.tiers.tiers, self._cache.tiers.ledgers, strict=True)
+            t.name: tier_index.bytes
+            for t, tier_index in zip(self._cache.tiers.tiers, self._cache.tiers.indexes, strict=True)
         }
 
     @property
@@ -127,7 +128,7 @@ class BlockStore:
     @property
     def pinned_bytes(self) -> int:
         """Bytes in all tiers that requests are reading."""
-        return sum(ledger.pinned_bytes for ledger in self._cache.tiers.ledgers)
+        return sum(tier_index.pinned_bytes for tier_index in self._cache.tiers.indexes)
 
     @property
     def moving(self) -> int:
@@ -268,7 +269,7 @@ class BlockStore:
         if not self.enabled:
             return 0
         tiers, before = self._cache.tiers, sum(self.tier_bytes.values())
-        keys = {key for ledger in tiers.ledgers for key in ledger.keys_of(tenant)} - self._packed_keys
+        keys = {key for tier_index in tiers.indexes for key in tier_index.keys_of(tenant)} - self._packed_keys
         self.apply((step, None) for step in tiers.drop(list(keys)))
         return before - sum(self.tier_bytes.values())
 
@@ -289,7 +290,7 @@ class BlockStore:
         """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
         written = {}
         for key in chain:
-            packed, entry = self.find(key), self._cache.tiers.ledgers[0].entry(key)
+            packed, entry = self.find(key), self._cache.tiers.indexes[0].entry(key)
             if packed is None or entry is None:
                 raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
             held = packed.map(lambda part: part.cpu())
@@ -304,7 +305,7 @@ class BlockStore:
         steps: Iterable[tuple[Step, Span | None]],
         made: Callable[[int, bytes, Span | None], Packed | None] = lambda tier, key, span: None,
     ) -> None:
-        """Do what the rules say, step by step; if keeping a block fails, the ledger promises none that is not there.
+        """Do what the rules say, step by step; if keeping a block fails, the index promises none that is not there.
 
         `made(tier, key, span)` is asked for what is to be kept.
         """
@@ -357,8 +358,8 @@ class BlockStore:
 
     def _is_full_block(self, key: bytes) -> bool:
         return any(
-            key in ledger and (entry := ledger.entry(key)) is not None and entry.tokens == self.block_size
-            for ledger in self._cache.tiers.ledgers
+            key in tier_index and (entry := tier_index.entry(key)) is not None and entry.tokens == self.block_size
+            for tier_index in self._cache.tiers.indexes
         )
 
     def _put(self, key: bytes, tier: int, packed: Packed) -> None:
@@ -376,7 +377,7 @@ class BlockStore:
             place.blocks[key] = packed
             return
         move = place.arriving[key] = Move(packed)
-        folder, entry = place.folder, self._cache.tiers.ledgers[tier].entry(key)
+        folder, entry = place.folder, self._cache.tiers.indexes[tier].entry(key)
         assert entry is not None
         header = disk.header(entry, place.storage_of(packed), self.clock(), self._wall_clock())
 
@@ -437,7 +438,7 @@ class BlockStore:
     def _lose(self, key: bytes, tier: int) -> None:
         """Mark a block missing in a tier."""
         self.lost_blocks += 1
-        self._cache.tiers.ledgers[tier].lose(key)
+        self._cache.tiers.indexes[tier].lose(key)
 
     # --- reading files
 

@@ -61,15 +61,15 @@ class ReplicaCache:
         self._levels = by_tier or [TimeWeightedGauge() for _ in tiers]
         self._known = [0] * len(tiers)
         self._late = late
-        ledgers = list(zip(tiers, self._cache.tiers.ledgers, strict=True))
-        self._memory = [ledger for tier, ledger in ledgers if tier.name != "disk"]
-        self._ledgers = [(TIERS.index(tier.name), ledger) for tier, ledger in ledgers]
+        tier_indexes = list(zip(tiers, self._cache.tiers.indexes, strict=True))
+        self._memory = [tier_index for tier, tier_index in tier_indexes if tier.name != "disk"]
+        self._tier_indexes = [(TIERS.index(tier.name), tier_index) for tier, tier_index in tier_indexes]
         self._ttl = lifetimes.default
 
     @property
     def bytes(self) -> int:
         """Of all tiers together."""
-        return sum(ledger.bytes for ledger in self._cache.tiers.ledgers)
+        return sum(tier_index.bytes for tier_index in self._cache.tiers.indexes)
 
     @property
     def due(self) -> float:
@@ -107,8 +107,8 @@ class ReplicaCache:
     def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt, at most `most`, by tier: those in it or in a faster one."""
         keys, found = record.hashes[:most], [0, 0, 0]
-        for tier, ledger in self._ledgers:
-            found[tier] = ledger.match(keys, now)
+        for tier, tier_index in self._tier_indexes:
+            found[tier] = tier_index.match(keys, now)
         device, host, _ = found
         return device, max(device, host), max(found)
 
@@ -146,8 +146,8 @@ class ReplicaCache:
     def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
         """Insert fetched blocks that a request is about to read, with a full TTL."""
         self.take_over(parcel.chains, now)
-        for ledger in self._cache.tiers.ledgers:
-            ledger.prolong(record.hashes, self._ttl, now)
+        for tier_index in self._cache.tiers.indexes:
+            tier_index.prolong(record.hashes, self._ttl, now)
 
     def holds(self, chain: Sequence[Entry], now: float) -> bool:
         """Whether all of a chain is in memory."""
@@ -169,7 +169,7 @@ class ReplicaCache:
         """
         chains: list[list[Entry]] = []
         taken: set[Key] = set()
-        for end in (end for ledger in self._memory for end in ledger.by_worth()):
+        for end in (end for tier_index in self._memory for end in tier_index.by_worth()):
             chain = self._found([entry.key for entry in end.path()], now)
             for held, entry in enumerate(chain):
                 if entry.key in taken:
@@ -193,8 +193,8 @@ class ReplicaCache:
 
     def _entry(self, key: Key, now: float) -> Entry | None:
         """Return an unexpired entry in memory, of the fastest tier that has it, with remaining times."""
-        for ledger in self._memory:
-            if key in ledger and (entry := ledger.entry(key)) is not None:
+        for tier_index in self._memory:
+            if key in tier_index and (entry := tier_index.entry(key)) is not None:
                 return _moved(entry, -now) if entry.expires_at > now else None
         return None
 
@@ -220,8 +220,8 @@ class ReplicaCache:
                 elif self._index.holds(self._replica, key):
                     self._tell(key, below, now)
         total = 0
-        for tier, ledger in enumerate(self._cache.tiers.ledgers):
-            if (difference := ledger.bytes - self._known[tier]) != 0:
+        for tier, tier_index in enumerate(self._cache.tiers.indexes):
+            if (difference := tier_index.bytes - self._known[tier]) != 0:
                 self._known[tier] += difference
                 self._levels[tier].change(difference, now)
                 total += difference

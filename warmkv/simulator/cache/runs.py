@@ -2,7 +2,7 @@
 
 A prompt of 12,000 tokens has two dozen blocks, but in a trace most of them are in no other prompt, or all in the same.
 `RunCache` keeps such a run as one entry that may have lost its end, and does by the run what `ReplicaCache` does by the
-block with the ledgers of the live stores. It gives the same results (a test compares them) wherever these are all there
+block with the indexes of the live stores. It gives the same results (a test compares them) wherever these are all there
 is: tiers that give up the least recently used first, every full block kept for one TTL, no breakpoints, no column sums,
 no shares of tenants. Then all tiers note every use of a block, so that it expires everywhere at once; and the least
 recently used run of a tier without readers is always the end of a chain.

@@ -112,7 +112,7 @@ class Stores:
 
 
 def follows_runs(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> bool:
-    """Whether a `RunCache` does with the blocks of the prompts what the ledgers do, if they can be laid out as runs."""
+    """Whether a `RunCache` does with the blocks of the prompts what the indexes do, if they can be laid out as runs."""
     settings = config.prefix_cache
     plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
     if not plain or len({job.record.block_size for job in jobs}) != 1:

@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Scope = Literal["global", "session", "tenant"]
 
-GRACE = 1e-6  # seconds: a ledger drops a block at the end of its TTL, here it is found to the second
+GRACE = 1e-6  # seconds: an index drops a block at the end of its TTL, here it is found to the second
 PROGRESS_EVERY = 100  # requests
 
 
@@ -124,7 +124,7 @@ def by_order(
     correction: Correction = Correction(),
     progress: Callable[[int], None] = lambda requests: None,
 ) -> Hits:
-    """One cache, walked through block by block with the ledger of the live stores. Raises CacheSimError as `lru` does.
+    """One cache, walked through block by block with the index of the live stores. Raises CacheSimError as `lru` does.
 
     Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
     """
@@ -134,19 +134,19 @@ def by_order(
     sizes = trace.block_tokens()
     worth = np.concatenate([[0], np.cumsum(_worth(trace, sizes, correction))])
     keys, lengths, bounds = trace.blocks.view("S8").tolist(), sizes.tolist(), trace.offsets.tolist()
-    room = int(min(capacity, sizes.sum()))  # a ledger counts in whole numbers
+    room = int(min(capacity, sizes.sum()))  # an index counts in whole numbers
     tokens = blocks = 0
-    owner, ledger = None, TierIndex(room, order)
+    owner, index = None, TierIndex(room, order)
     for i, (now, mine) in enumerate(zip(trace.arrival.tolist(), owners.tolist(), strict=True)):
         if mine != owner:
-            owner, ledger = mine, TierIndex(room, order)
+            owner, index = mine, TierIndex(room, order)
         start, end = bounds[i], bounds[i + 1]
         chain, held = keys[start:end], lengths[start:end]
-        if len(set(chain)) < len(chain):  # no chain of hashes, and a ledger holds nothing else
+        if len(set(chain)) < len(chain):  # no chain of hashes, and an index holds nothing else
             raise CacheSimError("a prompt has the same block twice; only --eviction lru can count that")
-        hit = ledger.match(chain, now)
-        ledger.touch(chain[:hit], now)
-        ledger.store(chain, held if unit == "tokens" else [1] * len(chain), ttl + GRACE, now, tokens=held)
+        hit = index.match(chain, now)
+        index.touch(chain[:hit], now)
+        index.store(chain, held if unit == "tokens" else [1] * len(chain), ttl + GRACE, now, tokens=held)
         tokens += int(worth[start + hit] - worth[start])
         blocks += hit
         if i % PROGRESS_EVERY == 0:

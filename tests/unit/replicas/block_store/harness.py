@@ -137,7 +137,7 @@ class Harness:
 
     def ttl(self, key: bytes) -> float:
         """The longest life that the entry of a key may have."""
-        entries = [ledger.entry(key) for ledger in self.store._cache.tiers.ledgers]
+        entries = [index.entry(key) for index in self.store._cache.tiers.indexes]
         return max((entry.ttl for entry in entries if entry is not None), default=0.0)
 
     def look_up(self, prompt: Prompt, reads: list[int]) -> None:
@@ -178,8 +178,8 @@ class Harness:
         for prompt, warm, broken in self.held:
             if prompt.tenant == tenant:
                 broken |= set(warm.match.chain)
-        for ledger in self.store._cache.tiers.ledgers:
-            assert not ledger.keys_of(tenant)
+        for index in self.store._cache.tiers.indexes:
+            assert not index.keys_of(tenant)
 
     def run(self, lane: str, most: int) -> None:
         self.lanes.run(lane, most)
@@ -220,20 +220,20 @@ class Harness:
 
     def check(self) -> None:
         store = self.store
-        places, ledgers = store.places, store._cache.tiers.ledgers
-        for place, ledger in zip(places, ledgers, strict=True):
-            held = set(ledger)
-            assert ledger.bytes <= ledger.capacity
+        places, indexes = store.places, store._cache.tiers.indexes
+        for place, index in zip(places, indexes, strict=True):
+            held = set(index)
+            assert index.bytes <= index.capacity
             if place.folder is None:
                 assert place.blocks.keys() | place.arriving.keys() == held
                 assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
-            check_ledger(ledger)
+            check_index(index)
         assert store.moving_bytes <= self.config.moving_bytes
         assert self.directory == self.full_blocks()
         assert all(store._cache.tiers.fastest(key) == tier for key, tier in self.directory.items())
 
     def check_at_rest(self) -> None:
-        """Nothing is on its way, nobody reads: memory, files and ledgers agree, and nothing is left over."""
+        """Nothing is on its way, nobody reads: memory, files and indexes agree, and nothing is left over."""
         while self.held:
             self.finish(0, store=False)
         for lane in ("write", "read"):
@@ -241,33 +241,33 @@ class Harness:
         self.check()
         store = self.store
         assert (store.moving_bytes, len(store._readers)) == (0, 0)
-        disk, ledger = store.places[-1], store._cache.tiers.ledgers[-1]
+        disk, index = store.places[-1], store._cache.tiers.indexes[-1]
         assert not disk.arriving
         files = self.files()
-        assert files.keys() == {key.hex() for key in ledger}
+        assert files.keys() == {key.hex() for key in index}
         assert sum(path.stat().st_size for path in files.values()) <= disk.tier.capacity
         assert not list((self.path / "0").rglob("*.part"))
-        for each in store._cache.tiers.ledgers:
+        for each in store._cache.tiers.indexes:
             assert all(entry.pins == (entry.key in store._packed_keys) for entry in each._entries.values())
 
 
-def check_ledger(ledger: TierIndex) -> None:
-    """What a ledger keeps beside its entries follows from them."""
-    entries = ledger._entries.values()
-    assert ledger.bytes == sum(entry.size for entry in entries)
-    assert ledger._pinned == sum(entry.size for entry in entries if entry.pins)
+def check_index(index: TierIndex) -> None:
+    """What an index keeps beside its entries follows from them."""
+    entries = index._entries.values()
+    assert index.bytes == sum(entry.size for entry in entries)
+    assert index._pinned == sum(entry.size for entry in entries if entry.pins)
     children = Counter(entry.parent.key for entry in entries if entry.parent is not None)
     assert all(entry.children == children[entry.key] for entry in entries)
-    assert all(entry.parent is None or ledger._entries[entry.parent.key] is entry.parent for entry in entries)
+    assert all(entry.parent is None or index._entries[entry.parent.key] is entry.parent for entry in entries)
     free = {entry.key for entry in entries if not entry.pins and not entry.children}
-    assert free == {key for ends in ledger._ends.values() for key in ends}
-    assert all(entry.pins or entry.children or entry.key in ledger._deadlines for entry in entries)
-    if ledger._apart:
+    assert free == {key for ends in index._ends.values() for key in ends}
+    assert all(entry.pins or entry.children or entry.key in index._deadlines for entry in entries)
+    if index._apart:
         held = Counter[str]()
         for entry in entries:
             held[entry.tenant] += entry.size
-        assert {tenant: size for tenant, size in held.items() if size} == dict(ledger._held)
-        assert set(ledger._largest) == set(ledger._held)
+        assert {tenant: size for tenant, size in held.items() if size} == dict(index._held)
+        assert set(index._largest) == set(index._held)
 
 
 def _content(path: Path | None) -> bytes | None:

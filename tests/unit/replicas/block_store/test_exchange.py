@@ -296,6 +296,6 @@ def test_stores_that_exchange_at_random_never_give_wrong_kv(seed, prompts):
                     store.clock.now += chance.choice([1.0, 40.0])  # type: ignore[attr-defined]
                     store.expire()
         for store in stores:
-            for place, ledger in zip(store.places, store.tiers.ledgers, strict=True):
-                assert ledger.bytes <= ledger.capacity
-                assert ledger.bytes == sum(packed.nbytes for packed in place.blocks.values())
+            for place, index in zip(store.places, store.tiers.indexes, strict=True):
+                assert index.bytes <= index.capacity
+                assert index.bytes == sum(packed.nbytes for packed in place.blocks.values())

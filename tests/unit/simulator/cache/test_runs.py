@@ -1,4 +1,4 @@
-"""Blocks by runs against the ledger of the live stores, block by block."""
+"""Blocks by runs against the index of the live stores, block by block."""
 
 import random
 from collections import defaultdict
@@ -98,7 +98,7 @@ ROOMS = st.integers(0, 14).map(lambda blocks: blocks * BLOCK * 2 + 3)  # bytes
     st.sampled_from(["[]", "[]", "[{at: 0.25, seconds: 0}, {at: 2, seconds: 0.5}]"]),
     st.booleans(),
 )
-def test_runs_give_what_the_ledgers_give(rows, rooms, tiers, ttl, replicas, cost, failures, fetches):
+def test_runs_give_what_the_indexes_give(rows, rooms, tiers, ttl, replicas, cost, failures, fetches):
     device, host, disk = (room if tier < tiers else 0 for tier, room in enumerate(rooms))
     settings = config(
         f"prefix_cache.memory_bytes={device}",
@@ -127,7 +127,7 @@ def long_trace(chance):
 
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])
-def test_runs_give_what_the_ledgers_give_in_long_traces(tiers):
+def test_runs_give_what_the_indexes_give_in_long_traces(tiers):
     """Where a tier below is smaller than a prompt, and what moves down displaces what a request reads."""
     evictions = 0
     for seed in range(60):

@@ -102,8 +102,8 @@ def test_every_lifetime_and_capacity_finds_what_an_obvious_cache_finds(prompts, 
 
 
 @given(chains(), st.sampled_from([1.0, 5.0, 60.0, math.inf]), st.sampled_from(["global", "session"]))
-def test_the_ledger_of_the_stores_under_lru_finds_what_the_pass_finds(prompts, ttl, scope):
-    """Equal blocks only: what a ledger does where a small block still fits and a large one does not, is its own."""
+def test_the_index_of_the_stores_under_lru_finds_what_the_pass_finds(prompts, ttl, scope):
+    """Equal blocks only: what an index does where a small block still fits and a large one does not, is its own."""
     trace = trace_of([(at, blocks, BLOCK, session) for at, blocks, _, session in prompts])
     correction = Correction(2, 5)
     curve = cachesim.lru(trace, tail_first=True, correction=correction, scope=scope)

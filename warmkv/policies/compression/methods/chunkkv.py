@@ -1,4 +1,4 @@
-"""ChunkKV (Liu et al., 2025, arXiv 2502.00299): neighbours are kept or evicted together, so that meaning stays whole."""
+"""ChunkKV (Liu et al., 2025, arXiv 2502.00299): neighbours are kept together, so that meaning stays whole."""
 
 from __future__ import annotations
 
