@@ -276,7 +276,7 @@ def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _full_cache(by_bits: Mapping[int, StorageFormat], tree: dict[str, Any]) -> dict[str, Any]:
-    """The full cache in the storage that an alias and its bits name."""
+    """Return the full cache in the storage that an alias and its bits name."""
     name = tree["name"]
     if "storage" in tree:
         raise ValueError(f"{name} is a storage itself, got {tree['storage']} besides")

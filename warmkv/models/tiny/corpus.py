@@ -30,17 +30,17 @@ _PROSE = re.compile(r"#[^\n]*|\"{3}.*?\"{3}|'{3}.*?'{3}", re.DOTALL)
 
 
 def _bucket(text: str, buckets: int) -> int:
-    """A bucket of `text` that is the same in every process (`hash` is salted per process)."""
+    """Hash `text` to a bucket that is the same in every process (`hash` is salted per process)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % buckets
 
 
 def file_split(name: str) -> Split:
-    """The split of a standard-library file, by its path relative to the library's root."""
+    """Return the split of a standard-library file, by its path relative to the library's root."""
     return "heldout" if _bucket("file:" + name, HELDOUT_FILE_SHARE) == 0 else "train"
 
 
 def word_split(word: str) -> Split:
-    """The split of a key word, by its letters."""
+    """Return the split of a key word, by its letters."""
     return "heldout" if _bucket("word:" + word, HELDOUT_WORD_SHARE) == 0 else "train"
 
 
@@ -57,13 +57,13 @@ def _library() -> tuple[tuple[str, str], ...]:
 
 
 def texts(split: Split) -> tuple[str, ...]:
-    """The texts of the standard-library files of one split, whole files, sorted by path."""
+    """Return the texts of the standard-library files of one split, whole files, sorted by path."""
     return tuple(text for name, text in _library() if file_split(name) == split)
 
 
 @cache
 def key_words(split: Split) -> tuple[str, ...]:
-    """The key words of one split, sorted: lowercase words of 4 to 9 letters from docstrings and comments."""
+    """Return the key words of one split, sorted: lowercase words of 4 to 9 letters from docstrings and comments."""
     counts: Counter[str] = Counter()
     for _, text in _library():
         for piece in _PROSE.findall(text):

@@ -122,7 +122,7 @@ class Sample:
         return (*self.earlier, Turn(self.question, self.answer))
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation up to and including the last question, as a chat API takes it."""
+        """Return the conversation up to and including the last question, as a chat API takes it."""
         out = [{"role": "system", "content": self.system}] if self.system else []
         text = self.document + self.joiner
         for turn in self.earlier:
@@ -134,7 +134,7 @@ class Sample:
         return [*out, {"role": "user", "content": text + self.question}]
 
     def segments(self) -> list[tuple[str, bool]]:
-        """The whole text as (piece, is an answer) pairs, the end mark of an answer being part of it."""
+        """Return the whole text as (piece, is an answer) pairs, the end mark of an answer being part of it."""
         out: list[tuple[str, bool]] = []
         if self.chat:
             lead = f"{TURN_START}system\n{self.system}{TURN_END}\n" if self.system else ""
@@ -203,7 +203,7 @@ class _Plan:
 
 
 def code(rng: random.Random) -> str:
-    """A four-digit value: always two pair tokens of the tiny model's tokenizer."""
+    """Draw a four-digit value: always two pair tokens of the tiny model's tokenizer."""
     return str(rng.randint(1000, 9999))
 
 
@@ -257,7 +257,7 @@ def _assemble(world: World, rng: random.Random, length: int, chat: bool, plan: _
 
 
 def _ask(rng: random.Random, chat: bool, questions: Sequence[str], cloze: str, break_after: str, **names: str) -> str:
-    """A question in chat form; in plain form a labelled question, or the needle's own words up to the value."""
+    """Phrase a question in chat form; in plain form a labelled question, or the needle's own words up to the value."""
     question = rng.choice(questions).format(**names)
     if chat:
         return question
@@ -308,7 +308,7 @@ def multi(
 def two_hop(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> Sample:
-    """A key whose code is that of another key; both statements are hidden apart, in any order."""
+    """Generate a key whose code is that of another key; both statements are hidden apart, in any order."""
     count = keys or rng.randint(1, 3)
     noun = rng.choice(NOUNS)
     names = world.keys(rng, 2 * count)
@@ -348,7 +348,7 @@ def scratch(
 def copying(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> Sample:
-    """A phrase of random words, to be repeated word for word."""
+    """Generate a phrase of random words, to be repeated word for word."""
     count = keys or rng.randint(1, 3)
     values = {key: " ".join(rng.sample(world.words, rng.randint(3, 6))) for key in world.keys(rng, count)}
     wordings = _wordings(rng, COPY_NEEDLES, count)

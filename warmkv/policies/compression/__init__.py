@@ -31,7 +31,7 @@ def kept_positions(
     *,
     classes: TokenClasses | None = None,
 ) -> list[Tensor]:
-    """What each layer keeps of a prompt: int64 [kv_heads, n], ascending, padded with -1 where heads differ.
+    """Compute what each layer keeps of a prompt: int64 [kv_heads, n], ascending, padded with -1 where heads differ.
 
     `model` is a transformers causal LM (or one that warmkv has loaded), `input_ids` the tokens of one prompt, [T] or
     [1, T]; `classes` says which tokens are special, for fastgen and shotkv. The model is left as it was.

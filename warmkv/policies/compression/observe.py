@@ -18,7 +18,7 @@ CHUNK = 512
 
 
 def kv_shape(model: Any) -> KVShape:
-    """The size of a transformers causal LM's KV cache, in the dtype of its weights."""
+    """Return the size of a transformers causal LM's KV cache, in the dtype of its weights."""
     text = model.config.get_text_config()
     return KVShape(
         layers=text.num_hidden_layers,
@@ -30,7 +30,7 @@ def kv_shape(model: Any) -> KVShape:
 
 
 def configured_windows(text: Any) -> tuple[int, ...]:
-    """The newest tokens that each layer attends to by a model's configuration, 0: all; () where every layer does."""
+    """Return the window of every layer by a model's configuration, 0: none; () if no layer has one."""
     window, kinds = getattr(text, "sliding_window", None) or 0, getattr(text, "layer_types", None)
     kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()

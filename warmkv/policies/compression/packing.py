@@ -25,7 +25,7 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """The codes that `pack` packed along `dim`, as uint8."""
+    """Unpack the codes that `pack` packed along `dim`, as uint8."""
     import torch
 
     if bits == 3:

@@ -95,7 +95,7 @@ class PrefillState:
             yield rows[..., self.first - first :]
 
     def last_queries(self, layer: int, count: int) -> Tensor:
-        """Queries [q_heads, count, head_dim] of the last tokens, of those that were observed."""
+        """Return the last observed queries [q_heads, count, head_dim]."""
         assert self.queries is not None
         assert 0 < count <= self._observed
         return self.queries[layer][:, -count:]
@@ -118,7 +118,7 @@ class PrefillState:
         return found.to(self.keys.device)
 
     def reuse(self, tokens: int, column_sums: Tensor | None = None) -> None:
-        """The first `tokens` tokens are in place already; with them what their own queries gave as column sums."""
+        """Begin behind the first `tokens` tokens, already in place, with the column sums of their own queries."""
         self.computed = tokens
         if self.column_sums is not None and tokens:
             assert column_sums is not None
@@ -156,7 +156,7 @@ class PrefillState:
         )
 
     def _mask(self, window: int, first: int) -> Tensor | None:
-        """What a chunk sees of the keys from `first` on; None for all before a query. Made once for all layers."""
+        """Return the mask of a chunk over the keys from `first` on; None if causal. Made once for all layers."""
         if window not in self._masks:
             plain = self.computed == 0 and not 0 < window < self._chunk
             keys = range(first, self.computed + self._chunk)

@@ -41,12 +41,12 @@ def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterato
 
 
 def window_sums(prompt: PrefillState, layer: int, window: int) -> Tensor:
-    """What each token receives from the last `window` queries, summed over them and over the group: [kv_heads, T]."""
+    """Sum the attention each token receives from the last `window` queries and over the group: [kv_heads, T]."""
     return sum_pieces(rows.sum(dim=(1, 2)) for rows in prompt.window_attention(layer, window))
 
 
 def window_votes(prompt: PrefillState, layer: int, window: int) -> Tensor:
-    """The same of a prompt's last `window` queries, for the tokens before them: [kv_heads, T - window]."""
+    """Sum the attention of a prompt's last `window` queries to the tokens before them: [kv_heads, T - window]."""
     sums = window_sums(prompt, layer, window)
     return sums[:, : prompt.tokens - window]
 
@@ -69,7 +69,7 @@ def window_moments(prompt: PrefillState, layer: int, window: int) -> tuple[Tenso
 
 
 def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, one of them in memory at a time."""
+    """Sum tensors of one shape, one of them in memory at a time."""
     pieces = iter(pieces)
     total = next(pieces)
     for piece in pieces:

@@ -33,7 +33,7 @@ class Scaling:
 
 
 def decide(scaling: Scaling, ongoing: float, config: AutoscalingConfig, now: float) -> Scaling:
-    """What is wanted now that `ongoing` requests are in flight on average. `now` never goes back."""
+    """Decide the replicas wanted for `ongoing` requests in flight on average. `now` never goes back."""
     wanted = math.ceil(ongoing / config.target_ongoing_requests)
     direction = (wanted > scaling.target) - (wanted < scaling.target)
     if direction != scaling.direction:
@@ -57,11 +57,11 @@ class Autoscaler:
         return self._scaling.due(self._config)
 
     def changed(self, by: int, now: float) -> None:
-        """Requests came, or ended."""
+        """Count requests that came or ended."""
         self._changes.append((now, self._changes[-1][1] + by))
 
     def report(self, now: float) -> int:
-        """The replicas that are wanted by the mean over the look-back time."""
+        """Return the replicas wanted by the mean over the look-back time."""
         start = max(0.0, now - self._config.look_back_seconds)
         changes = self._changes
         while len(changes) > 1 and changes[1][0] <= start:
@@ -74,6 +74,6 @@ class Autoscaler:
         return self.decide(now)
 
     def decide(self, now: float) -> int:
-        """The replicas that are wanted by the last report."""
+        """Return the replicas wanted by the last report."""
         self._scaling = decide(self._scaling, self._ongoing, self._config, now)
         return self._scaling.target

@@ -179,7 +179,7 @@ class Cluster:
         self._over(job)
 
     def _began(self, job: Job) -> None:
-        """The prompt is computed. Now the bill is made: whoever came before a prefix was there writes it, too."""
+        """Bill a computed prompt: a request that came before a prefix was stored is billed as writing it, too."""
         gateway = self._gateways[job.gateway]
         gateway.in_flight.began(job.number)
         if job.resumptions:
@@ -227,7 +227,7 @@ class Cluster:
             gateway.drop(name)
 
     def _lost(self, jobs: Sequence[Job]) -> None:
-        """Requests whose replica is gone go elsewhere, as often and as soon as the gateway sends them again."""
+        """Resend the requests of a lost replica, as often and as soon as the gateway does."""
         gateway = self._config.gateway
         for job in sorted(jobs, key=lambda job: job.number):
             begun = job.first != NEVER

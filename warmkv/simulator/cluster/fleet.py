@@ -56,7 +56,7 @@ class Fleet:
         self._generations: Counter[int] = Counter()  # replicas that each place has had
 
     def open(self) -> None:
-        """The first replicas take requests at once; failures and reports come in their time."""
+        """Start the first replicas, which take requests at once, and schedule failures and reports."""
         for _ in range(self._wanted):
             self._ready(self._start())
         for failure in self._config.simulator.failures:
@@ -76,12 +76,12 @@ class Fleet:
             transfers.close()
 
     def in_flight(self, change: int) -> None:
-        """Requests came to the gateways, or are over."""
+        """Count requests that came to the gateways or ended."""
         if self._autoscaler is not None:
             self._autoscaler.changed(change, self._env.now)
 
     def ended(self, name: str) -> None:
-        """A request of a replica is over."""
+        """Record the end of a replica's request."""
         if (replica := self._draining.get(name)) is not None and not replica.in_flight:
             self._leave(replica)
 
@@ -114,7 +114,7 @@ class Fleet:
     # --- one goes
 
     def _fail(self, failure: FailureConfig) -> None:
-        """The replica in a place dies; after a while that is known."""
+        """Kill the replica in a place; the loss is known after a while."""
         name = self._places.get(failure.replica, "")
         replica = self.serving.get(name) or self._starting.get(name) or self._draining.get(name)
         if replica is None or not self._open:
@@ -130,7 +130,7 @@ class Fleet:
         self._resize()
 
     def _kill(self, replica: Replica) -> None:
-        """A replica dies with all it holds; its requests go elsewhere."""
+        """Kill a replica with all it holds; its requests are resent."""
         lost = [*replica.fail(), *self.transfers[replica.name].close()]
         self._gone(replica)
         self._on_lost(lost)
@@ -163,7 +163,7 @@ class Fleet:
             self._stop(replica)
 
     def _stop(self, replica: Replica) -> None:
-        """It takes no more requests and goes when those that it has are over, or after a while."""
+        """Drain a replica: it takes no more requests and stops when its own have ended, or after a while."""
         if self._starting.get(replica.name) is not None:
             self._gone(replica)
             return
@@ -202,7 +202,7 @@ class Fleet:
     # --- autoscaling
 
     def _report(self) -> None:
-        """The gateways tell how many requests are in flight."""
+        """Report the requests in flight of every gateway to the autoscaler."""
         if self._autoscaler is not None and self._open:
             self._wanted = self._autoscaler.report(self._env.now)
             self._resize()

@@ -47,7 +47,7 @@ class Gateway:
         return choice.order, choice.fetch
 
     def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
-        """A replica took a job, and told how many requests it has, whoever sent them."""
+        """Record that a replica took a job, and its queue length as it reported it."""
         self.in_flight.book(job.number, replica)
         if not self._alone:
             self._told[replica] = (now, in_flight)
@@ -58,5 +58,5 @@ class Gateway:
         self._told.pop(replica, None)
 
     def _queues(self, now: float) -> Mapping[str, int]:
-        """Requests in flight as the replicas last told, those of other gateways among them."""
+        """Return the requests in flight by replica as last reported, those of other gateways included."""
         return {name: in_flight for name, (at, in_flight) in self._told.items() if now - at <= TOLD_SECONDS}

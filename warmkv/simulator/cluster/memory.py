@@ -23,7 +23,7 @@ people serve."""
 
 
 def gpus_per_replica(config: Config) -> float:
-    """A replica without a GPU stands for one that has one."""
+    """Return the GPUs of a replica; one without a GPU stands for one that has one."""
     return config.cluster.gpus_per_replica or 1.0
 
 

@@ -146,7 +146,7 @@ class Replica:
         return not too_long and self._engine.ever_fits(job)
 
     def expect(self) -> None:
-        """A job will be submitted, once blocks for it have come."""
+        """Announce a job that is submitted once its fetched blocks have come."""
         self.in_flight += 1
         self._expected += 1
 
@@ -191,7 +191,7 @@ class Replica:
         return host * (memory - device) + disk * (anywhere - memory)
 
     def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
-        """What the steps of a kind take, and its load: that of all kinds which decode at the same cost."""
+        """Return the step costs of a kind and its load, shared by all kinds that decode at the same cost."""
         costs = self._times.of(kind)
         self._costs[kind] = costs, self._engine.batch.load_of(costs.decode)
         return self._costs[kind]

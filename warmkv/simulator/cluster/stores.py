@@ -72,7 +72,7 @@ class Stores:
         return host, disk
 
     def new(self, name: str) -> ReplicaCache | RunCache:
-        """The empty cache of a replica that starts."""
+        """Make the empty cache of a replica that starts."""
         levels = tuple(self.by_tier.values())
         if self._layout is None:
             return ReplicaCache(
@@ -87,7 +87,7 @@ class Stores:
         return self._run_caches[name]
 
     def drop(self, name: str, cache: ReplicaCache | RunCache, now: float) -> None:
-        """A replica is gone, with all that it held."""
+        """Drop the cache of a replica that is gone."""
         cache.expire(now)
         cache.drop(now)
         self._run_caches.pop(name, None)

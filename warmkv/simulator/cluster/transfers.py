@@ -79,7 +79,7 @@ class Transfers:
         self._env.process(self._prepare(job, plan, flight))
 
     def close(self) -> list[Job]:
-        """The replica is gone; the requests that were waiting for blocks."""
+        """Close the transfers of a lost replica; return the requests that waited for blocks."""
         self._open = False
         return list(self.preparing)
 
@@ -97,7 +97,7 @@ class Transfers:
         self._replica.submit(job, expected=True)
 
     def _flight(self, job: Job, plan: Fetch) -> Flight | None:
-        """A fetch to wait for: that of another job for the same, or a new one if it is faster than to compute."""
+        """Return the fetch to wait for: another job's for the same blocks, or a new one if faster than computing."""
         _, memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
         if held == plan.blocks:
             return None
@@ -161,7 +161,7 @@ class Part:
 
 
 def pieces_of(parts: Sequence[Part], most: int) -> list[list[Part]]:
-    """These entries in order, in pieces of at most so many bytes, but at least an entry."""
+    """Split entries into pieces of at most `most` bytes, at least one entry each."""
     pieces: list[list[Part]] = []
     left = 0
     for part in parts:

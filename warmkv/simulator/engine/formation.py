@@ -44,15 +44,15 @@ class Owner(Protocol[Told]):
         ...
 
     def prompt_computed(self, request: Told, now: float) -> None:
-        """The prompt has its KV, and the request its next token."""
+        """Record that the prompt has its KV and the request its next token."""
         ...
 
     def preempted(self, request: Told, now: float) -> None:
-        """The request lost its KV and waits again; it will begin once more."""
+        """Record that the request lost its KV and waits to be computed again."""
         ...
 
     def end(self, request: Told, now: float) -> None:
-        """The request has all its tokens."""
+        """Record that the request has all its tokens."""
         ...
 
 

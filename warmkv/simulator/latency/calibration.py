@@ -115,7 +115,9 @@ def calibrate(requests: Measured, limits: Limits, progress: Progress = lambda si
 
 
 def serve(requests: Measured, limits: Limits, cost: StepCost) -> tuple[list[ServedRequest], int]:
-    """The requests as they would have been answered, and the preemptions. Raises CalibrationError if one never fits."""
+    """Serve the requests in virtual time; return them with their times, and the preemptions. Raises CalibrationError if
+    one never fits.
+    """
     server = Server(cost, limits)
     columns = (requests.arrival, requests.prompt, requests.output, requests.cached)
     served = [ServedRequest(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

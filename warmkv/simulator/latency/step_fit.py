@@ -122,7 +122,7 @@ def least_squares(design: Floats, seconds: Floats, steps: Floats) -> Floats:
 
 
 def _nonnegative(design: Floats, target: Floats) -> Floats:
-    """The best of the least squares solutions in which some coefficients are 0 and none is negative.
+    """Solve non-negative least squares: the best solution in which no coefficient is negative.
 
     Of those as good as each other it is the one with the fewest and first columns: steps before their tokens.
     """
@@ -152,7 +152,7 @@ def _directions(design: Floats, coefficients: Floats) -> Floats:
 def _polish(
     best: Floats, lowest: float, directions: Floats, loss: Callable[[StepCost], float]
 ) -> tuple[float, list[float]]:
-    """A compass search: it needs no slopes, which a schedule that jumps does not have."""
+    """Polish by compass search, which needs no slopes: a schedule that jumps has none."""
     size, moves = STEPS[0], 0
     while size > STEPS[1] and moves < MOST_MOVES:
         found = False

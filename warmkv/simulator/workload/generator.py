@@ -28,7 +28,7 @@ Z90 = 1.2815515655446004  # the standard normal's 90th percentile
 
 
 def generate(settings: Workload, seed: np.random.SeedSequence, config: Config) -> list[RequestRecord]:
-    """Records in the order of arrival, the first session starting near time 0; no timings and no usage.
+    """Generate records in the order of arrival, the first session starting near time 0; no timings and no usage.
 
     Marks stand at the end of the system prompt and at the end of every prompt, so that a turn reads what the turn
     before it wrote; block size, minimum length and lookback are the configuration's. Each concern (arrivals, turns,
@@ -167,7 +167,7 @@ def think_times(settings: Workload, count: int, rng: np.random.Generator) -> Flo
 def shared_texts(
     count: int, tokens: float, sigma: float, draws: int, settings: Workload, rng: np.random.Generator
 ) -> list[Ints]:
-    """The tokens of each of so many draws from a pool of `count` texts, by a Zipf law; empty if the pool is."""
+    """Draw texts from a pool of `count` by a Zipf law; return the tokens of each draw, empty if the pool is."""
     if not count or not draws:
         return [np.empty(0, dtype=np.int64)] * draws
     sizes = lengths(np.full(count, tokens), sigma, rng)
@@ -189,7 +189,7 @@ def _session(
     contents: np.random.Generator,
     config: Config,
 ) -> list[RequestRecord]:
-    """The requests of one session. All prompts are beginnings of one text, so its blocks are hashed once."""
+    """Generate the requests of one session. All prompts are beginnings of one text, so its blocks are hashed once."""
     cache, size = config.prefix_cache, config.prefix_cache.block_size
     text, ends = _transcript(
         shared, passages, users, answers, contents.integers(settings.vocabulary, size=int(users.sum() + answers.sum()))

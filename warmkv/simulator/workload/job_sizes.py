@@ -24,7 +24,7 @@ def sizes_of(
     shape: KVShape,
     max_context: int,
 ) -> Iterable[Sizes]:
-    """What each job takes. A slot is sized for what its request allowed."""
+    """Return the sizes of every job. A slot is sized for what its request allowed."""
     if not records:
         return []
     if all(spec == PolicySpec() for spec in {id(spec): spec for spec in specs}.values()):
@@ -70,7 +70,7 @@ def _size(
     max_context: int,
     forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
 ) -> Sizes:
-    """What a job takes that may draw `allowed` tokens.
+    """Return the sizes of a job that may draw `allowed` tokens.
 
     `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
     """

@@ -113,7 +113,7 @@ def _dequantise(codes: Tensor, zero: Tensor, step: Tensor) -> Tensor:
 
 
 def _half_spacing(x: Tensor) -> Tensor:
-    """The distance between neighbouring float16 numbers at float32 `x`, by its exponent.
+    """Return the distance between neighbouring float16 numbers at float32 `x`, by its exponent.
 
     Rounding to it stays in float32, because a compiler that fuses `x.half().float()` leaves out the rounding.
     """

@@ -76,7 +76,7 @@ class TurboQuant(StorageFormat):
         return (self.levels(packed.device)[codes] * scale.float()).to(dtype)
 
     def levels(self, device: torch.device) -> Tensor:
-        """What codes stand for, times the scale: float32 [2^bits], ascending."""
+        """Return what codes stand for, times the scale: float32 [2^bits], ascending."""
         return _levels(self.bits, device)
 
     def to_basis(self, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 
 @_kept
 def _rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """An orthogonal matrix R [head_dim, head_dim], float32; x @ R rotates the row vectors x."""
+    """Return an orthogonal matrix R [head_dim, head_dim], float32; x @ R rotates the row vectors x."""
     import torch
 
     if head_dim & (head_dim - 1):

@@ -42,7 +42,7 @@ def _load_values(
 
 @triton.jit
 def _codes(part, entries, seen, BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A byte holds one code from each of 8 / BITS equal stretches of its group (see `packing.py`)."""
+    """Load codes: a byte holds one from each of 8 / BITS equal stretches of its group (see `packing.py`)."""
     ROWS: tl.constexpr = GROUP * BITS // 8
     inside = entries % GROUP
     packed = load_rows(part, entries // GROUP * ROWS + inside % ROWS, seen, D, HEAD_DIM).to(tl.int32)
