@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ ENVIRONMENT = {
     # A replica that takes longer to say how long its queue is, is passed over, even if a request names it.
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
     "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
-    "RAY_metrics_report_interval_ms": "1000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # each turn costs processor time, of which the tests have little
+    "RAY_metrics_report_interval_ms": "2000",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
 
@@ -57,6 +58,22 @@ class Cluster:
         answer = requests.get(f"{self.url}/v1/warmkv/replicas", headers=OPERATOR, timeout=PATIENCE)
         found: dict[str, Any] = answer.json()["replicas"]
         return found
+
+    def change(self, method: str = "PUT", path: str = "", **body: Any) -> Any:
+        """Change the policy in force, or roll it back."""
+        url = f"{self.url}/v1/warmkv/policy{path}"
+        answer = requests.request(method, url, json={"why": "test", **body}, headers=OPERATOR, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    @contextmanager
+    def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
+        """Have changes in force meanwhile; afterwards the service is as it was started."""
+        try:
+            self.change(changes=changes)
+            yield
+        finally:
+            self.change("POST", "/rollback", to=0)
 
 
 def rendered_document() -> dict[str, Any]:

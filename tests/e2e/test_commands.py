@@ -1,4 +1,4 @@
-"""`warmkv serve` and `warmkv demo` as a user runs them, each on a Ray of its own."""
+"""`warmkv serve` and `warmkv demo` as a user runs them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+from typer.testing import CliRunner
 
+from tests.e2e.conftest import OPERATOR, Cluster
 from tests.polling import PATIENCE
+from warmkv import demo
+from warmkv.cli import app
+from warmkv.config import Config
+from warmkv.platform.local import Running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WARMKV = Path(sys.executable).with_name("warmkv")
@@ -45,11 +54,33 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         process.kill()
 
 
+@pytest.mark.soak
 def test_the_demo_passes(tmp_path: Path):
     out = tmp_path / "demo.json"
     done = subprocess.run([WARMKV, "demo", "--json", str(out)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
+    check(json.loads(out.read_text()))
+
+
+def test_the_demo_passes_on_the_service_of_the_session(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It asks that service in place of one of its own, which would be started as `serve` is above."""
+
+    @contextmanager
+    def running(config: Config) -> Iterator[Running]:
+        assert config.cluster.replicas == cluster.config.cluster.replicas
+        with cluster.changed({"routing.transfer": config.routing.transfer}):
+            yield Running(cluster.url, cluster.config.gateway.port, {}, OPERATOR["x-api-key"])
+
+    monkeypatch.setattr(demo, "running", running)
+    out = tmp_path / "demo.json"
+    done = CliRunner().invoke(app, ["demo", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    check(json.loads(out.read_text()))
+
+
+def check(result: dict[str, Any]) -> None:
     assert result["passed"]
     assert {(row["api"], row["policy"].partition("@")[0]) for row in result["rows"]} == {
         (api, policy) for api in ("anthropic", "openai") for policy in ("full", "snapkv", "streaming_llm")

@@ -22,18 +22,11 @@ TEXT = "class Heap:\n    def push(self, item):\n        self.items.append(item)\
 def as_configured(cluster):
     """The other tests find the service as it was started."""
     yield
-    change(cluster, "POST", "/rollback", to=0)
+    cluster.change("POST", "/rollback", to=0)
 
 
 def policy(cluster: Any, path: str = "") -> Any:
     return requests.get(f"{cluster.url}/v1/warmkv/policy{path}", headers=OPERATOR, timeout=PATIENCE).json()
-
-
-def change(cluster: Any, method: str = "PUT", path: str = "", **body: Any) -> Any:
-    url = f"{cluster.url}/v1/warmkv/policy{path}"
-    answer = requests.request(method, url, json={"why": "test", **body}, headers=OPERATOR, timeout=PATIENCE)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def ask(cluster: Any, key: str, replica: str | None = None, ttl: str = "5m") -> Any:
@@ -57,7 +50,7 @@ def test_a_change_is_in_force_for_the_next_answer_of_every_replica(cluster):
         "pricing.write": {"5m": 1.25, "2h": 4},
         "pricing.output": 150,
     }
-    answered = change(cluster, changes=changes)
+    answered = cluster.change(changes=changes)
     version = answered["version"]
     assert [part["version"] for part in answered["parts"].values()] == [version] * cluster.config.cluster.gateways
     for name in names:
@@ -81,7 +74,7 @@ def test_a_request_in_flight_ends_as_it_began(cluster):
         events = iter(stream)
         next(events)
         changes = {"compression.policy": "snapkv@0.2", "pricing.output": 150, "prefix_cache.ttls": {"5m": 1}}
-        assert change(cluster, changes=changes)["version"] == version + 1
+        assert cluster.change(changes=changes)["version"] == version + 1
         (usage,) = (event.usage for event in events if event.type == "message_delta")
     assert (usage.warmkv["policy"], usage.warmkv["policy_version"]) == ("full", version)
     assert usage.warmkv["price"]["output"] == pytest.approx(300 * 15e-6)
@@ -91,7 +84,7 @@ def test_the_router_goes_by_the_parameters_in_force(cluster):
     names = list(cluster.replicas())
     home = ask(cluster, "routed").warmkv["replica"]
     (other,) = (name for name in names if name != home)
-    change(cluster, changes={"routing.allow_request_replica": False})
+    cluster.change(changes={"routing.allow_request_replica": False})
     with pytest.raises(anthropic.PermissionDeniedError, match="allow_request_replica"):
         ask(cluster, "routed", other)
 
@@ -99,9 +92,9 @@ def test_the_router_goes_by_the_parameters_in_force(cluster):
         return bool(ask(cluster, "routed").warmkv["replica"] == home)
 
     until(sent_home, "a request that names no replica goes where its prefix is warm")
-    change(cluster, changes={"routing.allow_request_replica": True})
+    cluster.change(changes={"routing.allow_request_replica": True})
     assert ask(cluster, "routed", other).warmkv["replica"] == other
-    change(cluster, changes={"routing.policy": "power_of_two"})
+    cluster.change(changes={"routing.policy": "power_of_two"})
     assert {ask(cluster, f"routed {number}").warmkv["replica"] for number in range(20)} == set(names)
 
 
@@ -119,7 +112,7 @@ def test_refusals_come_through_the_actor(cluster):
 
 
 def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster):
-    version = change(cluster, changes={"routing.overload": 3})["version"]
+    version = cluster.change(changes={"routing.overload": 3})["version"]
     start_control(cluster.config.cluster.application, cluster.config.control)
     found = until(lambda: followed(cluster), "the gateway follows the new actor")
     assert (found["version"], found["settings"]["routing.overload"]) == (version, 3)
@@ -137,7 +130,7 @@ def followed(cluster: Any) -> Any:
 def test_the_version_in_force_outlives_everything_that_is_killed(cluster):
     import ray
 
-    version = change(cluster, changes={"compression.policy": "snapkv@0.2"})["version"]
+    version = cluster.change(changes={"compression.policy": "snapkv@0.2"})["version"]
     history = policy(cluster, "/history")
     victim = next(iter(cluster.replicas()))
     (gateway,) = policy(cluster)["parts"]
