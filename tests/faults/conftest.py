@@ -33,6 +33,7 @@ QUICK = {
     "RAY_health_check_failure_threshold": "5",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",  # replicas count as much as their clients
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # each turn costs processor time, of which the tests have little
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as `warmkv serve` and the manifests have it
 }
 SETTINGS: dict[str, Any] = {

@@ -125,7 +125,7 @@ class Cluster:
         if name == "head":  # a second one would find the workers of the first, and think that it still runs
             self.folder.joinpath("ray_current_cluster").unlink(missing_ok=True)
         where = (
-            ["--head", f"--port={self.port}", "--include-dashboard=false"]
+            ["--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0"]
             if name == "head"
             else [f"--address={self.gcs}"]
         )
@@ -137,6 +137,7 @@ class Cluster:
             f"--node-ip-address={address}",
             f"--num-cpus={cpus}",
             "--num-gpus=0",
+            "--include-log-monitor=false",
             f"--object-store-memory={100 << 20}",
             f"--temp-dir={self.folder}",
             "--disable-usage-stats",
