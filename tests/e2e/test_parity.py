@@ -29,7 +29,7 @@ from warmkv.simulator.workload import access_log
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
-TRAFFIC = Traffic(sessions=40, policies=("full", "snapkv@0.3", "streaming_llm@0.5"), tenants=2)
+TRAFFIC = Traffic(sessions=12, prompts=4, policies=("full", "snapkv@0.3", "streaming_llm@0.5"), tenants=2)
 STEP = StepCost(1e-6, 0.0, 0.0)  # a request ends before the next one comes, as it did live
 AT_ONCE = UniformCosts(PhaseCosts(STEP, STEP))
 
@@ -61,7 +61,7 @@ def test_a_replay_gives_what_the_live_run_gave(cluster, tmp_path: Path):
         cluster,
         "parity",
         cluster={"replicas": 2},
-        prefix_cache={"memory_bytes": "6MiB"},  # of each replica: less than the sessions want
+        prefix_cache={"memory_bytes": "3MiB"},  # of each replica: less than the sessions want
         gateway={"access_log": str(tmp_path / "access.jsonl")},
         routing={"transfer": False},  # what is fetched is not in the log
     ) as live:
@@ -77,7 +77,7 @@ def test_a_replay_gives_what_the_live_run_gave(cluster, tmp_path: Path):
         records = until(logged, "every request is logged")
         verdict = verify(records, live.config, AT_ONCE)
         assert (verdict.requests, verdict.refused) == (asked, 0)
-        assert verdict.evictions > 100  # memory was short
+        assert verdict.evictions > 50  # memory was short
         assert (verdict.equal_hits, verdict.hit_error, verdict.equal_bills, verdict.equal_slots) == (1, 0, 1, 1)
 
         def held() -> bool:  # as soon as the replicas have reported the end of the last request
