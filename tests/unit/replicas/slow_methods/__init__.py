@@ -312,16 +312,14 @@ def attend(caches: list[SlowCache], queries: Tensor) -> Tensor:
     group = len(queries) // len(caches)
     outputs = []
     for head, cache in enumerate(caches):
-        probabilities = [0.0] * len(cache.entries)  # summed over the group
+        keys = torch.stack([entry.key for entry in cache.entries])
+        values = torch.stack([entry.value for entry in cache.entries])
+        summed = torch.zeros(len(keys), dtype=torch.float64)  # over the group
         for query in queries[head * group : (head + 1) * group]:
-            logits = [float(query @ entry.key) / math.sqrt(len(query)) for entry in cache.entries]
-            top = max(logits)
-            weights = [math.exp(logit - top) for logit in logits]
-            output = torch.zeros_like(cache.entries[0].value)
-            for slot, entry in enumerate(cache.entries):
-                output = output + weights[slot] / sum(weights) * entry.value
-                probabilities[slot] += weights[slot] / sum(weights)
-            outputs.append(output)
+            weights = (keys @ query / math.sqrt(len(query))).double().softmax(dim=0)
+            outputs.append(weights.to(values.dtype) @ values)
+            summed += weights
+        probabilities = summed.tolist()
         if cache.rule == "argmin":
             for entry, probability in zip(cache.entries, probabilities, strict=True):
                 entry.score = probability + (entry.score if cache.accumulate else 0.0)
