@@ -79,11 +79,16 @@ def test_policies_equal_the_slow_reference(models, references, family, spec, len
     assert driver.started("request").kept_tokens == budgets.kept_tokens(spec, length)
 
 
+# Around the ends of blocks of 8 and chunks of 16, at every place within a block, and the ends of the prompt.
+CUTS = 1, 2, 7, 8, 9, 12, 15, 16, 17, 22, 27, 31, 32, 33, 37, 42, 43
+
+
 @pytest.mark.parametrize("spec", POLICIES, ids=str)
-def test_cached_prefix_changes_nothing_for_cuts_at_any_position(driver, spec):
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(range(1, 44), marks=pytest.mark.soak)], ids=["some", "all"])
+def test_cached_prefix_changes_nothing_for_cuts_at_any_position(driver, spec, cuts):
     tokens = prompt(43)
     fresh = driver(prefix_cache={"enabled": False}).run(make_request(tokens, new=12, policy=spec))
-    for cut in range(1, len(tokens) + 1):
+    for cut in cuts:
         warm = driver()
         warm.run(make_request(tokens[:cut], new=1, marks={cut: "5m"}, name="first"))
         assert warm.run(make_request(tokens, new=12, policy=spec, reads=[cut], name="second")) == fresh

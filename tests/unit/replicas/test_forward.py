@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -24,9 +26,12 @@ def unpacked() -> LoadedModel:
     return prepare(model, packed=False)
 
 
-@pytest.fixture(scope="module")
-def compiled(unpacked: LoadedModel) -> Driver:
-    driver = Driver(unpacked, compile="on", max_slots=8)
+@pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
+    """An engine with the graphs of the default compiler, or with these as they are: what is built again is the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+        driver = Driver(unpacked, compile="on", max_slots=8)
     said: list[str] = []
     driver.engine.warm_up(said.append)
     assert said == [

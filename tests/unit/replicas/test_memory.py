@@ -168,7 +168,7 @@ def test_no_rule_takes_more_than_the_full_cache_beside_it_at_32k_tokens(name):
     assert peak.most < full
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("llama-mha", marks=pytest.mark.soak)])
 def test_all_policies_in_one_batch_answer_as_they_do_alone(models, family):
     lengths = [5, 30, 61, 100]
     requests = [

@@ -41,6 +41,11 @@ def crowd(driver: Driver, requests: list[GenerateRequest]) -> None:
     assert driver.engine.stats().decoding == len(requests)
 
 
+def undisturbed(model: LoadedModel, requests: list[GenerateRequest]) -> list[list[int]]:
+    """The tokens of requests that all have a slot."""
+    return Driver(model, max_slots=len(requests)).run(*requests)
+
+
 # A slot of every kind: by decode rule, by storage, sized by layer or head, with column sums. The others differ in what
 # they keep of the prompt, which is over when a request is set aside.
 KINDS = [
@@ -74,11 +79,11 @@ KINDS = [
 def test_what_was_set_aside_draws_the_same_tokens(models, policy):
     greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]
     modest = of("modest", 9, policy=policy, new=6)
-    alone = [Driver(models["llama"]).run(request)[0] for request in (*greedy, modest)]
+    expected = undisturbed(models["llama"], [*greedy, modest])
     driver = busy(models["llama"])
     crowd(driver, greedy)
-    assert driver.run(modest) == alone[5:]
-    assert [driver.tokens(request.id) for request in greedy] == alone[:5]
+    assert driver.run(modest) == expected[5:]
+    assert [driver.tokens(request.id) for request in greedy] == expected[:5]
     assert driver.engine.stats().preempted > 0
     assert all(slab.is_empty for slab in driver.engine.pool.slabs)
 
@@ -127,12 +132,12 @@ def test_with_little_room_everybody_is_served_and_the_limit_holds(models, tight)
         of(tenant, seed, policy=policies[seed % 4], new=150 if tenant == "a" else 20, length=30 + 5 * seed)
         for seed, tenant in enumerate(["a", "a", "a", "a", "a", "a", "b", "b", "c", "a", "b", "c"])
     ]
-    alone = [Driver(models["llama"]).run(request)[0] for request in requests]
+    expected = undisturbed(models["llama"], requests)
     driver.submit(*requests[:6])
     while driver.engine.stats().decoding < 3:
         driver.engine.step()
     driver.submit(*requests[6:])
     while driver.engine.step():
         assert driver.engine.pool.allocated_bytes <= driver.engine.memory.kv.bytes
-    assert [driver.tokens(request.id) for request in requests] == alone
+    assert [driver.tokens(request.id) for request in requests] == expected
     assert driver.engine.stats().preempted > 0

@@ -17,7 +17,7 @@ from tests.unit.replicas.conftest import _SHAPE, VOCABULARY, Driver, make_reques
 from tests.unit.replicas.reference import GROUP, Reference
 from tests.unit.replicas.slow_methods import LayerView, SlowCache
 from tests.unit.replicas.test_matrix import driven
-from tests.unit.replicas.test_preemption import busy, crowd, of
+from tests.unit.replicas.test_preemption import busy, crowd, of, undisturbed
 from warmkv.policies import budgets
 from warmkv.policies.sliding import in_layer, row_limit
 from warmkv.policies.slot_sizes import size_class, slot_bytes
@@ -244,11 +244,11 @@ def test_slots_with_a_window_are_set_aside_and_resume(policy):
     sliding = prepare(sliding_model(40))
     greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]
     modest = of("modest", 9, policy=policy, new=6)
-    alone = [Driver(sliding).run(request)[0] for request in (*greedy, modest)]
+    expected = undisturbed(sliding, [*greedy, modest])
     together = busy(sliding)
     crowd(together, greedy)
-    assert together.run(modest) == alone[5:]
-    assert [together.tokens(request.id) for request in greedy] == alone[:5]
+    assert together.run(modest) == expected[5:]
+    assert [together.tokens(request.id) for request in greedy] == expected[:5]
     assert together.engine.stats().preempted > 0
 
 

@@ -18,9 +18,9 @@ TRAINED, LIMIT, LAYERS = 64, 16, 3
 @pytest.mark.parametrize(
     ("policy", "times"),
     [
-        (f"streaming_llm@{LIMIT}", 20),
-        (f"streaming_llm@{LIMIT}+fp8", 20),
-        ("streaming_llm@30", 20),
+        (f"streaming_llm@{LIMIT}", 8),
+        (f"streaming_llm@{LIMIT}+fp8", 8),
+        ("streaming_llm@30", 8),
         pytest.param(f"streaming_llm@{LIMIT}", 200, marks=pytest.mark.soak),
     ],
 )
