@@ -114,7 +114,7 @@ def idle(engine: Engine) -> bool:
     return stats.waiting == stats.decoding == stats.workspace_bytes == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     policy=st.sampled_from(POLICIES),
     temperature=st.sampled_from([0.0, 0.9]),
