@@ -247,7 +247,6 @@ def start_control(application: str, config: ControlConfig) -> Any:
 
     with contextlib.suppress(ValueError):  # there is none
         ray.kill(ray.get_actor(control_name(application), namespace=NAMESPACE), no_restart=True)
-    store: Store = FolderStore(config.path.absolute()) if config.path else ClusterStore()
     return (
         ray.remote(Control)
         .options(
@@ -258,5 +257,10 @@ def start_control(application: str, config: ControlConfig) -> Any:
             num_cpus=0,
             max_concurrency=1000,
         )
-        .remote(store, application)
+        .remote(store_of(config), application)
     )
+
+
+def store_of(config: ControlConfig) -> Store:
+    """Return the store of the versions: a folder, or else Ray itself."""
+    return FolderStore(config.path.absolute()) if config.path else ClusterStore()

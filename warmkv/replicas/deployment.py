@@ -87,8 +87,7 @@ class Replica:
         )
         self._leaving = False
         self._engine.warm_up(say)
-        if config.engine.self_check:
-            check_engine(self._engine, say)
+        check_engine(self._engine, say)
         self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
         self._thread.start()
         loop = asyncio.get_running_loop()

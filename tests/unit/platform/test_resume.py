@@ -155,6 +155,25 @@ def test_what_was_given_up_is_told_to_the_next_attempt(engines):
     assert len(seen[2].request.resume) > 0
 
 
+def test_silence_is_a_fault_after_a_while():
+    """A silence of STALL seconds, which is skipped: longer than one setting allows, not so long as the other."""
+    for stall_seconds, retries in ((STALL / 2, 1), (2 * STALL, 0)):
+        seen: list[Attempt] = []
+
+        async def send(attempt: Attempt, seen: list[Attempt] = seen) -> AsyncGenerator[Event]:
+            seen.append(attempt)
+            attempt.replica = "a"
+            yield Admitted()
+            if len(seen) == 1:
+                skip(STALL)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            yield Finished("stop", 0)
+
+        _, retried = answer(make_request(prompt(20)), send, stall_seconds=stall_seconds)
+        assert len(retried) == retries
+
+
 def test_after_so_many_retries_the_last_fault_is_raised(engines):
     seen: list[Attempt] = []
     with pytest.raises(ConnectionError):

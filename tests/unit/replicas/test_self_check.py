@@ -100,6 +100,12 @@ def test_right_mixtures_of_experts_pass_where_rounding_chooses_other_experts(dty
     check_engine(checked)
 
 
+def test_the_check_can_be_turned_off(monkeypatch):
+    checked = driver(self_check=False)
+    tamper_with_chunks(checked.engine.model.module, monkeypatch)
+    check_engine(checked.engine)
+
+
 @pytest.mark.parametrize("tamper", [tamper_with_decode, tamper_with_chunks])
 def test_wrong_mixtures_of_experts_are_refused_in_16_bits(tamper, monkeypatch):
     checked = driver("qwen3_moe", torch.bfloat16)

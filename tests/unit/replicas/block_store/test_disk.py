@@ -170,6 +170,24 @@ def test_what_cannot_be_written_for_want_of_a_place_is_dropped(tmp_path):
     assert len(harness.files()) == 3
 
 
+def test_files_that_do_not_come_in_time_are_computed(tmp_path):
+    disk = {"memory_bytes": 1 << 20, "path": tmp_path, "wait_seconds": 3}
+    harness = Harness(tmp_path, memory_bytes=4 * BLOCK * TOKEN, host={"memory_bytes": 0}, disk=disk)
+    old = Prompt("a", list(range(14)))
+    harness.write(old, {14: "1h"})
+    harness.write(Prompt("b", list(range(50, 66))), {})
+    harness.run("write", 100)
+    harness.look_up(old, [14])
+    _, warm, _ = harness.held[-1]
+    assert not harness.store.ready(warm)
+    harness.now += 2.9
+    assert not harness.store.ready(warm)
+    harness.now += 0.2
+    assert harness.store.ready(warm)
+    harness.held.clear()
+    harness.store.release(warm)
+
+
 def test_a_restart_finds_what_was_on_disk_and_lets_expire_what_has(tmp_path):
     harness = Harness(tmp_path, memory_bytes=4 * BLOCK * TOKEN, host={"memory_bytes": 0})
     old, new = Prompt("a", list(range(14))), Prompt("b", list(range(50, 66)))
