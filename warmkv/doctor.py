@@ -33,13 +33,14 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     next.
     """
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    servable = True
     for extra, modules in EXTRAS.items():
         lacking = [module for module in modules if find_spec(module) is None]
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
         yield Finding(f"extra {extra}", "missing" if lacking else "ok", said)
-        if extra == "serve" and lacking:
-            return
-    yield from _examine_model(config, say)
+        servable = servable and not (extra == "serve" and lacking)
+    if servable:
+        yield from _examine_model(config, say)
 
 
 def _versions(modules: tuple[str, ...]) -> str:
@@ -54,12 +55,14 @@ def _versions(modules: tuple[str, ...]) -> str:
 
 def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Finding]:
     import torch
+    from transformers.utils import logging
 
     from warmkv.replicas import device_memory
     from warmkv.replicas.engine.engine import Engine
     from warmkv.replicas.loading.load import load_model, resolve_device
     from warmkv.replicas.loading.self_check import check_engine
 
+    logging.disable_progress_bar()
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     yield Finding("device", "ok", f"{device} ({name}), torch {torch.__version__}")

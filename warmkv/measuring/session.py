@@ -26,11 +26,13 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
     `check` is told the context before the weights are read. Raises MeasureError and DeviceError.
     """
     import torch
+    from transformers.utils import logging
 
     from warmkv.measuring import machine
     from warmkv.replicas import device_memory
     from warmkv.replicas.loading import load as loading
 
+    logging.disable_progress_bar()
     if settings.engine.threads:
         torch.set_num_threads(settings.engine.threads)
     device_memory.check_device(settings.model.device)

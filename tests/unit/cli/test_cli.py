@@ -143,6 +143,17 @@ def test_doctor_checks_the_model_and_plans_its_memory():
     assert named[-4:] == ["device", "model", "memory plan", "self-check"]
 
 
+def test_doctor_lists_every_extra_where_one_is_missing(monkeypatch):
+    for module in ("ray", "optuna"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    found = {finding["what"]: finding for finding in json.loads(result.stdout)}
+    assert set(found) == {"python", *(f"extra {name}" for name in EXTRAS)}
+    assert "ray: pip install 'warmkv[serve]'" in found["extra serve"]["detail"]
+    assert found["extra tune"]["state"] == "missing"
+
+
 @pytest.mark.parametrize(
     ("flag", "what", "says"),
     [
