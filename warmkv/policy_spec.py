@@ -181,6 +181,12 @@ def _field(knob: Knob) -> tuple[Any, Any]:
     return Optional[knob.type], Field(None, description=description, **limits)  # noqa: UP045
 
 
+def _check_names() -> None:
+    """Raise PluginError where a method has a name that stands for a storage or a wrapper."""
+    if taken := [name for name in METHODS if _resolve_alias({"name": name}) != {"name": name}]:
+        raise PluginError(f"method {taken[0]}: this name stands for something else already; choose another")
+
+
 KNOBS = _all_knobs()
 _DOC = """A compression policy.
 
@@ -297,3 +303,6 @@ def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 def split_policies(text: str) -> tuple[str, ...]:
     """`a,b:knob=1,knob=2,c` in pieces: what reads `knob=value` belongs to the policy before it."""
     return tuple(piece.strip() for piece in re.split(r",(?!\s*\w+=)", text) if piece.strip())
+
+
+_check_names()

@@ -9,6 +9,7 @@ A package outside names a module of its own in the entry point group, under the 
 from __future__ import annotations
 
 import pkgutil
+import re
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -47,7 +48,12 @@ class Registry(dict[str, Plugin]):
         self._loaded = False
 
     def register(self, plugin: Plugin) -> Plugin:
-        """Add a plug-in and return it: a decorator. Raises PluginError if its name is taken or it comes too late."""
+        """Add a plug-in and return it: a decorator.
+
+        Raises PluginError if its name is taken or cannot be written in a policy's short form, or if it comes too late.
+        """
+        if not re.fullmatch(r"\w[\w.-]*", plugin.name):
+            raise PluginError(f"{self.kind} {plugin.name!r}: write the name with letters, digits, _, - and .")
         if plugin.name in self:
             raise PluginError(f"a {self.kind} called {plugin.name} is registered already; choose another name")
         if self._loaded:

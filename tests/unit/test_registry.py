@@ -115,10 +115,13 @@ def test_a_package_outside_adds_a_method_that_is_served(tmp_path):
         ("from warmkv.policy_spec import PolicySpec", "may import warmkv.policy_spec for types only"),
         ("", "package broken_method offers a method broken, but broken_method registers none"),
         (STRIDE.replace('"stride"', '"snapkv"'), "a method called snapkv is registered already"),
+        (STRIDE.replace('"stride"', '"a+b"'), "method 'a+b': write the name with letters"),
+        (STRIDE.replace('"stride"', '"shotkv"'), "method shotkv: this name stands for something else already"),
     ],
 )
 def test_a_package_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, source, says):
-    wheel(tmp_path, "broken_method", source, "broken = broken_method")
+    name = "shotkv" if "shotkv" in source else "broken"
+    wheel(tmp_path, "broken_method", source, f"{name} = broken_method")
     with zipfile.ZipFile(tmp_path / "broken_method-1.0-py3-none-any.whl") as archive:
         archive.extractall(tmp_path / "site")
     ran = python("import warmkv.policy_spec", tmp_path / "site")

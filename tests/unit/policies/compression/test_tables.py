@@ -1,4 +1,4 @@
-"""What the docs say of every method is what the method declares."""
+"""What the docs say of every method is what the method declares, and nothing else looks at its name."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def test_every_method_has_a_page_with_its_knobs(name):
     for knobs, values in re.findall(r"^\| (`.*?`) \| (.*?) \|", page, re.MULTILINE):  # several may share a line
         said |= zip(knobs.replace("`", "").split(", "), values.split(", "), strict=True)
     assert said == tables.defaults(METHODS[name].knobs)
+
+
+def test_nothing_is_decided_by_the_name_of_a_method_or_of_a_storage():
+    decided = re.compile(r"\b(spec|policy|method)\.(name|storage) (==|!=|in|not in) |storage\.startswith")
+    package = DOCS.parent / "warmkv"
+    found = [
+        f"{file.relative_to(package)}: {line.strip()}"
+        for file in sorted(package.rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if decided.search(line) and file.parent.name not in ("methods", "storages")
+    ]
+    assert found == []
