@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -36,15 +36,14 @@ def encode(events: Iterable[tuple[int, Event]]) -> bytes:
 
 def decode(line: bytes) -> list[tuple[int, Event]]:
     """Return the events of a line, in order. Raises ValueError, TypeError or KeyError where it is none of ours."""
-    return [(stream, _event(kind, fields)) for stream, kind, *fields in orjson.loads(line)]
-
-
-def _event(kind: str, fields: list[Any]) -> Event:
-    if kind == "delta":
-        text, output_tokens, tokens = fields
-        return Delta(text, output_tokens, tuple(tokens))
-    event: Event = _CLASSES[kind](*fields)
-    return event
+    events: list[tuple[int, Event]] = []
+    for stream, kind, *fields in orjson.loads(line):
+        if kind == "delta":
+            text, output_tokens, tokens = fields
+            events.append((stream, Delta(text, output_tokens, tuple(tokens))))
+        else:
+            events.append((stream, _CLASSES[kind](*fields)))
+    return events
 
 
 class Lines:
@@ -55,15 +54,15 @@ class Lines:
         self._rest: list[bytes] = []  # pieces of the line that has no end yet
         self._size = 0
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that are whole now. Raises ValueError where one becomes too long."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are whole now. Raises ValueError where one becomes too long."""
         first, *others = data.split(b"\n")
         self._rest.append(first)
         self._size += len(first)
         if self._size > self.longest:
             raise ValueError(f"a line has more than {self.longest} bytes")
         if not others:
-            return
-        yield b"".join(self._rest)
-        yield from others[:-1]
+            return []
+        whole = [b"".join(self._rest), *others[:-1]]
         self._rest, self._size = [others[-1]], len(others[-1])
+        return whole

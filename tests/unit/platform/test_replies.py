@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_stream import BEAT
-from tests.unit.platform.exchanges import until
+from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from tests.unit.replicas.conftest import make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
@@ -370,3 +371,46 @@ def test_a_gateway_that_cannot_be_reached_is_asked_again_by_the_next_request():
         assert await links.to(mailbox.reply) is not first
 
     asyncio.run(over_sockets(scenario, None))
+
+
+def test_a_token_costs_a_gateway_a_few_calls(tmp_path):
+    """Calls of warmkv's functions, coroutines' wake-ups included, from a message's bytes to a chunk per client."""
+
+    async def run(path: str, tokens: int) -> int:
+        gateway, source = Gateway(tmp_path), Wire()
+        replies = Replies("127.0.0.1")
+        connection, mailboxes, calls = Connection(replies), list[Mailbox](), 0
+        connection.connection_made(source)
+        connection.data_received(b'{"key": "%s"}\n' % replies.key.encode())
+
+        def send(attempt: Attempt) -> Mailbox:
+            mailboxes.append(replies.mailbox(lambda closed: None))
+            return mailboxes[-1]
+
+        gateway.service._send = send
+        more = {"stream": True, "max_tokens": 64}
+        body = message(gateway, **more) if "messages" in path else chat(gateway, **more)
+        exchange = Exchange(gateway, path, body)
+        await until(lambda: mailboxes)
+        stream = mailboxes[0].reply.stream
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and "/warmkv/" in frame.f_code.co_filename
+
+        begin: list[Event] = [Admitted(), Started("a", 0, 0, 0, 0, 0, 0.0, 0.0)]
+        connection.data_received(encode([(stream, event) for event in begin]))
+        for number in range(tokens):
+            if number == 1:
+                sys.setprofile(count)
+            connection.data_received(encode([(stream, Delta("zq", number + 1, (number,)))]))
+            await exchange.until(lambda so_far=number + 1: exchange.body.count(b"zq") == so_far)
+        sys.setprofile(None)
+        connection.data_received(encode([(stream, Finished("end", tokens))]))
+        assert (await exchange.whole()).status == 200
+        replies.close()
+        return calls
+
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        few, many = asyncio.run(run(path, 11)), asyncio.run(run(path, 31))
+        assert (many - few) / 20 <= 21, (path, few, many)  # of them 7 a message, 10 wake-ups of coroutines

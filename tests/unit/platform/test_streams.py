@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from tests.clocks import SkippingLoop, run, skip
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from warmkv.platform.gateway import endpoints
-from warmkv.platform.gateway.streams import EventStream, pinged
+from warmkv.platform.gateway.streams import EventStream
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
 
@@ -178,21 +178,49 @@ def test_a_stream_that_nobody_reads_closes_its_source():
     assert closed == [True]
 
 
-def test_pings_fill_silences_and_change_nothing():
-    async def run() -> None:
-        silence = asyncio.Event()
+class Source:
+    async def aclose(self) -> None: ...
 
+
+def test_pings_fill_silences_and_change_nothing():
+    async def scenario() -> None:
         async def events() -> Any:
             yield "a"
-            await silence.wait()
+            await asyncio.sleep(35)
             yield "b"
+            for _ in range(9):
+                await asyncio.sleep(3)
+                yield "c"
 
         seen = []
-        async for chunk in pinged(events(), "ping", 0.001):
-            seen.append(chunk)
-            if seen.count("ping") == 3:
-                silence.set()
-        assert [chunk for chunk in seen if chunk != "ping"] == ["a", "b"]
-        assert seen[:4] == ["a", "ping", "ping", "ping"]
 
-    asyncio.run(run())
+        async def send(message: Any) -> None:
+            seen.append(message.get("body", b"").decode())
+
+        await EventStream(events(), Source(), "ping", 10).stream_response(send)
+        assert seen == ["", "a", "ping", "ping", "ping", "b", *"ccccccccc", ""]
+
+    run(scenario())
+
+
+def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer():
+    async def scenario() -> None:
+        closed = []
+
+        async def events() -> Any:
+            try:
+                yield "a"
+                await asyncio.Event().wait()
+            finally:
+                closed.append(True)
+
+        async def send(message: Any) -> None:
+            if message.get("body") == b"ping":
+                raise OSError("the connection is closed")
+
+        stream = EventStream(events(), Source(), "ping", 10)
+        with pytest.raises(ClientDisconnect):
+            await stream({"type": "http", "asgi": {"spec_version": "2.4"}}, asyncio.Queue().get, send)
+        assert closed == [True]
+
+    run(scenario())

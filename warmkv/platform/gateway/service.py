@@ -154,7 +154,7 @@ class Service:
                 arrival=arrival.time,
                 request=request,
                 started=started,
-                usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
+                prompt_usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
                 price=lambda usage: pricing.price(usage, policy.prices),
                 clock=self._clock,
                 begun=arrival.begun,

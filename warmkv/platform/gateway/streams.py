@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
@@ -26,38 +25,40 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncGenerator[str], source: Closable, ping: str, silence: float) -> None:
-        self._source, self._chunks = source, pinged(events, ping, silence)
-        super().__init__(self._chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._events, self._source, self._ping, self._silence = events, source, ping, silence
+        self._spoke = 0.0  # time of the loop
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             try:
-                await self._chunks.aclose()
+                await self._events.aclose()
             finally:
                 await self._source.aclose()
 
+    async def stream_response(self, send: Send) -> None:
+        """Send every event as it comes, and pings between. Raises what `send` raises where the client has left."""
+        loop = asyncio.get_running_loop()
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._spoke = loop.time()
+        try:
+            async with asyncio.TaskGroup() as group:
+                pings = group.create_task(self._send_pings(send))
+                async for event in self._events:
+                    self._spoke = loop.time()
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                pings.cancel()
+        except ExceptionGroup as failed:  # the client has left: Starlette expects it plain
+            raise failed.exceptions[0] from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-async def pinged(events: AsyncGenerator[str], ping: str, silence: float) -> AsyncGenerator[str]:
-    """Yield the events, and `ping` whenever `silence` seconds have passed since the last chunk."""
-    waiting: asyncio.Task[str | None] | None = None
-    try:
+    async def _send_pings(self, send: Send) -> None:
+        ping = {"type": "http.response.body", "body": self._ping.encode(), "more_body": True}
+        loop = asyncio.get_running_loop()
         while True:
-            waiting = asyncio.ensure_future(_next(events))
-            while not (await asyncio.wait((waiting,), timeout=silence))[0]:
-                yield ping
-            chunk, waiting = waiting.result(), None
-            if chunk is None:
-                return
-            yield chunk
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await waiting
-        await events.aclose()
-
-
-async def _next(events: AsyncGenerator[str]) -> str | None:
-    return await anext(events, None)
+            await asyncio.sleep(self._spoke + self._silence - loop.time())
+            if loop.time() >= self._spoke + self._silence:
+                self._spoke = loop.time()
+                await send(ping)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+import json
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Answer:
     arrival: float  # Unix time
     request: GenerateRequest
     started: Started
-    usage: Usage  # `output` grows as tokens come
+    prompt_usage: Usage
     price: Callable[[Usage], Price]
     clock: Callable[[], float]
     begun: float  # clock at the arrival
@@ -37,35 +37,47 @@ class Answer:
     events: AsyncGenerator[Event]
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
+    output_tokens: int = 0
     over: bool = False
     error: str = ""  # type of the error that ended it
     end: Finished = field(default_factory=lambda: Finished("cancelled", 0))
+
+    @property
+    def usage(self) -> Usage:
+        """Return what is billed so far."""
+        return replace(self.prompt_usage, output=self.output_tokens)
 
     @property
     def name(self) -> str:
         """Return the request's id without its prefix, of which the ids of messages and completions are made."""
         return self.id.removeprefix("req_")
 
-    async def text(self) -> AsyncIterator[Delta]:
-        """Yield the text as it comes; afterwards `end` says why it ended. Raises ApiError if the replica failed."""
-        status: Status = "cancelled"
+    async def more(self) -> Delta | None:
+        """Return the next text, or None at the end: then `end` says why it ended. Raises ApiError."""
         try:
-            async with aclosing(self.events):
-                async for event in self.events:
-                    if isinstance(event, Delta):
-                        self._count(event.output_tokens)
-                        yield event
-                    elif isinstance(event, Finished):
-                        self._count(event.output_tokens)
-                        self.end, status = event, "ok"
-            if status != "ok":
+            event = await anext(self.events, None)
+            if isinstance(event, Delta):
+                self._count(event.output_tokens)
+                return event
+            if not isinstance(event, Finished):
                 raise ApiError("api_error", "The replica ended the answer early.")
+            self._count(event.output_tokens)
+            self.end = event
+            self._ended("ok")
+            await self.events.aclose()
+            return None
         except Exception as error:
             told = from_exception(error)
-            status, self.error = "error", told.type
+            self.error = told.type
+            self._ended("error")
             raise told from error
-        finally:
-            self._ended(status)
+
+    async def text(self) -> str:
+        """Return the whole text. Raises ApiError."""
+        parts = []
+        while (delta := await self.more()) is not None:
+            parts.append(delta.text)
+        return "".join(parts)
 
     async def aclose(self) -> None:
         """Give the answer up, if it has not ended: its client may leave before it reads any text."""
@@ -102,5 +114,17 @@ class Answer:
         }
 
     def _count(self, output_tokens: int) -> None:
-        self.last_token = self.clock() - self.begun
-        self.usage = replace(self.usage, output=output_tokens)
+        self.last_token, self.output_tokens = self.clock() - self.begun, output_tokens
+
+
+TEXT = "\0"
+"""Stands for the text in an event that is formatted once for all texts of an answer."""
+
+as_json = json.encoder.encode_basestring_ascii
+"""Format text as JSON. Escapes all but ASCII, since clients may take U+2028 and others for the end of a line."""
+
+
+def around_text(event: str) -> tuple[str, str]:
+    """Return what stands before and after `TEXT` in an event."""
+    before, _, after = event.partition(as_json(TEXT))
+    return before, after

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import content
-from warmkv.platform.gateway.apis.answer import Answer
+from warmkv.platform.gateway.apis.answer import TEXT, Answer, around_text, as_json
 from warmkv.platform.gateway.apis.content import CacheControl, Message, TextBlock, Tool, ToolChoice
 from warmkv.platform.gateway.apis.errors import anthropic_body, invalid
 from warmkv.platform.gateway.apis.prompt import Turn
@@ -107,7 +107,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 async def respond(answer: Answer) -> dict[str, Any]:
     """Return the whole answer as one message."""
-    text = "".join([delta.text async for delta in answer.text()])
+    text = await answer.text()
     return {
         **_head(answer),
         "content": [{"type": "text", "text": text}] if text else [],
@@ -125,14 +125,15 @@ async def stream(admission: SubmittedRequest) -> AsyncGenerator[str]:
             start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
             start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
             yield _event({"type": "message_start", "message": start})
+            more = {"type": "text_delta", "text": TEXT}
+            before, after = around_text(_event({"type": "content_block_delta", "index": 0, "delta": more}))
             opened = False
-            async for delta in answer.text():
+            while (delta := await answer.more()) is not None:
                 if not opened:
                     opened = True
                     block = {"type": "text", "text": ""}
                     yield _event({"type": "content_block_start", "index": 0, "content_block": block})
-                more = {"type": "text_delta", "text": delta.text}
-                yield _event({"type": "content_block_delta", "index": 0, "delta": more})
+                yield before + as_json(delta.text) + after
             if opened:
                 yield _event({"type": "content_block_stop", "index": 0})
             stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from warmkv.platform.gateway.admission import SubmittedRequest
-from warmkv.platform.gateway.apis.answer import Answer
+from warmkv.platform.gateway.apis.answer import TEXT, Answer, around_text, as_json
 from warmkv.platform.gateway.apis.errors import invalid, openai_body
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
@@ -143,7 +143,7 @@ def usage_fields(usage: Usage, cached: int) -> dict[str, Any]:
 
 async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     """Return the whole answer as one completion."""
-    text = "".join([delta.text async for delta in answer.text()])
+    text = await answer.text()
     body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, **body, "finish_reason": FINISH_REASONS[answer.end.reason], "logprobs": None}
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
@@ -163,8 +163,9 @@ async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool) -
             head = _head(answer, chat, chunk=True)
             if chat:
                 yield chunk({"role": "assistant", "content": ""})
-            async for delta in answer.text():
-                yield chunk({"content": delta.text})
+            before, after = around_text(chunk({"content": TEXT}))
+            while (delta := await answer.more()) is not None:
+                yield before + as_json(delta.text) + after
             yield chunk({}, FINISH_REASONS[answer.end.reason])
             if include_usage:
                 yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
