@@ -44,7 +44,7 @@ CARD_START, CARD_END = "<!-- figures: written by training/evaluate.py -->", "<!-
 
 
 @torch.no_grad()
-def answered(logits: Logits, encode: Encode, sample: tasks.Sample, device: str = "cpu") -> bool:
+def answered(logits: Logits, encode: Encode, sample: tasks.TaskSample, device: str = "cpu") -> bool:
     """Whether greedy decoding gives exactly the answer and then its end mark.
 
     One forward pass decides it: greedy decoding follows a text if, and only if, each of its tokens is the most

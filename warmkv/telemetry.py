@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 _FETCH_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS = (*_FETCH_SECONDS, 120.0, 300.0, 600.0)  # up to the default of gateway.request_timeout_seconds
@@ -158,7 +158,16 @@ REFRESH_SECONDS = 1.0
 """Ray forgets a gauge that was not set for two of its reports, of which there is one a second at most."""
 
 
-class Recorder:
+class Recorder(Protocol):
+    """Record metrics: `RayRecorder` in the service, a double in tests."""
+
+    def add(self, counter: Metric, value: float, **labels: str) -> None: ...
+    def grow(self, counter: Metric, total: float, **labels: str) -> None: ...
+    def set(self, gauge: Metric, value: float, **labels: str) -> None: ...
+    def observe(self, histogram: Metric, value: float, **labels: str) -> None: ...
+
+
+class RayRecorder:
     """Record metrics through Ray Serve, which adds application, deployment and replica labels.
 
     In another actor than a Serve replica there is nothing to add them from: name the application there. Gauges keep

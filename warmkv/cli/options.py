@@ -134,14 +134,14 @@ class ReplayOptions(TraceOptions):
         )
 
 
-class StepTimes(StrEnum):
+class StepTimeChoice(StrEnum):
     AUTO = "auto"
     CONFIG = "config"
     LOG = "log"
 
 
 StepTimesOption = Annotated[
-    StepTimes,
+    StepTimeChoice,
     typer.Option(
         help="Where step times come from: a profile, else a model's roofline, else the log's timings, else settings."
     ),
@@ -167,7 +167,7 @@ def _show_gpus(name: str | None) -> str | None:
 class MachineOptions:
     """The simulated machine."""
 
-    step_times: StepTimesOption = StepTimes.AUTO
+    step_times: StepTimesOption = StepTimeChoice.AUTO
     gpu: Annotated[
         str | None,
         typer.Option(

@@ -12,14 +12,14 @@ import typer
 
 from warmkv import __version__
 from warmkv.cli.command import fail, writing
-from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimes
+from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimeChoice
 from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.simulator.studies import variants
 from warmkv.terminal import bar, console, errors
 
 if TYPE_CHECKING:
-    from warmkv.simulator.steps.costs import StepTimes as Times
+    from warmkv.simulator.steps.costs import StepTimes
     from warmkv.simulator.studies.replay import Result
     from warmkv.simulator.workload.requests import Requests
 
@@ -66,7 +66,7 @@ def replay(
     `warmkv replay access.jsonl --profile profile.json`, `warmkv replay trace.jsonl --model FOLDER --gpu L4 --out run`
     """
     options = options.under(*machine.flags())
-    if profile is not None and machine.step_times is StepTimes.LOG:
+    if profile is not None and machine.step_times is StepTimeChoice.LOG:
         fail("--profile and --step-times log exclude each other")
     settings = options.read(*([] if profile is None else [f"simulator.profile={json.dumps(str(profile))}"]))
     if settings.simulator.batching == "mixed" and not _given(context, "policy"):
@@ -122,7 +122,7 @@ def _replay_with_bar(
     requests: Requests,
     settings: Config,
     grid: Sequence[variants.Variant],
-    times: Times,
+    times: StepTimes,
     folders: Sequence[Path | None],
     meta: Mapping[str, Any],
 ) -> list[Result]:

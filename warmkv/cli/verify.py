@@ -11,7 +11,7 @@ import typer
 from warmkv.cli.options import (
     JsonOptions,
     SettingsOptions,
-    StepTimes,
+    StepTimeChoice,
     StepTimesOption,
     StrictOption,
     read_requests,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def verify(
     log: Annotated[Path, typer.Argument(help="Access log of a live run.", show_default=False)],
-    step_times: StepTimesOption = StepTimes.AUTO,
+    step_times: StepTimesOption = StepTimeChoice.AUTO,
     strict: StrictOption = False,
     *,
     output: JsonOptions,

@@ -21,7 +21,7 @@ class Tree(BaseSettings):
     model_config = SettingsConfigDict(extra="allow")
 
 
-class Source(InitSettingsSource):
+class TreeSource(InitSettingsSource):
     """A tree of plain values. What a source above it assigns is taken out, so that a mapping is replaced, not merged.
 
     Raises ConfigError where it has a plain value and a source above it assigns a key within.
@@ -32,7 +32,7 @@ class Source(InitSettingsSource):
         tree: dict[str, Any],
         origin: Callable[[Place], str | None],
         assigned: Iterable[str] = (),
-        above: Sequence[Source] = (),
+        above: Sequence[TreeSource] = (),
     ) -> None:
         self.origin, self._assigned = origin, assigned
         for source in above:
@@ -41,12 +41,12 @@ class Source(InitSettingsSource):
         super().__init__(Tree, init_kwargs=tree)
 
 
-def merge(sources: Sequence[Source]) -> dict[str, Any]:
+def merge(sources: Sequence[TreeSource]) -> dict[str, Any]:
     """Return the values of all sources as one tree."""
     return Tree(_build_sources=(tuple(sources), {})).model_extra or {}
 
 
-def flags_source(flags: Sequence[str]) -> Source:
+def flags_source(flags: Sequence[str]) -> TreeSource:
     """Read `a.b=value` flags. Raises ConfigError."""
     assigned = []
     for flag in flags:
@@ -57,7 +57,7 @@ def flags_source(flags: Sequence[str]) -> Source:
     return _assignments(assigned)
 
 
-def environment_source(environ: Mapping[str, str], above: Sequence[Source]) -> Source:
+def environment_source(environ: Mapping[str, str], above: Sequence[TreeSource]) -> TreeSource:
     """Read the variables that name a section, `WARMKV_SECTION__KEY`. Raises ConfigError."""
     assigned = [
         (name.removeprefix(ENV_PREFIX).lower().replace(ENV_DELIMITER, "."), text, name)
@@ -67,7 +67,7 @@ def environment_source(environ: Mapping[str, str], above: Sequence[Source]) -> S
     return _assignments(assigned, above)
 
 
-def _assignments(assigned: Sequence[tuple[str, str, str]], above: Sequence[Source] = ()) -> Source:
+def _assignments(assigned: Sequence[tuple[str, str, str]], above: Sequence[TreeSource] = ()) -> TreeSource:
     tree: dict[str, Any] = {}
     for dotted, text, _ in assigned:
         put(tree, dotted, read_value(dotted, text))
@@ -78,10 +78,10 @@ def _assignments(assigned: Sequence[tuple[str, str, str]], above: Sequence[Sourc
                 return name
         return None
 
-    return Source(tree, origin, [dotted for dotted, *_ in assigned], above)
+    return TreeSource(tree, origin, [dotted for dotted, *_ in assigned], above)
 
 
-def document_source(path: Path, above: Sequence[Source]) -> Source:
+def document_source(path: Path, above: Sequence[TreeSource]) -> TreeSource:
     """Read a YAML document. Raises ConfigError if it cannot be read, or is no mapping of sections."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
@@ -113,4 +113,4 @@ def document_source(path: Path, above: Sequence[Source]) -> Source:
             line = key.start_mark.line + 1
         return f"{path}, line {line}" if line else None
 
-    return Source(tree, origin, above=above)
+    return TreeSource(tree, origin, above=above)

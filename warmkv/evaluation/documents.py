@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from warmkv.models.tiny import tasks
 from warmkv.models.tiny.corpus import World
-from warmkv.models.tiny.tasks import Sample, Turn
+from warmkv.models.tiny.tasks import QuestionTurn, TaskSample
 
 VALUE_ONLY = " Answer with the value only."
 SCRATCH_FIRST, SCRATCH_AGAIN = 0.25, 0.5
@@ -26,7 +26,7 @@ def ask(question: str, chat: bool) -> str:
 
 def of_family(
     world: World, rng: random.Random, family: str, length: int, chat: bool, keys: int | None = None
-) -> Sample:
+) -> TaskSample:
     """Generate a sample of a family, without a system prompt (not every chat template takes one)."""
     sample = tasks.FAMILIES[family](world, rng, length=length, chat=chat, keys=keys)
     if not chat:
@@ -37,26 +37,26 @@ def of_family(
     return replace(sample, question=question + VALUE_ONLY, system=None)
 
 
-def needle(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> Sample:
+def needle(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> TaskSample:
     """One code in the text, at a given depth (0 the beginning, 1 the end)."""
     noun, value = rng.choice(tasks.NOUNS), tasks.code(rng)
     (key,) = world.keys(rng, 1)
     line = rng.choice(tasks.CODE_NEEDLES).format(noun=noun, key=key, value=value)
     question = ask(rng.choice(tasks.CODE_QUESTIONS).format(noun=noun, key=key), chat)
-    return hide(world, rng, length, [(depth, line)], lambda text: Sample("needle", text, question, value, chat))
+    return hide(world, rng, length, [(depth, line)], lambda text: TaskSample("needle", text, question, value, chat))
 
 
-def copying(world: World, rng: random.Random, length: int, words: int, chat: bool) -> Sample:
+def copying(world: World, rng: random.Random, length: int, words: int, chat: bool) -> TaskSample:
     """Generate a text with a long phrase of random words, to be repeated word for word."""
     (key,) = world.keys(rng, 1)
     phrase = " ".join(rng.sample(world.words, words))
     line = rng.choice(tasks.COPY_NEEDLES).format(key=key, value=phrase)
     question = ask(rng.choice(tasks.COPY_QUESTIONS).format(key=key), chat)
-    make = lambda text: Sample("copying", text, question, phrase, chat, break_after="\n")  # noqa: E731
+    make = lambda text: TaskSample("copying", text, question, phrase, chat, break_after="\n")  # noqa: E731
     return hide(world, rng, length, [(rng.random(), line)], make)
 
 
-def summary(world: World, rng: random.Random, length: int, keys: int, chat: bool) -> Sample:
+def summary(world: World, rng: random.Random, length: int, keys: int, chat: bool) -> TaskSample:
     """Codes all over the text; the answer lists every key with its code, in the order of the text."""
     noun = rng.choice(tasks.NOUNS)
     values = {key: tasks.code(rng) for key in world.keys(rng, keys)}
@@ -68,11 +68,11 @@ def summary(world: World, rng: random.Random, length: int, keys: int, chat: bool
     question = f"List every {noun} in the order of the text, one a line, as key: {noun}."
     question = question if chat else f"Question: {question}\nAnswer:"
     answer = "\n".join(f"{key}: {value}" for key, value in values.items())
-    make = lambda text: Sample("summary", text, question, answer, chat, break_after="\n")  # noqa: E731
+    make = lambda text: TaskSample("summary", text, question, answer, chat, break_after="\n")  # noqa: E731
     return hide(world, rng, length, facts, make)
 
 
-def scratch(world: World, rng: random.Random, length: int, late: bool, decoded: int) -> tuple[Sample, float]:
+def scratch(world: World, rng: random.Random, length: int, late: bool, decoded: int) -> tuple[TaskSample, float]:
     """Scratch values read back in the end, and the depth at which the one asked for was written.
 
     One slot is written twice in the prompt, another (`late`: this one is asked for) among the last `decoded` tokens,
@@ -91,11 +91,11 @@ def scratch(world: World, rng: random.Random, length: int, late: bool, decoded: 
         (depth, line),
     ]
     answer = late_value if late else early_value
-    sample = hide(world, rng, length, facts, lambda text: Sample("scratch", text, question, answer, False))
+    sample = hide(world, rng, length, facts, lambda text: TaskSample("scratch", text, question, answer, False))
     return sample, depth if late else SCRATCH_AGAIN
 
 
-def conversation(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> Sample:
+def conversation(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> TaskSample:
     """Many turns that each state a fact and ask about one; the last asks for the fact stated at `depth` of them.
 
     That fact is never asked about before, so that no earlier answer repeats it.
@@ -113,13 +113,13 @@ def conversation(world: World, rng: random.Random, length: int, depth: float, ch
         known = [key for key in (names[-1], *names[: turn + 1]) if key != names[stated]]
         asked.append(names[stated] if turn == count - 1 else rng.choice(known))
 
-    def build(fillers: Sequence[Sequence[str]]) -> Sample:
+    def build(fillers: Sequence[Sequence[str]]) -> TaskSample:
         texts = ["\n".join([*filler, *head]) for filler, head in zip(fillers, heads, strict=True)]
-        turns: list[Turn] = []
+        turns: list[QuestionTurn] = []
         for text, key in zip(texts, asked, strict=True):
             lead = f"{text}\n" if turns else ""  # the first text is the sample's document
-            turns.append(Turn(lead + ask(question.format(noun=noun, key=key), chat), values[key]))
-        return Sample("chat", texts[0], turns[-1].question, turns[-1].answer, chat, tuple(turns[:-1]))
+            turns.append(QuestionTurn(lead + ask(question.format(noun=noun, key=key), chat), values[key]))
+        return TaskSample("chat", texts[0], turns[-1].question, turns[-1].answer, chat, tuple(turns[:-1]))
 
     room, fillers = length - world.count(build([()] * count).text()), list[list[str]]()
     for turn in range(count):
@@ -131,8 +131,8 @@ def conversation(world: World, rng: random.Random, length: int, depth: float, ch
 
 
 def hide(
-    world: World, rng: random.Random, length: int, facts: Sequence[tuple[float, str]], make: Callable[[str], Sample]
-) -> Sample:
+    world: World, rng: random.Random, length: int, facts: Sequence[tuple[float, str]], make: Callable[[str], TaskSample]
+) -> TaskSample:
     """Apply `make` to a text with each fact at its depth, filled up so that the whole sample has `length` tokens."""
     prefix = rng.choice(tasks.PREFIXES)
     facts = sorted((depth, prefix + line) for depth, line in facts)

@@ -51,7 +51,7 @@ class Texts:
     def count(self, text: str) -> int:
         return len(self.encode(text))
 
-    def tokens(self, sample: families.Sample) -> tuple[list[int], list[int]]:
+    def tokens(self, sample: families.TaskSample) -> tuple[list[int], list[int]]:
         """Prompt and answer of a sample; the end mark is no part of the answer, since its form differs by model."""
         if sample.chat:
             text = self._tokenizer.apply_chat_template(sample.messages(), add_generation_prompt=True, tokenize=False)

@@ -248,7 +248,7 @@ class DirectoryActor(PrefixDirectory):
     def __init__(self, config: DirectoryConfig, application: str, shard: Shard) -> None:
         super().__init__(config)
         self._shard = str(shard.number)
-        self._recorder = telemetry.Recorder(*telemetry.DIRECTORY, application=application)
+        self._recorder = telemetry.RayRecorder(*telemetry.DIRECTORY, application=application)
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         followed = await super().publish(replica, batches, status)

@@ -40,7 +40,7 @@ class PrefixRouter(RequestRouter):
         )
         self._lifetimes = Lifetimes.of(self._config.prefix_cache)
         self._following: list[asyncio.Task[None]] = []
-        self._recorder = telemetry.Recorder(*telemetry.ROUTER)
+        self._recorder = telemetry.RayRecorder(*telemetry.ROUTER)
 
     def configure(self, routing: RoutingConfig) -> None:
         """Route by other settings from now on; a request brings those that were in force when it came."""

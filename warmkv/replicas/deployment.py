@@ -75,7 +75,7 @@ class Replica:
             )
             for number, actor in enumerate(directory)
         ]
-        self._recorder = telemetry.Recorder(*telemetry.REPLICA, *telemetry.TRANSFER)
+        self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
         peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
         self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
         self._transfers = Transfers(

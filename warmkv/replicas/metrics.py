@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from warmkv import telemetry
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.engine.stats import EngineStats
 
 
-class Recorder(Protocol):
-    """Where metrics go (`telemetry.Recorder` in the service)."""
-
-    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def grow(self, counter: telemetry.Metric, total: float, **labels: str) -> None: ...
-
-
-def record(recorder: Recorder, stats: EngineStats, store: BlockStore) -> None:
+def record(recorder: telemetry.Recorder, stats: EngineStats, store: BlockStore) -> None:
     """Set the gauges, and count what the totals have grown by since the last call."""
     gauge, counter = recorder.set, recorder.grow
     gauge(telemetry.DECODING, stats.decoding)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from warmkv import telemetry
 from warmkv.config import TransferConfig
@@ -45,13 +45,6 @@ class BlocksOffered(ToReplica):
     parcels: tuple[BlockPayload, ...]
 
 
-class Recorder(Protocol):
-    """Where metrics go (`telemetry.Recorder` in the service)."""
-
-    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
-
-
 class Transfers:
     """What a replica fetches from others and lends to them. Belongs to one event loop.
 
@@ -65,7 +58,7 @@ class Transfers:
         name: str,
         config: TransferConfig,
         ask: Callable[[BlocksWanted], Awaitable[BlockPayloads]],
-        recorder: Recorder,
+        recorder: telemetry.Recorder,
         *,
         clock: Callable[[], float],
     ) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
-from warmkv.platform.gateway.access.limits import TenantLimits
+from warmkv.platform.gateway.access.limits import TenantLimiter
 
 APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
 LIMITED = ("gateway.limits.concurrent_requests=5", "gateway.limits.tokens_per_minute=1000000")
@@ -28,7 +28,7 @@ def body_of(path: str, gateway: Gateway, *, stream: bool) -> dict[str, Any]:
     return chat(gateway, stream=stream)
 
 
-def held(gateway: Gateway, limits: TenantLimits) -> dict[str, int]:
+def held(gateway: Gateway, limits: TenantLimiter) -> dict[str, int]:
     """What a gateway holds for requests that are open."""
     accounts = limits._limiter._accounts.values()
     return {
@@ -41,16 +41,16 @@ def held(gateway: Gateway, limits: TenantLimits) -> dict[str, int]:
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[TenantLimits]:
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[TenantLimiter]:
     """The limits of gateways, as they are made."""
-    made: list[TenantLimits] = []
-    begin = TenantLimits.__init__
+    made: list[TenantLimiter] = []
+    begin = TenantLimiter.__init__
 
-    def noted(self: TenantLimits, *arguments: Any) -> None:
+    def noted(self: TenantLimiter, *arguments: Any) -> None:
         begin(self, *arguments)
         made.append(self)
 
-    monkeypatch.setattr(TenantLimits, "__init__", noted)
+    monkeypatch.setattr(TenantLimiter, "__init__", noted)
     return made
 
 

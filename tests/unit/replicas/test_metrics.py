@@ -10,7 +10,7 @@ from warmkv.replicas import metrics
 from warmkv.replicas.engine.stats import EngineStats
 
 
-class Recorded(telemetry.Recorder):
+class Recorded(telemetry.RayRecorder):
     """A recorder without Ray."""
 
     def __init__(self) -> None:

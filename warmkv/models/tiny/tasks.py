@@ -91,7 +91,7 @@ PREFIXES = ("", "# ", "    # ", "- ")
 
 
 @dataclass(frozen=True)
-class Turn:
+class QuestionTurn:
     """One question about the document and its exact answer."""
 
     question: str
@@ -99,7 +99,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TaskSample:
     """A document, a question about it, and the exact answer; `earlier` questions were asked and answered before.
 
     `chat` says in which form `prompt` and `segments` render it; `joiner` stands between document and question in
@@ -111,15 +111,15 @@ class Sample:
     question: str
     answer: str
     chat: bool
-    earlier: tuple[Turn, ...] = ()
+    earlier: tuple[QuestionTurn, ...] = ()
     system: str | None = None
     joiner: str = "\n"
     break_after: str = " "
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[QuestionTurn, ...]:
         """All questions with their answers, the last one being the sample's own."""
-        return (*self.earlier, Turn(self.question, self.answer))
+        return (*self.earlier, QuestionTurn(self.question, self.answer))
 
     def messages(self) -> list[dict[str, str]]:
         """Return the conversation up to and including the last question, as a chat API takes it."""
@@ -188,7 +188,7 @@ class Family(Protocol):
         chat: bool,
         keys: int | None = None,
         turns: int = 1,
-    ) -> Sample: ...
+    ) -> TaskSample: ...
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Plan:
 
     family: str
     needles: list[str]
-    turns: list[Turn]
+    turns: list[QuestionTurn]
     break_after: str = " "
     passages: bool = False
 
@@ -207,18 +207,20 @@ def code(rng: random.Random) -> str:
     return str(rng.randint(1000, 9999))
 
 
-def _assemble(world: World, rng: random.Random, length: int, chat: bool, plan: _Plan) -> Sample:
+def _assemble(world: World, rng: random.Random, length: int, chat: bool, plan: _Plan) -> TaskSample:
     """Hides the needles of `plan` at random depths in text so that the whole sample has about `length` tokens."""
     prefix = rng.choice(PREFIXES)
     needles = [prefix + needle for needle in plan.needles]
     if plan.passages:
         needles = [f"Passage {i + 1}:\n{needle}" for i, needle in enumerate(plan.needles)]
     suffix = rng.choice(SUFFIXES) if chat else ""
-    turns = [Turn(t.question + suffix * (i == 0 or rng.random() < 0.5), t.answer) for i, t in enumerate(plan.turns)]
+    turns = [
+        QuestionTurn(t.question + suffix * (i == 0 or rng.random() < 0.5), t.answer) for i, t in enumerate(plan.turns)
+    ]
     system = rng.choice(SYSTEM_PROMPTS) if chat and rng.random() < 0.4 else None
     joiner = rng.choice(("\n", "\n", "\n\n"))
 
-    def build(lines: Sequence[str], cuts: Sequence[int]) -> Sample:
+    def build(lines: Sequence[str], cuts: Sequence[int]) -> TaskSample:
         body: list[str] = []
         start = 0
         for cut, needle in zip(cuts, needles, strict=True):
@@ -226,7 +228,7 @@ def _assemble(world: World, rng: random.Random, length: int, chat: bool, plan: _
             body += [*lines[start:cut], needle]
             start = cut
         document = "\n".join([*body, *lines[start:]]).strip("\n")
-        return Sample(
+        return TaskSample(
             plan.family,
             document,
             turns[-1].question,
@@ -279,27 +281,27 @@ def _wordings(rng: random.Random, templates: Sequence[str], count: int) -> list[
     return rng.choices(templates, k=count)
 
 
-def _codes(name: str, world: World, rng: random.Random, length: int, chat: bool, keys: int, turns: int) -> Sample:
+def _codes(name: str, world: World, rng: random.Random, length: int, chat: bool, keys: int, turns: int) -> TaskSample:
     noun = rng.choice(NOUNS)
     values = {key: code(rng) for key in world.keys(rng, keys)}
     wordings = _wordings(rng, CODE_NEEDLES, keys)
     needles = [w.format(noun=noun, key=k, value=v) for w, (k, v) in zip(wordings, values.items(), strict=True)]
     cloze = rng.choice(("the {noun} of {key} is", "recall: the {noun} of {key} is", "The {noun} for {key} is"))
     asked = _chosen(rng, list(values), turns)
-    plan = [Turn(_ask(rng, chat, CODE_QUESTIONS, cloze, " ", noun=noun, key=k), values[k]) for k in asked]
+    plan = [QuestionTurn(_ask(rng, chat, CODE_QUESTIONS, cloze, " ", noun=noun, key=k), values[k]) for k in asked]
     return _assemble(world, rng, length, chat, _Plan(name, needles, plan))
 
 
 def single(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """One "the code of X is 4821" in the text; asked for at the end."""
     return _codes("single", world, rng, length, chat, 1, turns)
 
 
 def multi(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """Several keys with a code each (2 to 8 unless `keys` says how many); one of them is asked for."""
     count = keys or rng.randint(2, 8 if length >= 512 else 4)
     return _codes("multi", world, rng, length, chat, count, turns)
@@ -307,7 +309,7 @@ def multi(
 
 def two_hop(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """Generate a key whose code is that of another key; both statements are hidden apart, in any order."""
     count = keys or rng.randint(1, 3)
     noun = rng.choice(NOUNS)
@@ -321,13 +323,13 @@ def two_hop(
     rng.shuffle(needles)
     asked = _chosen(rng, names[:count], turns)
     cloze = "the {noun} of {key} is"
-    plan = [Turn(_ask(rng, chat, CODE_QUESTIONS, cloze, " ", noun=noun, key=k), values[k]) for k in asked]
+    plan = [QuestionTurn(_ask(rng, chat, CODE_QUESTIONS, cloze, " ", noun=noun, key=k), values[k]) for k in asked]
     return _assemble(world, rng, length, chat, _Plan("two_hop", needles, plan))
 
 
 def scratch(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """Named slots that are written, some more than once, and read back later: the last write counts."""
     count = keys or rng.randint(2, 4)
     names = world.keys(rng, count)
@@ -341,26 +343,26 @@ def scratch(
         needles.append(wording.format(key=name, value=values[name]))
     asked = _chosen(rng, names, turns)
     cloze = "scratch: {key} ="
-    plan = [Turn(_ask(rng, chat, SCRATCH_QUESTIONS, cloze, " ", key=k), values[k]) for k in asked]
+    plan = [QuestionTurn(_ask(rng, chat, SCRATCH_QUESTIONS, cloze, " ", key=k), values[k]) for k in asked]
     return _assemble(world, rng, length, chat, _Plan("scratch", needles, plan))
 
 
 def copying(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """Generate a phrase of random words, to be repeated word for word."""
     count = keys or rng.randint(1, 3)
     values = {key: " ".join(rng.sample(world.words, rng.randint(3, 6))) for key in world.keys(rng, count)}
     wordings = _wordings(rng, COPY_NEEDLES, count)
     needles = [w.format(key=k, value=v) for w, (k, v) in zip(wordings, values.items(), strict=True)]
     asked = _chosen(rng, list(values), turns)
-    plan = [Turn(_ask(rng, chat, COPY_QUESTIONS, "", "\n", key=k), values[k]) for k in asked]
+    plan = [QuestionTurn(_ask(rng, chat, COPY_QUESTIONS, "", "\n", key=k), values[k]) for k in asked]
     return _assemble(world, rng, length, chat, _Plan("copying", needles, plan, break_after="\n"))
 
 
 def passages(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
-) -> Sample:
+) -> TaskSample:
     """Numbered passages that state the same relation of different names; the answer is one word of one of them."""
     count = keys or rng.randint(2, 4)
     noun = rng.choice(RELATIONS)
@@ -368,7 +370,7 @@ def passages(
     values = dict(zip(names[:count], names[count:], strict=True))
     needles = [rng.choice(PASSAGE_NEEDLES).format(noun=noun, key=k, value=v) for k, v in values.items()]
     asked = _chosen(rng, names[:count], turns)
-    plan = [Turn(_ask(rng, chat, PASSAGE_QUESTIONS, "", "\n", noun=noun, key=k), values[k]) for k in asked]
+    plan = [QuestionTurn(_ask(rng, chat, PASSAGE_QUESTIONS, "", "\n", noun=noun, key=k), values[k]) for k in asked]
     return _assemble(world, rng, length, chat, _Plan("passages", needles, plan, break_after="\n", passages=True))
 
 

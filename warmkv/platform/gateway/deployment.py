@@ -45,7 +45,7 @@ class Gateway:
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
         logs.forward("ray.serve")
-        recorder = telemetry.Recorder(*telemetry.GATEWAY)
+        recorder = telemetry.RayRecorder(*telemetry.GATEWAY)
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
         self._log = AccessLog(config.gateway, dropped) if config.gateway.access_log else None
         self._service = Service(

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from warmkv import telemetry
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
-from warmkv.platform.gateway.access.limits import EndLeases, Lease, TenantLimits
+from warmkv.platform.gateway.access.limits import EndLeases, Lease, TenantLimiter
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
@@ -61,7 +61,7 @@ def create_app(
         service.recorder.add(telemetry.TENANTS_READ, 1, result=outcome)
 
     tenants = Tenants(config.gateway, secret, tenants_read)
-    limits = TenantLimits(config, service.clock, service.wall_clock)
+    limits = TenantLimiter(config, service.clock, service.wall_clock)
     follower = LiveConfigFollower(control, name, service.take)
 
     @asynccontextmanager

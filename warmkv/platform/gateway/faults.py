@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Protocol
 
 from warmkv import telemetry
 from warmkv.config import GatewayConfig
@@ -24,12 +23,6 @@ APIS = {
 }
 
 
-class Counters(Protocol):
-    """Where counts go (`telemetry.Recorder` in the service)."""
-
-    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
-
-
 class ErrorLog:
     """Counts errors by type, status and API, refusals by reason, and logs both at a bounded rate.
 
@@ -37,7 +30,7 @@ class ErrorLog:
     refusal for want of room is a warning; what is the service's fault is logged with its traceback.
     """
 
-    def __init__(self, recorder: Counters, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, recorder: telemetry.Recorder, config: GatewayConfig, clock: Callable[[], float]) -> None:
         self._recorder = recorder
         self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 

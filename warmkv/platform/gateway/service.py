@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from warmkv import telemetry
 from warmkv.config import Config, PrefixCacheConfig, Prices
@@ -59,14 +59,6 @@ class Arrival:
         return self.context.id
 
 
-class Recorder(Protocol):
-    """Where metrics go (`telemetry.Recorder` in the service)."""
-
-    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
-
-
 class Service:
     """Everything the endpoints share. `send` makes an attempt at a request and streams the replica's events."""
 
@@ -74,7 +66,7 @@ class Service:
         self,
         config: Config,
         send: Send,
-        recorder: Recorder,
+        recorder: telemetry.Recorder,
         *,
         write_log: Callable[[RequestRecord], None],
         clock: Callable[[], float],
@@ -98,7 +90,7 @@ class Service:
         return self._wall_clock
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> telemetry.Recorder:
         """Return where metrics go."""
         return self._recorder
 

@@ -79,7 +79,7 @@ def _openai(kind: str, quota: Quota) -> list[tuple[str, str]]:
 REMEMBERED_TENANTS = 10_000  # whose use is known; over it, that of the one that asked longest ago goes
 
 
-class TenantLimits:
+class TenantLimiter:
     """The limits of all tenants in one gateway."""
 
     def __init__(self, config: Config, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
