@@ -125,7 +125,7 @@ class Cluster:
         if name == "head":  # a second one would find the workers of the first, and think that it still runs
             self.folder.joinpath("ray_current_cluster").unlink(missing_ok=True)
         where = (
-            ["--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0"]
+            ["--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor"]
             if name == "head"
             else [f"--address={self.gcs}"]
         )
