@@ -84,7 +84,7 @@ def test_noise_and_a_few_wild_requests_do_not_lead_astray(tmp_path):
 
 def test_leaving_out_that_memory_was_short_does_not_fit(tmp_path):
     tight = replace(SHORT, kv_tokens=8000)
-    rows, _ = served(120, 8, tight)
+    rows, _ = served(80, 8, tight)
     requests = measured_requests.read(write(tmp_path / "rows", rows))
     with_memory, without = (
         calibration.calibrate(requests, limits) for limits in (tight, replace(tight, kv_tokens=None))

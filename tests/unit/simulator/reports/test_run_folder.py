@@ -31,15 +31,16 @@ def meta(settings):
     return {"trace": about, "step_times": {"source": "made up"}, "config": settings.model_dump(mode="json")}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def done():
     return run(records(), SETTINGS, Variant(), EXACT)
 
 
-@pytest.fixture
-def folder(done, tmp_path):
-    run_folder.write(tmp_path / "run", done, meta(SETTINGS), SETTINGS.prices)
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def folder(done, tmp_path_factory):
+    path = tmp_path_factory.mktemp("written") / "run"
+    run_folder.write(path, done, meta(SETTINGS), SETTINGS.prices)
+    return path
 
 
 def test_every_request_has_a_row(folder, done):

@@ -26,7 +26,7 @@ def busy_log(sessions, settings):
 @pytest.mark.parametrize("policy", ["full", "streaming_llm@0.3"])
 def test_a_linear_fit_finds_the_step_times_of_a_busy_log(policy):
     settings = load(flags=[f"compression.policy={policy}", "cluster.replicas=2"], environ={})
-    jobs, _ = run(busy_log(300, settings), settings, cost=TRUE)
+    jobs, _ = run(busy_log(150, settings), settings, cost=TRUE)
     fitted = log_fit.linear_fit(with_timings(jobs), settings, recorded_policy()).costs
     for cost, true in ((fitted.prefill, PREFILL), (fitted.decode, DECODE)):
         for tokens, context in ((1, 500), (4, 8000)) if true is DECODE else ((64, 500), (512, 3000)):
@@ -35,7 +35,7 @@ def test_a_linear_fit_finds_the_step_times_of_a_busy_log(policy):
 
 def test_a_replay_with_fitted_step_times_has_the_latencies_of_the_log():
     settings = load(flags=["cluster.replicas=2"], environ={})
-    records = busy_log(100, settings)
+    records = busy_log(50, settings)
     jobs, _ = run(records, settings, cost=TRUE)
     log = with_timings(jobs, outside=0.03)
     fitted = log_fit.fit(log, settings, recorded_policy())
