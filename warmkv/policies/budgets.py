@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def in_force(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> PolicySpec:
     """Return the policy that a request runs under: `auto` resolved, the full cache where nothing would be evicted."""
     spec = resolve_auto(spec, prompt_tokens)
-    budget = resolve_budget(spec, prompt_tokens)
+    budget = _budget(spec, prompt_tokens)
     appended = max(0, new_tokens - 1) if spec.decode != "append" else 0
-    if budget is None or prompt_tokens + appended > budget or is_compressed(spec, prompt_tokens):
+    if budget is None or prompt_tokens + appended > budget or _is_compressed(spec, prompt_tokens):
         return spec
     return whole(spec)
 
@@ -44,12 +44,27 @@ def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
 
     A share is taken of the prompt and rounded up, and never below the smallest budget that the method can work with.
     """
-    spec = resolve_auto(spec, prompt_tokens)
+    return _budget(resolve_auto(spec, prompt_tokens), prompt_tokens)
+
+
+# The same three questions of a policy that `resolve_auto` has returned: the simulator asks them of every request
+
+
+def _budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
     if not spec.method.has_budget:
         return None
     if isinstance(spec.budget, int):
         return spec.budget
     return max((spec.sinks or 0) + 1, share(spec.budget, prompt_tokens))
+
+
+def _kept(spec: PolicySpec, prompt_tokens: int) -> int:
+    budget = _budget(spec, prompt_tokens)
+    return prompt_tokens if budget is None or budget >= prompt_tokens else spec.method.kept(budget, prompt_tokens)
+
+
+def _is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
+    return spec.method.selects_all_lengths(prompt_tokens) or _kept(spec, prompt_tokens) < prompt_tokens
 
 
 def share(part: float, tokens: int) -> int:
@@ -62,23 +77,18 @@ def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
     Of methods that decide by the prompt's content (fastgen, adaptive) it is the most they may keep.
     """
-    spec = resolve_auto(spec, prompt_tokens)
-    budget = resolve_budget(spec, prompt_tokens)
-    if budget is None or budget >= prompt_tokens:
-        return prompt_tokens
-    return spec.method.kept(budget, prompt_tokens)
+    return _kept(resolve_auto(spec, prompt_tokens), prompt_tokens)
 
 
 def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether the hand-off selects at all: a prompt within its budget is left as it is."""
-    spec = resolve_auto(spec, prompt_tokens)
-    return spec.method.selects_all_lengths(prompt_tokens) or kept_tokens(spec, prompt_tokens) < prompt_tokens
+    return _is_compressed(resolve_auto(spec, prompt_tokens), prompt_tokens)
 
 
 def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int]:
     """Tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
     spec = resolve_auto(spec, prompt_tokens)
-    kept = kept_tokens(spec, prompt_tokens)
+    kept = _kept(spec, prompt_tokens)
     differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
     return [kept] * layers if differing is None else differing
 
@@ -86,7 +96,7 @@ def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int
 def layer_counts(spec: PolicySpec, prompt_tokens: int, layers: int) -> dict[int, int]:
     """How many layers keep how many tokens per KV head."""
     spec = resolve_auto(spec, prompt_tokens)
-    kept = kept_tokens(spec, prompt_tokens)
+    kept = _kept(spec, prompt_tokens)
     differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
     return {kept: layers} if differing is None else Counter(differing)
 
@@ -100,20 +110,20 @@ def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
 def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether what each layer or KV head keeps is known only after the prompt is computed."""
     spec = resolve_auto(spec, prompt_tokens)
-    return spec.method.follows_content and is_compressed(spec, prompt_tokens)
+    return spec.method.follows_content and _is_compressed(spec, prompt_tokens)
 
 
 def page_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
     """Return the tokens of a page of which only the promising are read while decoding; 0 reads everything."""
     spec = resolve_auto(spec, prompt_tokens)
-    budget = resolve_budget(spec, prompt_tokens) if spec.method.reads_pages else None
+    budget = _budget(spec, prompt_tokens) if spec.method.reads_pages else None
     return 0 if budget is None or budget >= prompt_tokens else spec.method.page(budget, prompt_tokens)
 
 
 def page_reads(spec: PolicySpec, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
     """Return the entries that a step reads of pages, and the channels by which it chooses them; 0 without pages."""
     spec = resolve_auto(spec, prompt_tokens)
-    budget = resolve_budget(spec, prompt_tokens) if page_tokens(spec, prompt_tokens) else None
+    budget = _budget(spec, prompt_tokens) if page_tokens(spec, prompt_tokens) else None
     return (0, 0) if budget is None else spec.method.reads(budget, prompt_tokens, head_dim)
 
 
@@ -128,7 +138,7 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
         return appended
     if kept < prompt_tokens:  # the budget is used up: every new token takes the place of another
         return kept if new_tokens > 1 else min(kept, appended)
-    budget = resolve_budget(spec, prompt_tokens)
+    budget = _budget(spec, prompt_tokens)
     assert budget is not None
     return min(max(budget, kept), appended)
 
@@ -143,7 +153,8 @@ def is_endless(spec: PolicySpec, prompt_tokens: int, new_tokens: int, most: int)
 
 def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
     """Entries per KV head and layer that a request needs, the average where layers or heads differ."""
-    return slot_limit(spec, kept_tokens(spec, prompt_tokens), prompt_tokens, new_tokens)
+    spec = resolve_auto(spec, prompt_tokens)
+    return slot_limit(spec, _kept(spec, prompt_tokens), prompt_tokens, new_tokens)
 
 
 def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
@@ -157,13 +168,13 @@ def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
     """Return how many queries at the prompt's end are observed: they decide what is kept, or initial scores."""
     spec = resolve_auto(spec, prompt_tokens)
-    return spec.method.observed_queries(prompt_tokens, is_compressed(spec, prompt_tokens))
+    return spec.method.observed_queries(prompt_tokens, _is_compressed(spec, prompt_tokens))
 
 
 def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
     """Whether the rule needs the attention that every token received from all queries of the prompt."""
     spec = resolve_auto(spec, prompt_tokens)
-    return spec.method.needs_column_sums(is_compressed(spec, prompt_tokens))
+    return spec.method.needs_column_sums(_is_compressed(spec, prompt_tokens))
 
 
 def protected_entries(spec: PolicySpec, limit: int) -> int:
