@@ -17,6 +17,7 @@ from warmkv.cli import app
 from warmkv.config import Config
 from warmkv.extras import EXTRAS, advice
 from warmkv.platform.tenants import hash_key
+from warmkv.policy_spec import METHODS
 
 
 def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = None):
@@ -29,7 +30,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
         *(["sweep"], ["compare"], ["tune"], ["doctor"]),
         *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
-        *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"]),
+        *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"], ["policy", "methods"]),
     ],
     ids=" ".join,
 )
@@ -67,6 +68,13 @@ def test_a_wrong_configuration_ends_with_2_and_the_reason(flags, says):
     result = run("config", "show", *flags)
     assert result.exit_code == 2
     assert says in " ".join(result.stderr.split())
+
+
+def test_policy_methods_lists_what_is_installed():
+    assert "smallest set that recovers" in run("policy", "methods").output
+    listed = json.loads(run("policy", "methods", "--json", "-").output)
+    assert listed.keys() == METHODS.keys()
+    assert listed["snapkv"]["knobs"] == {"window": "32", "kernel": "5", "pooling": "avg"}
 
 
 def test_hash_key_prints_what_the_configuration_wants():
