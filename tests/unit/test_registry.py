@@ -65,14 +65,77 @@ print(json.dumps({
 """
 
 
-def wheel(folder: Path, name: str, source: str, entry: str) -> Path:
-    """Write a distribution with one module and an entry point of `warmkv.methods`."""
+COARSE = '''
+"""Keys and values as multiples of 1/8, 16 at a time: a storage as a package outside writes it."""
+
+from warmkv.policies.compression.storage_format import StorageFormat, register
+
+
+class Coarse(StorageFormat):
+    name = alias = "coarse"
+    group, residual, alias_residual = 16, 32, 64
+    decode_rules = ("append", "ring")
+    formula = "2 * d"
+
+    def entry_bytes(self, head_dim, dtype_bytes):
+        return 2.0 * head_dim
+
+    def encode_keys(self, keys):
+        import torch
+
+        *lead, entries, head_dim = keys.shape
+        codes = (keys.float() * 8).round().clamp(-127, 127) + 128
+        return (codes.to(torch.uint8).view(*lead, entries // 16, 16, head_dim),)
+
+    def decode_keys(self, parts, dtype):
+        return ((parts[0].float() - 128) / 8).flatten(-3, -2).to(dtype)
+
+
+register(Coarse())
+'''
+
+SERVE_STORAGE = """
+import json
+
+import torch
+
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.reference import Reference
+from warmkv.config import ModelConfig, load
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.loading.load import load_model
+
+torch.manual_seed(0)
+tiny = load_model(ModelConfig(device="cpu", dtype="float32"), packed=False)
+driver, prompt, found = Driver(tiny), list(range(5, 65)), {}
+for policy in ("full+coarse", "snapkv@56+ring+coarse:window=8"):
+    spec = PolicySpec.model_validate(policy)
+    got = driver.run(make_request(prompt, new=12, policy=policy, ignore_eos=True, name=policy))[-1]
+    found[policy] = got == Reference(tiny.module).generate(prompt, 12, spec)[0]
+try:
+    PolicySpec.model_validate("h2o@80+coarse")
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({
+    "as_the_slow_reference": found,
+    "resident_bytes": driver.started("full+coarse").resident_bytes,
+    "refused": "storage coarse only appends or is a ring while decoding, got argmin" in refused,
+    "label": load(flags=["compression.policy=coarse"]).compression.policy.label,
+    "schema": "coarse" in PolicySpec.model_json_schema()["properties"]["storage"]["enum"],
+    "parts": sorted({str(part.dtype) for slab in driver.engine.pool.slabs for part in slab.memory.keys}),
+    "shape": [tiny.kv_shape.layers, tiny.kv_shape.kv_heads, tiny.kv_shape.head_dim],
+}))
+"""
+
+
+def wheel(folder: Path, name: str, source: str, entry: str, group: str = "warmkv.methods") -> Path:
+    """Write a distribution with one module and an entry point."""
     file, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
     files = {
         f"{name}.py": source,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[warmkv.methods]\n{entry}\n",
+        f"{info}/entry_points.txt": f"[{group}]\n{entry}\n",
         f"{info}/RECORD": "".join(f"{path},,\n" for path in (f"{name}.py", f"{info}/METADATA", f"{info}/RECORD")),
     }
     with zipfile.ZipFile(file, "w") as archive:
@@ -81,11 +144,11 @@ def wheel(folder: Path, name: str, source: str, entry: str) -> Path:
     return file
 
 
-def install(folder: Path, name: str, source: str, entry: str) -> Path:
-    """Install a package that brings a method, and return the folder to put on the path."""
+def install(folder: Path, name: str, source: str, entry: str, group: str = "warmkv.methods") -> Path:
+    """Install a package that brings a plug-in, and return the folder to put on the path."""
     target = folder / "site"
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(target)]
-    subprocess.run([*command, str(wheel(folder, name, source, entry))], check=True)
+    subprocess.run([*command, str(wheel(folder, name, source, entry, group))], check=True)
     return target
 
 
@@ -105,6 +168,24 @@ def test_a_package_outside_adds_a_method_that_is_served(tmp_path):
         "positions": [0, 4, 8, 12, 16, 20, 24, 28, 32, 39],
         "label": "stride@0.2:every=5",
         "schema": "distance of the tokens that are kept (stride)",
+    }
+
+
+def test_a_package_outside_adds_a_storage_that_is_served(tmp_path):
+    ran = python(
+        SERVE_STORAGE, install(tmp_path, "coarse_storage", COARSE, "coarse = coarse_storage", "warmkv.storages")
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    layers, kv_heads, head_dim = found.pop("shape")
+    packed, tail = 48, 32  # of 71 entries: what the residual leaves, in whole groups
+    assert found == {
+        "as_the_slow_reference": {"full+coarse": True, "snapkv@56+ring+coarse:window=8": True},
+        "resident_bytes": layers * kv_heads * 2 * head_dim * (packed + 4 * tail),
+        "refused": True,
+        "label": "full+coarse:residual=64",
+        "schema": True,
+        "parts": ["torch.uint8"],
     }
 
 

@@ -17,7 +17,7 @@ from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
 from warmkv.evaluation.plan import EvalError, EvalPlan
 from warmkv.extras import require
-from warmkv.policy_spec import METHODS, split_policies
+from warmkv.policy_spec import METHODS, STORAGES, split_policies
 from warmkv.terminal import console, steps
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def evaluate(
         str,
         typer.Option(
             help="Policies without budgets, as in `snapkv,h2o,snapkv+kivi4,full+turbo4,snapkv:window=16`. "
-            f"Methods: {', '.join(METHODS)}."
+            f"Methods: {', '.join(METHODS)}. Storages: {', '.join(STORAGES)}."
         ),
     ] = _listed(DEFAULT.policies),
     budgets: Annotated[str, typer.Option(help="Shares of the full cache's bytes.")] = _listed(DEFAULT.budgets),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from warmkv.cli.options import SettingsOptions
-from warmkv.policy_spec import METHODS
+from warmkv.policy_spec import METHODS, STORAGES
 from warmkv.terminal import console
 
 
@@ -21,7 +21,10 @@ def serve(
     replicas: Annotated[int | None, typer.Option(help="Copies of the model.", show_default="cluster.replicas")] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help=f"As in `snapkv@0.2`. Methods: {', '.join(METHODS)}.", show_default="compression.policy"),
+        typer.Option(
+            help=f"As in `snapkv@0.2+kivi4`. Methods: {', '.join(METHODS)}. Storages: {', '.join(STORAGES)}.",
+            show_default="compression.policy",
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with an API key: nobody without it is answered.", show_default=False)

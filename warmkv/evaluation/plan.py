@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from warmkv.evaluation import matching
 from warmkv.evaluation.tasks import NAMES, STREAM, TASKS, Form, Task, forms_of
 from warmkv.faults import UserError
-from warmkv.policy_spec import METHODS, PolicySpec
+from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
 
 FULL = "full"
 QUICK = {"lengths": (512, 1024), "depths": (0.0, 0.5, 1.0), "samples": 2, "stream_tokens": 1536}
@@ -116,7 +116,7 @@ def read_policy(text: str) -> PolicySpec:
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         if text.partition(":")[0].partition("+")[0].partition("@")[0] not in METHODS:
-            reason = f"there are {_listed(METHODS)}, and full+kivi4, full+turbo4, full+fp8 and the like"
+            reason = f"there are {_listed(METHODS)}, and full+kivi4 and the like with {_listed(STORAGES)}"
         raise EvalError(f"policy {text}: {reason}") from None
     if spec.budget != 1.0:
         raise EvalError(f"policy {text}: leave the budget out; --budgets sets those of all policies, in bytes")

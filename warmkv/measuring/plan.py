@@ -13,7 +13,7 @@ from warmkv.faults import UserError
 from warmkv.policies import budgets
 from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes
-from warmkv.policy_spec import METHODS, PolicySpec
+from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
 
 FEWEST_NEW = 8
 """New tokens of a sequence whose decode steps are timed: the first come from the prompt and the warm-up."""
@@ -140,7 +140,7 @@ def _read_policy(text: str) -> PolicySpec:
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         if re.split(r"[@+:]", text)[0] not in METHODS:
-            reason = f"there are {', '.join(METHODS)}, and full+kivi4, snapkv@512+fp8 and the like"
+            reason = f"there are {', '.join(METHODS)}, and full+kivi4 and the like with {', '.join(STORAGES)}"
         raise MeasureError(f"policy {text}: {reason}") from None
 
 

@@ -27,8 +27,6 @@ from tests.unit.replicas.slow_methods.tova import last_query_average
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import PolicySpec
 
-GROUP = 32
-
 
 def roundtrip(storage: StorageFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [n, d] as they come back from storage; n is a multiple of the storage's group."""
@@ -51,7 +49,7 @@ class StoredCache(SlowCache):
 
 
 class GroupedCache(SlowCache):
-    """KIVI: entries are packed in groups of 32; the most recent ones wait until they are a group."""
+    """Entries are packed in groups; the most recent ones wait until they are a group."""
 
     storage: StorageFormat
     residual: int
@@ -62,31 +60,31 @@ class GroupedCache(SlowCache):
         if self.rule == "ring":
             self.front, self.waiting = self.waiting[: self.sinks], self.waiting[self.sinks :]
         room = self.limit - self.sinks - self.residual
-        self.most_packed = room // GROUP * GROUP if self.rule != "append" else 10**9
-        self.most_waiting = self.residual + (room % GROUP if self.rule != "append" else 0)
+        self.most_packed = room // self.storage.group * self.storage.group if self.rule != "append" else 10**9
+        self.most_waiting = self.residual + (room % self.storage.group if self.rule != "append" else 0)
         self.packed: list[Entry] = []
         while len(self.waiting) > self.most_waiting:
             self.pack(0)
         self.entries = [*self.front, *self.packed, *self.waiting]
 
     def pack(self, newest: int) -> None:
-        fresh, self.waiting = self.waiting[:GROUP], self.waiting[GROUP:]
+        fresh, self.waiting = self.waiting[: self.storage.group], self.waiting[self.storage.group :]
         if len(self.packed) < self.most_packed:
             self.packed += fresh
         elif self.rule == "ring":  # the oldest group leaves that holds nothing protected
-            groups = math.ceil(max(0, self.protected - self.sinks) / GROUP)
-            first = min(groups * GROUP, self.most_packed - GROUP)
-            self.packed = self.packed[:first] + self.packed[first + GROUP :] + fresh
+            groups = math.ceil(max(0, self.protected - self.sinks) / self.storage.group)
+            first = min(groups * self.storage.group, self.most_packed - self.storage.group)
+            self.packed = self.packed[:first] + self.packed[first + self.storage.group :] + fresh
         else:
             by_score = sorted(
                 self.packed,
                 key=lambda entry: (not self.protected <= entry.position <= newest - self.recent, entry.score),
             )
-            places = [self.packed.index(entry) for entry in by_score[:GROUP]]
+            places = [self.packed.index(entry) for entry in by_score[: self.storage.group]]
             for place, entry in zip(places, fresh, strict=True):
                 self.packed[place] = entry
-        for first in range(0, len(self.packed), GROUP):
-            group = self.packed[first : first + GROUP]
+        for first in range(0, len(self.packed), self.storage.group):
+            group = self.packed[first : first + self.storage.group]
             keys, values = roundtrip(
                 self.storage, torch.stack([e.key for e in group]), torch.stack([e.value for e in group])
             )
@@ -172,7 +170,7 @@ class Reference:
         cache = SlowCache()
         if spec.storage_format.group > 1 and self.limit(spec, view, positions) - (
             spec.sinks or 0 if spec.decode == "ring" else 0
-        ) >= spec.residual + (GROUP if spec.decode != "append" else 1):
+        ) >= spec.residual + (spec.storage_format.group if spec.decode != "append" else 1):
             cache = GroupedCache()
             cache.storage, cache.residual = spec.storage_format, spec.residual
         elif spec.storage != "model" and spec.storage_format.group == 1:

@@ -13,7 +13,7 @@ from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
 from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.test_engine import prompt
 from warmkv.policies import budgets
-from warmkv.policy_spec import PolicySpec
+from warmkv.policy_spec import STORAGES, PolicySpec
 
 POLICIES = [
     *slow_methods.cases("SERVED"),
@@ -24,11 +24,7 @@ POLICIES = [
     "snapkv@110+ring+kivi4:window=6,protect=0.2",
     "h2o@120+protect+kivi4",
     "snapkv@16+shots+protect:window=4",
-    "full+fp8",
-    "full+turbo4",
-    "full+turbo3",
-    "full+kivi4",
-    "full+kivi2:residual=64",
+    *(f"full+{name}" for name in STORAGES if name != "model"),
     "snapkv@20+fp8:window=6",
     "snapkv@20+ring+turbo4:window=6",
     "h2o@20+turbo3",

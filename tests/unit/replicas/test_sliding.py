@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.unit.replicas import slow_methods
 from tests.unit.replicas.conftest import _SHAPE, VOCABULARY, Driver, make_request
-from tests.unit.replicas.reference import GROUP, Reference
+from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.slow_methods import LayerView, SlowCache
 from tests.unit.replicas.test_matrix import driven
 from tests.unit.replicas.test_preemption import busy, crowd, of, undisturbed
@@ -169,7 +169,8 @@ class SlidingReference(Reference):
         """A cache that may hold more than the window, of which `decode` shows what is inside."""
         budget = slow_methods.resolve(spec, seen.whole.tokens) if spec.name not in ("full", "fastgen") else 10**9
         if spec.decode == "append" or budget >= seen.window:
-            held = seen.window + GROUP - 1 if spec.storage_format.group > 1 else 10**9
+            group = spec.storage_format.group
+            held = seen.window + group - 1 if group > 1 else 10**9
             spec = PolicySpec(name="window", budget=held, storage=spec.storage, residual=spec.residual)
         cache = self.cache(spec, seen, unrotated[:, seen.first :], head, positions)
         if spec.name == "window" and isinstance(spec.budget, int) and spec.budget > seen.window:

@@ -1,4 +1,4 @@
-"""What the docs say of every method is what the method declares, and nothing else looks at its name."""
+"""What the docs say of methods and storages is what these declare, and nothing else looks at their names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from pathlib import Path
 import pytest
 
 from warmkv.policies.compression import tables
-from warmkv.policy_spec import METHODS
+from warmkv.policy_spec import METHODS, STORAGES
 
 DOCS = Path(__file__).parents[4] / "docs"
 
 
-def test_the_tables_of_methods_are_up_to_date():
+def test_the_tables_are_up_to_date():
     page = (DOCS / "policies.md").read_text()
     assert tables.fill(page) == page, "make docs"
     assert tables.fill("<!-- methods -->\nold\n<!-- end -->").count("\n") == len(METHODS) + 3
+    assert tables.fill("<!-- storages -->\nold\n<!-- end -->").count("\n") == len(STORAGES) + 3
+
+
+@pytest.mark.parametrize("alias", sorted({storage.alias for storage in STORAGES.values()} - {""}))
+def test_every_storage_has_a_page_that_names_its_policies_and_its_file(alias):
+    page = (DOCS / "policies" / f"{alias}.md").read_text()
+    alike = [storage for storage in STORAGES.values() if storage.alias == alias]
+    for storage in alike:
+        assert tables.alias(storage) in page
+        assert f"+{storage.name}" in page
+        assert f"{type(storage).__module__.replace('.', '/')}.py" in page
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -41,8 +41,10 @@ class TurboQuant(StorageFormat):
     alias = "turboquant"
     rotated = True
     kernel = "warmkv.replicas.slots.kernels.turboquant"
-    source = "2504.19874, algorithm 1, the paper alone"
-    deviates = "Hadamard rotation; no outlier channels, no 1-bit residual"
+    source = "2504.19874, algorithm 1; vllm-project/vllm (not by its authors)"
+    deviates = (
+        "Hadamard rotation; levels of the normal limit; the norm is restored; no outlier channels, no 1-bit residual"
+    )
 
     def __init__(self, bits: Literal[4, 3], seed: int = 0) -> None:
         self.name, self.bits = f"turbo{bits}", bits
