@@ -238,6 +238,9 @@ EFFECTS = {
         "test_what_a_replica_learns_decides": ["transfer.half_life"],
         "test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others": ["transfer.handover_seconds"],
     },
+    "tests/unit/simulator/engine/test_formations.py": {
+        "test_decoding_goes_on_beside_a_long_prompt_only_if_mixed": ["simulator.batching"],
+    },
     "tests/unit/simulator/latency/test_profile.py": {
         "test_the_source_names_file_machine_and_error": ["simulator.profile"],
     },

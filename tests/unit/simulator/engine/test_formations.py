@@ -89,7 +89,7 @@ def test_decoding_goes_on_beside_a_long_prompt_only_if_mixed():
 def test_requests_of_a_replica_that_dies_go_on_elsewhere():
     records = conversations()
     flags = ("cluster.replicas=2", "simulator.failures=[{at: 0.5, replica: 0}]", *TIGHT[1:])
-    jobs, _ = run(records, config(MIXED, *flags, "gateway.retry_seconds=0.125"))
+    jobs, _ = run(records, config(MIXED, *flags))
     assert all(job.replica for job in jobs)
     assert sum(job.retries + job.resumptions for job in jobs) > 0
 
