@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
+
+from tokenizers import Tokenizer
 
 from warmkv.config import Config
 from warmkv.replicas.engine.engine import Engine
@@ -16,12 +18,12 @@ _processors: dict[Engine, tuple[asyncio.AbstractEventLoop, OutputProcessor]] = {
 
 
 async def stream(
-    engine: Engine, request: GenerateRequest, decode: Callable[[Sequence[int]], str], beat_seconds: float = BEAT
+    engine: Engine, request: GenerateRequest, tokenizer: Tokenizer, beat: float = BEAT
 ) -> AsyncGenerator[Event]:
     """Submit a request and yield its events. Raises EngineError. Closing the generator cancels the request."""
     loop = asyncio.get_running_loop()
     if engine not in _processors or _processors[engine][0] is not loop:
-        _processors[engine] = loop, OutputProcessor(engine, decode, beat_seconds)
+        _processors[engine] = loop, OutputProcessor(engine, tokenizer, beat)
     processor = _processors[engine][1]
     events: asyncio.Queue[Event | None] = asyncio.Queue()
     output = processor.submit(request, events.put_nowait)

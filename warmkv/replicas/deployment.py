@@ -21,7 +21,7 @@ from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.links import Links, ray_tls
-from warmkv.replicas.loading.load import load_model, load_tokenizer, token_classes
+from warmkv.replicas.loading.load import decoder, load_model, load_tokenizer, token_classes
 from warmkv.replicas.loading.self_check import check_engine
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Failed, GenerateRequest
 from warmkv.replicas.publisher import Publisher
@@ -81,10 +81,8 @@ class Replica:
         self._transfers = Transfers(
             self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
         )
-        self._outputs, self._links = (
-            OutputProcessor(self._engine, self._decode, config.gateway.beat_seconds),
-            Links(ray_tls("client")),
-        )
+        self._links = Links(ray_tls("client"))
+        self._outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
         self._leaving = False
         self._engine.warm_up(say)
         check_engine(self._engine, say)
@@ -195,10 +193,6 @@ class Replica:
             )
         )
         return {key: names for part in parts for key, names in part.items()}
-
-    def _decode(self, ids: Any) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
 
     def _tell(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
         for publisher in self._publishers:

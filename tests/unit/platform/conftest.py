@@ -73,10 +73,7 @@ class Server:
         async def send(attempt: Attempt) -> AsyncGenerator[Event]:
             self.requests.append(attempt.request)
             left = self.faults.pop(0) if self.faults else -1
-            beat = config.gateway.beat_seconds
-            async for event in stream(
-                self.engine, attempt.request, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), beat
-            ):
+            async for event in stream(self.engine, attempt.request, tokenizer.backend_tokenizer):
                 if left == 0:
                     raise ConnectionError("the replica has died")
                 left -= 1

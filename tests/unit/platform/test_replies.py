@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_stream import BEAT
+from tests.tokenizers import of_words
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
-from tests.unit.replicas.conftest import make_request, random_model
+from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway import replies as streams
@@ -40,6 +41,7 @@ from warmkv.replicas.protocol import (
     Started,
 )
 
+LETTERS = of_words([chr(0x4E00 + token) for token in range(VOCABULARY)])
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.just(Admitted()),
     st.just(Alive()),
@@ -238,7 +240,7 @@ def test_a_step_is_one_message_for_200_streams():
 
     async def scenario(replies: Replies, links: Links) -> None:
         nonlocal parts
-        outputs = OutputProcessor(engine, lambda ids: "".join(chr(33 + token) for token in ids), BEAT)
+        outputs = OutputProcessor(engine, LETTERS, BEAT)
         flush = engine.flush
 
         def counted() -> None:
@@ -270,7 +272,7 @@ def test_a_cancelled_request_is_gone_within_a_step():
     engine = Engine(prepare(random_model("llama")), EngineConfig(), PrefixCacheConfig(), clock=lambda: 0.0)
 
     async def run() -> None:
-        outputs = OutputProcessor(engine, lambda ids: "x" * len(ids), BEAT)
+        outputs = OutputProcessor(engine, LETTERS, BEAT)
         heard: list[Event] = []
         output = outputs.submit(make_request(prompt(9), new=400), heard.append)
         for _ in range(3):
@@ -289,21 +291,19 @@ def test_a_cancelled_request_is_gone_within_a_step():
 def test_text_that_cannot_be_made_ends_one_answer():
     engine = Engine(prepare(random_model("llama")), EngineConfig(), PrefixCacheConfig(), clock=lambda: 0.0)
 
-    def made(ids: Any) -> str:
-        if broken and len(ids) > 2:
-            raise ValueError("no text")
-        return "x" * len(ids)
+    def no_text(token: int) -> str:
+        raise ValueError("no text")
 
     async def run() -> None:
-        outputs = OutputProcessor(engine, made, BEAT)
+        outputs = OutputProcessor(engine, LETTERS, BEAT)
         bad = outputs.submit(make_request(prompt(9), new=9, name="bad"), lambda event: None)
+        bad.detokenizer.push = no_text  # type: ignore[method-assign]
         while not bad.ended.done():
             engine.step()
             await asyncio.sleep(0)
         with pytest.raises(ValueError, match="no text"):
             await bad.ended
         outputs.cancel(bad)
-        broken.clear()
         good = outputs.submit(make_request(prompt(9), new=9, name="good"), lambda event: None)
         while not good.ended.done():
             engine.step()
@@ -311,7 +311,6 @@ def test_text_that_cannot_be_made_ends_one_answer():
         assert (await good.ended).output_tokens == 9  # type: ignore[union-attr]
         assert engine.stats().decoding == 0
 
-    broken = [True]
     asyncio.run(run())
 
 
@@ -374,7 +373,7 @@ def test_a_gateway_that_cannot_be_reached_is_asked_again_by_the_next_request():
 
 
 def test_a_token_costs_a_gateway_a_few_calls(tmp_path):
-    """Calls of warmkv's functions, coroutines' wake-ups included, from a message's bytes to a chunk per client."""
+    """Calls of warmkv's functions, wake-ups of its coroutines included, from the bytes of a message to a chunk."""
 
     async def run(path: str, tokens: int) -> int:
         gateway, source = Gateway(tmp_path), Wire()

@@ -18,6 +18,7 @@ from tests import clocks
 from tests.clocks import SkippingLoop, skip
 from tests.engine_stream import stream
 from tests.polling import until
+from tests.tokenizers import of_bytes
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
@@ -37,11 +38,7 @@ POLICIES = ["full", "h2o@20", "streaming_llm@20", "snapkv@20+ring:window=6", "to
 NUMBERS = itertools.count()
 
 # Token ids as UTF-8: letters, and characters of two bytes that come in pieces.
-BYTES = bytes([*range(ord("A"), ord("A") + 60), *[0xC3] * 18, *range(0xA0, 0xA0 + VOCABULARY - 78)])
-
-
-def decode(ids: Any) -> str:
-    return bytes(BYTES[token] for token in ids).decode(errors="replace")
+TOKENIZER = of_bytes([*range(ord("A"), ord("A") + 60), *range(0xC3, 0xD5), *range(0xA0, 0xA0 + VOCABULARY - 78)])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +69,7 @@ def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[A
         engine = engines[number % REPLICAS]
         attempt.replica = engine.name
         fault, after = faults[number] if number < len(faults) else ("raises", -1)
-        async for event in stream(engine, attempt.request, decode, BEAT):
+        async for event in stream(engine, attempt.request, TOKENIZER):
             if isinstance(event, Admitted):
                 yield event
                 continue
@@ -218,7 +215,7 @@ def refusing(engines: list[Engine], full: dict[int, float | None], outcomes: lis
         attempt.ended = outcomes.append
         if number in full:
             raise QueueFullError("64 wait", 64, full[number])
-        async for event in stream(engines[number], attempt.request, decode, BEAT):
+        async for event in stream(engines[number], attempt.request, TOKENIZER):
             yield event
 
     return send
@@ -342,7 +339,7 @@ def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
         running = threading.Thread(target=engine.run)
         engine.call(gate.wait)  # the engine's thread stands still
         running.start()
-        task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), decode, BEAT), events))
+        task = asyncio.create_task(collect(stream(engine, make_request(prompt(9)), TOKENIZER), events))
         for _ in range(50):
             skip(BEAT)
             await asyncio.sleep(0)  # the stream's turn

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tokenizers import of_bytes, of_sentencepiece
 from warmkv.replicas.engine.text import Detokenizer, StopSearch
 
-
-def decode(ids: Sequence[int]) -> str:
-    """A tokenizer whose tokens are single bytes: the worst case for characters of several bytes."""
-    return bytes(ids).decode("utf-8", errors="replace")
+BYTES = of_bytes()
+"""Its tokens are single bytes: the worst case for characters of several bytes."""
 
 
 def run(text: str, stop: Sequence[str] = ()) -> tuple[str, str | None]:
-    detokenizer = Detokenizer(decode, stop)
+    detokenizer = Detokenizer(BYTES, stop)
     given_out = ""
     for byte in text.encode():
         given_out += detokenizer.push(byte)
@@ -44,28 +43,33 @@ def test_stops_before_the_first_stop_string_that_appears(text, stops):
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
-    detokenizer = Detokenizer(decode, ["END"])
+    detokenizer = Detokenizer(BYTES, ["END"])
     assert [detokenizer.push(byte) for byte in b"aENx"] == ["a", "", "", "ENx"]
 
 
 def test_bytes_that_form_no_character_are_given_out_in_time():
-    detokenizer = Detokenizer(decode)
+    detokenizer = Detokenizer(BYTES)
     given_out = "".join(detokenizer.push(0xFF) for _ in range(100))
     assert len(given_out) >= 90
 
 
 def test_the_prompt_is_context_and_not_text():
     """A SentencePiece tokenizer drops the space before the first word of what it decodes."""
+    words = of_sentencepiece(["a", "b", "c", "d"])
+    assert Detokenizer(words, context=[1, 2]).push(3) == " d"
+    assert Detokenizer(words).push(3) == "d"
 
-    def decode_words(ids: Sequence[int]) -> str:
-        return "".join(f" w{number}" for number in ids).removeprefix(" ")
 
-    assert Detokenizer(decode_words, context=[1, 2]).push(3) == " w3"
-    assert Detokenizer(decode_words).push(3) == "w3"
+@given(st.binary(max_size=4), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_no_context_is_given_out_again(context, text):
+    """Whatever a prompt ends with: the bytes of a character in part, or a replacement character itself."""
+    detokenizer = Detokenizer(BYTES, context=list(context))
+    given_out = "".join(detokenizer.push(byte) for byte in text.encode()) + detokenizer.finish()
+    assert given_out == text
 
 
 def test_an_incomplete_character_at_the_end_is_given_out_as_it_is():
-    detokenizer = Detokenizer(decode)
+    detokenizer = Detokenizer(BYTES)
     assert detokenizer.push("é".encode()[0]) == ""
     assert detokenizer.finish() == "\ufffd"
 
@@ -90,14 +94,18 @@ def test_a_stop_string_is_searched_in_linear_time():
 
 
 def test_tokens_without_text_are_not_decoded_again_and_again():
-    longest = 0
+    tokenizer, longest = of_bytes(special=[0]), 0
 
-    def decode_words(ids: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return "".join(chr(token) for token in ids if token)  # 0 is special
+    class Watched(Detokenizer):
+        def _text(self, ids: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return super()._text(ids)
 
-    detokenizer = Detokenizer(decode_words)
-    pieces = [detokenizer.push(token) for token in [65, *[0] * 500, 66]]
+    detokenizer = Watched(tokenizer)
+    pieces = []
+    for token in [65, *[0] * 500, 66]:
+        pieces.append(detokenizer.push(token))
+        longest = max(longest, len(detokenizer._unread))
     assert "".join(pieces) == "AB"
     assert longest < 20

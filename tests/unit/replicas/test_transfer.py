@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.engine_stream import stream
+from tests.tokenizers import of_words
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random_model
 from warmkv import telemetry
 from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
@@ -72,7 +73,7 @@ class Pair:
         transfers = (self.a, self.b)[at]
         await transfers.prepare(request)
         text, started = "", None
-        async for event in stream(self.engines[at], request, lambda ids: "".join(f"{one}," for one in ids), 5.0):
+        async for event in stream(self.engines[at], request, of_words([f"{one}," for one in range(VOCABULARY)])):
             if isinstance(event, Started):
                 started = event
                 transfers.started(request, event)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from tokenizers import Tokenizer
 
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import EngineEvent
@@ -79,11 +81,10 @@ class OutputProcessor:
     """Makes the events of every part of a step, as one callback in the event loop it is made in.
 
     An answer with nothing to say for `beat_seconds` gives a sign of life, if the engine's thread has turned.
-    `decode` makes text of token ids.
     """
 
-    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], beat_seconds: float) -> None:
-        self._engine, self._decode, self._beat_seconds = engine, decode, beat_seconds
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, beat_seconds: float) -> None:
+        self._engine, self._tokenizer, self._beat_seconds = engine, tokenizer, beat_seconds
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[Output, None] = {}
         self._emitted: list[tuple[Output, EngineEvent]] = []  # of the engine's thread
@@ -96,7 +97,9 @@ class OutputProcessor:
         Raises EngineError where the request cannot be taken.
         """
         context = request.token_ids[-CONTEXT_TOKENS:]
-        output = Output(request, deliver, Detokenizer(self._decode, request.sampling.stop, context), self._next_beat())
+        output = Output(
+            request, deliver, Detokenizer(self._tokenizer, request.sampling.stop, context), self._next_beat()
+        )
         output.turns = self._engine.turns
         self._engine.submit(request, lambda event: self._emitted.append((output, event)))
         self._outputs[output] = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "�"  # what a tokenizer shows for a character whose bytes are not all there yet
 
@@ -13,15 +16,15 @@ class Detokenizer:
     """Turns a growing list of token ids into text that never takes back what it gave out.
 
     Text that could still change (an incomplete character) or that may be the start of a stop string is held back.
+    `context` are the prompt's last ids: a tokenizer may drop the space of a text's first word.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), context: Sequence[int] = ()
-    ) -> None:
-        self._decode, self._stop = decode, [StopSearch(text) for text in stop if text]
-        self._ids = list(context)  # the prompt's last ids: a tokenizer may drop the space of a text's first word
-        self._prefix = 0  # ids before this one only serve as context for the tokenizer
-        self._read = len(self._ids)  # ids before this one are in `_pending` or given out
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, [StopSearch(text) for text in stop if text]
+        self._context: list[int] = []  # ids of the last text that was certain
+        self._unread: list[int] = []  # and those since
+        self._stream: DecodeStream
+        self._begin(list(context))
         self._pending = ""
         self.stopped_by: str | None = None
 
@@ -29,25 +32,35 @@ class Detokenizer:
         """Add a token; the text that is now certain. After a stop string was met: "" and `stopped_by` is set."""
         if self.stopped_by is not None:
             return ""
-        self._ids.append(token)
-        before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        incomplete = after.endswith(REPLACEMENT) and len(self._ids) - self._read < LONGEST_CHARACTER
-        if len(after) <= len(before) and len(self._ids) - self._read >= LONGEST_CHARACTER:
-            del self._ids[self._read :]  # special tokens, which show no text: decoded no more
-        if len(after) <= len(before) or incomplete:
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._release(after[len(before) :], final=False)
+        self._unread.append(token)
+        text = self._stream.step(self._tokenizer, token)
+        if text is None:
+            if len(self._unread) < LONGEST_CHARACTER:
+                return ""
+            text = self._unread_text()  # special tokens, which show none, or bytes that form no character
+            self._begin(self._unread if text else self._context)
+        else:
+            self._context, self._unread = self._unread, []
+        return self._release(text, final=False)
 
     def finish(self) -> str:
         """Return the remaining text at the end of the answer."""
-        if self.stopped_by is not None:
+        return "" if self.stopped_by is not None else self._release(self._unread_text(), final=True)
+
+    def _begin(self, context: list[int]) -> None:
+        if self._text(context).endswith(REPLACEMENT):  # the stream would take it for a character to complete
+            context = []
+        self._context, self._unread = context, []
+        self._stream = DecodeStream(context, skip_special_tokens=True)
+
+    def _unread_text(self) -> str:
+        if not self._unread:
             return ""
-        before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        self._prefix = self._read = len(self._ids)
-        return self._release(after[len(before) :], final=True)
+        return self._text([*self._context, *self._unread])[len(self._text(self._context)) :]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _release(self, new: str, final: bool) -> str:
         """Add text. Of stop strings that are complete now, the one that begins first counts."""

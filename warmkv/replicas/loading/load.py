@@ -77,6 +77,14 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
 
 
+def decoder(tokenizer: Any) -> Any:
+    """Return what makes text of tokens as they come. Raises ValueError for a tokenizer of another library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} cannot be streamed: the model's folder needs a tokenizer.json")
+    return backend
+
+
 def load_max_context(config: ModelConfig) -> int:
     """Read the model's maximum context from its configuration alone; an upper bound."""
     from transformers import AutoConfig

@@ -1,0 +1,33 @@
+"""Small tokenizers for tests, of the library that the service uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+
+def of_bytes(values: Sequence[int] = range(256), special: Sequence[int] = ()) -> Tokenizer:
+    """Return a tokenizer whose token i is the byte `values[i]`, or shows no text where i is special."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves; the others above 255 (GPT-2)
+    others = [value for value in range(256) if value not in shown]
+    letters = {value: chr(value) for value in shown} | {value: chr(256 + n) for n, value in enumerate(others)}
+    names = [f"<special {i}>" if i in special else letters[value] for i, value in enumerate(values)]
+    return _tokenizer(names, decoders.ByteLevel(), special)
+
+
+def of_words(words: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer whose token i is a word."""
+    return _tokenizer(words, decoders.Fuse(), ())
+
+
+def of_sentencepiece(words: Sequence[str]) -> Tokenizer:
+    """Return one that drops the space of the first word that it decodes, as SentencePiece does."""
+    return _tokenizer([f"\u2581{word}" for word in words], decoders.Metaspace(), ())
+
+
+def _tokenizer(names: Sequence[str], decoder: decoders.Decoder, special: Sequence[int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(names[i], special=True) for i in special])
+    return tokenizer
