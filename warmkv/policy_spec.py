@@ -182,7 +182,12 @@ def _field(knob: Knob) -> tuple[Any, Any]:
 
 
 def _check_names() -> None:
-    """Raise PluginError where a method has a name that stands for a storage or a wrapper."""
+    """Raise PluginError where a method or a storage has a name that stands for something else."""
+    aliases = [(storage.alias, storage.bits) for storage in STORAGES.values() if storage.alias]
+    names = {*METHODS, *get_args(DecodeRule), "structural", "shotkv", "protect", "shots"}
+    for name, storage in STORAGES.items():
+        if names & {name, storage.alias} or aliases.count((storage.alias, storage.bits)) > 1:
+            raise PluginError(f"storage {name}: its name or alias stands for something else already; choose another")
     if taken := [name for name in METHODS if _resolve_alias({"name": name}) != {"name": name}]:
         raise PluginError(f"method {taken[0]}: this name stands for something else already; choose another")
 

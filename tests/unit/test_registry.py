@@ -198,11 +198,18 @@ def test_a_package_outside_adds_a_storage_that_is_served(tmp_path):
         (STRIDE.replace('"stride"', '"snapkv"'), "a method called snapkv is registered already"),
         (STRIDE.replace('"stride"', '"a+b"'), "method 'a+b': write the name with letters"),
         (STRIDE.replace('"stride"', '"shotkv"'), "method shotkv: this name stands for something else already"),
+        (COARSE.replace('"coarse"', '"kivi4"'), "a storage called kivi4 is registered already"),
+        (
+            COARSE.replace('alias = "coarse"', '"broken"; alias = "snapkv"'),
+            "storage broken: its name or alias stands for",
+        ),
+        (COARSE.replace('alias = "coarse"', '"broken"; alias = "fp8"'), "storage broken: its name or alias stands for"),
     ],
 )
 def test_a_package_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, source, says):
     name = "shotkv" if "shotkv" in source else "broken"
-    wheel(tmp_path, "broken_method", source, f"{name} = broken_method")
+    group = "warmkv.storages" if "StorageFormat" in source else "warmkv.methods"
+    wheel(tmp_path, "broken_method", source, f"{name} = broken_method", group)
     with zipfile.ZipFile(tmp_path / "broken_method-1.0-py3-none-any.whl") as archive:
         archive.extractall(tmp_path / "site")
     ran = python("import warmkv.policy_spec", tmp_path / "site")
