@@ -47,7 +47,11 @@ class PolicyParts(BaseModel):
     protect: float = Field(0.0, ge=0, le=0.5, description="share of the budget reserved at each end of the prompt")
     shots: bool = Field(False, description="keep passages between blank lines as whole units (ShotKV)")
     residual: int = Field(
-        RESIDUAL, ge=32, le=4096, multiple_of=32, description="most recent entries that kivi leaves in model dtype"
+        RESIDUAL,
+        ge=32,
+        le=4096,
+        multiple_of=32,
+        description="most recent entries in the model's dtype, where storage is packed in groups (kivi)",
     )
 
     @model_validator(mode="before")
@@ -297,7 +301,7 @@ def _full_cache(by_bits: Mapping[int, StorageFormat], tree: dict[str, Any]) -> d
         if tree["bits"] not in known:
             raise ValueError(f"bits of {name} must be one of {known}, got {tree['bits']}")
         storage, tree = by_bits[tree["bits"]], _without(tree, "bits")
-    residual = {"residual": storage.alias_residual} if storage.group > 1 else {}
+    residual = {"residual": storage.alias_residual or storage.residual} if storage.group > 1 else {}
     return {**residual, **tree, "name": "full", "storage": storage.name}
 
 

@@ -40,12 +40,12 @@ class StorageFormat(ABC):
     head_dim_multiple = 1  # what head_dim must be a multiple of, for the codes of a vector to fill whole bytes
     group = 1  # entries that are encoded together along the token axis; 1 if each stands alone
     residual = 32  # newest entries in the model's dtype by default, a multiple of `group`; none where `group` is 1
-    alias_residual = 32  # the same where the alias is used
+    alias_residual: int | None = None  # where the alias is used, if that is another
     plain = False  # one part: the entries as the model computes them
     for_blocks = False  # whether prefix blocks may be kept in it
     rotated = False  # whether decoded entries are in another basis: `to_basis`, `from_basis`
 
-    # The module that reads it inside a Triton kernel (`replicas/slots/kernels/readers.py`), if there is one
+    # The module that reads it inside a Triton kernel (`replicas/slots/kernels/tiles.py`), if there is one
     kernel: str | None = None
 
     # Columns of the tables in docs/policies.md

@@ -78,7 +78,8 @@ def _fill_storages(page: str) -> str:
 def _packed_by(storage: StorageFormat) -> str:
     if storage.group == 1:
         return ""
-    return f"{storage.group}; `residual` {storage.residual}, {storage.alias_residual} as `{storage.alias}`"
+    alone = f", {storage.alias_residual} as `{storage.alias}`" if storage.alias_residual else ""
+    return f"{storage.group}; `residual` {storage.residual}{alone}"
 
 
 def _replace(page: str, mark: str, head: tuple[str, ...], rows: Rows) -> str:

@@ -37,7 +37,7 @@ class DecodeState:
     """One decode step over `slots`, in their order in the batch.
 
     If planning it raises, nothing has changed. If the model does, `part` goes on with the same step for some of its
-    slots: rows have advanced once, and no layer does again what it has done (`slab_step.Progress`).
+    slots: rows have advanced once, and no layer does again what it has done (`attention_metadata.Progress`).
     """
 
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
