@@ -95,16 +95,18 @@ class RequestRecord:
 
     @classmethod
     def _from_mapping(cls, line: Mapping[str, Any]) -> RequestRecord:
-        known = {item.name for item in fields(cls)}
-        values = {name: value for name, value in line.items() if name in known}
-        values["hashes"] = tuple(bytes.fromhex(key) for key in line["hashes"])
-        values["marks"] = tuple(Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", []))
-        values["reads"] = tuple(Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", []))
+        values = {name: line[name] for name in _FIELDS if name in line}
+        values["hashes"] = tuple([bytes.fromhex(key) for key in line["hashes"]])
+        values["marks"] = tuple([Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())])
+        values["reads"] = tuple([Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())])
         values["usage"] = Usage(**line.get("usage", {}))
-        for item in fields(cls):
-            kinds = _KINDS.get(str(item.type))
-            if kinds and item.name in values:
-                _check_kind(item.name, values[item.name], kinds)
+        for name, kinds in _FIELDS.items():
+            if kinds and name in values:
+                value = values[name]
+                if type(value) not in kinds:  # so that a boolean is no integer
+                    raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
+                if type(value) is float and not math.isfinite(value):
+                    raise ValueError(f"{name} must be finite")
         record = cls(**values)
         if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
             raise ValueError("token counts must not be negative and block_size must be positive")
@@ -121,8 +123,5 @@ class RequestRecord:
         return record
 
 
-def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite")
+_FIELDS = {item.name: _KINDS.get(str(item.type), ()) for item in fields(RequestRecord)}
+"""The fields of a line, and the types that its plain values may have."""

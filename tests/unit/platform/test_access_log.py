@@ -14,6 +14,7 @@ from warmkv.config import ConfigError, load
 from warmkv.platform import access_log
 from warmkv.platform.access_log import BATCH, AccessLog
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.traces import TraceError
 from warmkv.simulator.workload import access_log as reading
 from warmkv.simulator.workload import source
 
@@ -134,7 +135,7 @@ def ordered(path: Path) -> list[Path]:
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(source.TraceError, match="has no file"):
+    with pytest.raises(TraceError, match="has no file"):
         source.read(source.Source(tmp_path), load())
 
 

@@ -3,30 +3,97 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.agentic import AGENTIC
 from warmkv.simulator.traces.azure import AZURE
 from warmkv.simulator.traces.bailian import BAILIAN
 from warmkv.simulator.traces.burstgpt import BURSTGPT
-from warmkv.simulator.traces.columns import Builder, RowError, Trace, TraceError, join
+from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace, TraceError, join
 from warmkv.simulator.traces.mooncake import MOONCAKE
 from warmkv.simulator.traces.rows import Format, Reading
 from warmkv.simulator.traces.sharegpt import SHAREGPT
-from warmkv.simulator.traces.warmkv import WARMKV
+from warmkv.simulator.traces.warmkv import WARMKV, row_of
 
 FORMATS = {one.name: one for one in (WARMKV, MOONCAKE, BAILIAN, AGENTIC, SHAREGPT, AZURE, BURSTGPT)}
 KEPT_FAULTS = 20  # faults kept word for word; all are counted
 HEAD = 1 << 16  # characters of the beginning in which a format is recognised
+BUFFER = 1 << 17  # bytes read at a time
+PART = 100_000  # requests of a part
 GZIP = b"\x1f\x8b"
 
 Progress = Callable[[int], None]  # told how many requests were read
+
+
+class Rows:
+    """The requests of a trace's files, in their order; each file is opened once, to be recognised, hashed and parsed.
+
+    `format` is known from the beginning, the rest when all is read. `fallback` is the format of a file that is not
+    recognised. Raises TraceError if a file cannot be read, or is of no known format and none is named, and at the first
+    broken row if `strict`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        format: str | None = None,
+        *,
+        reading: Reading = Reading(),
+        strict: bool = False,
+        fallback: str | None = None,
+    ) -> None:
+        self._reading, self._strict, self._fallback = reading, strict, fallback
+        self.broken = self.skipped = 0
+        self.faults: list[str] = []  # the first of the broken rows
+        self._digest = hashlib.sha256()
+        self._file, self._line = path, 0
+        self._rows = self._read(files_of(path), format)
+        next(self._rows)  # until the format is known
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 of the files as they are, one behind the other."""
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Row | RequestRecord]:
+        return self._rows
+
+    def _read(self, files: Sequence[Path], name: str | None) -> Iterator[Any]:
+        for number, self._file in enumerate(files):
+            with text_of(self._file, self._digest) as text:
+                if not number:
+                    self.format = format_of(text, self._file, name, self._fallback)
+                    yield
+                parse = self.format.parser(self._reading)
+                for line, item in self.format.items(text):
+                    self._line = line
+                    try:
+                        rows = list(parse(item))
+                    except RowError as error:
+                        self.leave_out(str(error))
+                        continue
+                    for row in rows:
+                        if row is None:
+                            self.skipped += 1
+                        else:
+                            yield row
+
+    def leave_out(self, reason: str) -> None:
+        """Count the row that was read last as broken. Raises TraceError if `strict`."""
+        fault = f"{self._file}:{self._line}: {reason}"
+        if self._strict:
+            raise TraceError(fault)
+        self.broken += 1
+        if len(self.faults) < KEPT_FAULTS:
+            self.faults.append(fault)
 
 
 def read(
@@ -37,9 +104,12 @@ def read(
     strict: bool = False,
     progress: Progress = lambda requests: None,
 ) -> Trace:
-    """A whole trace in the order of arrival. Raises TraceError as `stream` does."""
-    parts = list(stream(path, format, reading=reading, strict=strict, progress=progress))
-    return join(parts).by_arrival()
+    """Read a whole trace as columns, in the order of arrival. Raises TraceError as `Rows` does."""
+    return columns(Rows(path, format, reading=reading, strict=strict), progress)
+
+
+def columns(rows: Rows, progress: Progress = lambda requests: None) -> Trace:
+    return join(list(parts(rows, progress=progress))).by_arrival()
 
 
 def stream(
@@ -48,54 +118,33 @@ def stream(
     *,
     reading: Reading = Reading(),
     strict: bool = False,
-    size: int = 100_000,
-    progress: Progress = lambda requests: None,
+    size: int = PART,
 ) -> Iterator[Trace]:
-    """A trace in parts of about `size` requests, in the order of the file; numbers of sessions and tenants agree.
+    """Read a trace in parts of about `size` requests, in the order of the file. Raises TraceError as `Rows` does.
 
-    Files compressed with gzip are read as they are, and of a folder all files, as `files_of` orders them: one trace.
-    Raises TraceError if a file cannot be read, or is of no known format and none is named, and at the first broken row
-    if `strict`.
+    Numbers of sessions and tenants agree; the last part has the account of what was left out.
     """
-    files = files_of(path)
-    chosen = format_of(files[0], format)
-    builder = Builder(chosen.name)
-    notes = (chosen.note,) if chosen.note else ()
-    broken = skipped = before = 0
-    kept = 0  # faults told in earlier parts
-    faults: list[str] = []
-    for file in files:
-        parse = chosen.parser(reading)
-        for number, text in _items(file, chosen):
-            try:
-                rows = list(parse(text))
-            except RowError as error:
-                rows, reasons = [], [str(error)]
-            else:
-                reasons = []
-            for row in rows:
-                if row is None:
-                    skipped += 1
-                    continue
-                try:
-                    builder.add(row)
-                except RowError as error:
-                    reasons.append(str(error))
-            for reason in reasons:
-                fault = f"{file}:{number}: {reason}"
-                if strict:
-                    raise TraceError(fault)
-                broken += 1
-                if kept + len(faults) < KEPT_FAULTS:
-                    faults.append(fault)
-            if len(builder) >= size:
-                before += len(builder)
-                progress(before)
-                yield builder.build(broken=broken, skipped=skipped, faults=tuple(faults), notes=notes)
-                broken, skipped, kept, faults = 0, 0, kept + len(faults), []
-    if len(builder) or broken or skipped or not before:
-        progress(before + len(builder))
-        yield builder.build(broken=broken, skipped=skipped, faults=tuple(faults), notes=notes)
+    return parts(Rows(path, format, reading=reading, strict=strict), size)
+
+
+def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: None) -> Iterator[Trace]:
+    """Put rows into columns, `size` of them at a time."""
+    builder, before, count = Builder(rows.format.name), 0, 0
+    notes = (rows.format.note,) if rows.format.note else ()
+    for row in rows:
+        try:
+            builder.add(row_of(row) if isinstance(row, RequestRecord) else row)
+        except RowError as error:
+            rows.leave_out(str(error))
+            continue
+        count += 1
+        if count == size:
+            before, count = before + count, 0
+            progress(before)
+            yield builder.build(notes=notes)
+    if count or rows.broken or rows.skipped or not before:
+        progress(before + count)
+        yield builder.build(broken=rows.broken, skipped=rows.skipped, faults=tuple(rows.faults), notes=notes)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -114,38 +163,72 @@ def _rotation(file: Path) -> tuple[str, int]:
     return name, -int(number or 0)
 
 
-def _items(path: Path, format: Format) -> Iterator[tuple[int, str]]:
-    with text_of(path) as file:
-        yield from format.items(file)
-
-
 @contextmanager
-def text_of(path: Path) -> Iterator[IO[str]]:
-    """A file as text, unpacked if it is compressed with gzip. Raises TraceError, also for what fails while reading."""
+def text_of(path: Path, digest: Digest | None = None) -> Iterator[IO[str]]:
+    """Open a file as text, unpacked if it is compressed with gzip; all of its bytes go into `digest`.
+
+    Raises TraceError, also for what fails while reading.
+    """
     try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == GZIP
-            raw.seek(0)
-            unpacked = gzip.GzipFile(fileobj=raw) if packed else raw
+        with path.open("rb", buffering=0) as raw:
+            source = raw if digest is None else Hashed(raw, digest)
+            buffered = io.BufferedReader(source, BUFFER)
+            packed = buffered.peek(2)[:2] == GZIP
+            unpacked = gzip.GzipFile(fileobj=buffered) if packed else buffered
             with io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="replace") as file:
                 yield file
+                if digest is not None:  # a format may end before its file
+                    while buffered.read(BUFFER):
+                        pass
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(f"cannot read {path}: {error}") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-def format_of(path: Path, name: str | None) -> Format:
-    """The format of that name, or that the beginning of a file tells. Raises TraceError."""
+class Digest(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+class Hashed(io.RawIOBase):
+    """A file whose bytes are hashed as they are read, each once, though it may be read from its beginning again."""
+
+    def __init__(self, raw: io.RawIOBase, digest: Digest) -> None:
+        self._raw, self._digest, self._at, self._hashed = raw, digest, 0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = self._raw.seek(offset, whence)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._raw.readinto(buffer) or 0
+        new = max(0, self._hashed - self._at)
+        if new < count:
+            self._digest.update(memoryview(buffer)[new:count])
+            self._hashed = self._at + count
+        self._at += count
+        return count
+
+
+def format_of(file: IO[str], path: Path, name: str | None, fallback: str | None = None) -> Format:
+    """Return the format of that name, or that the beginning of a file tells. Raises TraceError."""
     if name is not None:
         if name not in FORMATS:
             raise TraceError(f"{name!r} is no trace format; there are {', '.join(FORMATS)}")
         return FORMATS[name]
-    with text_of(path) as file:
-        head = file.read(HEAD)
+    head = file.read(HEAD)
+    file.seek(0)
     for line in head.splitlines():
         for format in FORMATS.values():
             if format.recognises(line):
                 return format
+    if fallback is not None:
+        return FORMATS[fallback]
     what = "is of no format that is recognised" if head.strip() else "is empty"
     raise TraceError(f"{path} {what}; name its format: {', '.join(FORMATS)}")

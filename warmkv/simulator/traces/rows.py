@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
+from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.columns import Row, RowError
 
 # From an item of a file to its requests; None for one that is left out on purpose. Raises RowError.
-Parse = Callable[[str], Iterable[Row | None]]
+Parse = Callable[[str], Iterable[Row | RequestRecord | None]]
 Items = Iterator[tuple[int, str]]  # line number, text
 
 

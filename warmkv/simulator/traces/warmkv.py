@@ -16,14 +16,12 @@ KEYS = ("v", "arrival", "tenant", "block_size")
 
 
 def parser(reading: Reading) -> Parse:
-    def parse(line: str) -> Iterable[Row | None]:
+    def parse(line: str) -> Iterable[RequestRecord | None]:
         try:
             record = RequestRecord.from_json(line)
         except RecordError as error:
             raise RowError(str(error)) from None
-        if record.status != "ok":
-            return (None,)
-        return (_row(record),)
+        return (record if record.status == "ok" else None,)
 
     return parse
 
@@ -32,11 +30,12 @@ def trace_of(records: Iterable[RequestRecord]) -> Trace:
     """Records, in the order of arrival, as columns. Raises RowError if their block sizes differ."""
     builder = Builder("warmkv")
     for record in records:
-        builder.add(_row(record))
+        builder.add(row_of(record))
     return builder.build()
 
 
-def _row(record: RequestRecord) -> Row:
+def row_of(record: RequestRecord) -> Row:
+    """Return what the columns hold of a record."""
     return Row(
         arrival=record.arrival,
         input_tokens=record.input_tokens,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmkv.prefixes.record import RecordError, RequestRecord
-from warmkv.simulator.traces import KEPT_FAULTS, TraceError
-from warmkv.simulator.traces.reader import files_of, text_of
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.traces.reader import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +24,11 @@ def read(path: Path, *, strict: bool = False) -> Log:
 
     Raises TraceError if a file cannot be read, or at the first broken line if `strict`.
     """
-    requests: list[RequestRecord] = []
-    faults: list[str] = []
-    broken = skipped = 0
-    for file in files_of(path):
-        with text_of(file) as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = RequestRecord.from_json(line)
-                except RecordError as error:
-                    fault = f"{file}:{number}: {error}"
-                    if strict:
-                        raise TraceError(fault) from None
-                    broken += 1
-                    if len(faults) < KEPT_FAULTS:
-                        faults.append(fault)
-                    continue
-                if record.status == "ok":
-                    requests.append(record)
-                else:
-                    skipped += 1
-    requests.sort(key=lambda record: record.arrival)
-    return Log(tuple(requests), broken, skipped, tuple(faults))
+    rows = Rows(path, "warmkv", strict=strict)
+    return Log(records(rows), rows.broken, rows.skipped, tuple(rows.faults))
+
+
+def records(rows: Rows) -> tuple[RequestRecord, ...]:
+    """Return the records of a log in the order of arrival."""
+    found = [row for row in rows if isinstance(row, RequestRecord)]
+    return tuple(sorted(found, key=lambda record: record.arrival))

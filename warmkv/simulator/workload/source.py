@@ -10,8 +10,8 @@ from typing import Any
 
 from warmkv.config import Config
 from warmkv.simulator import traces
-from warmkv.simulator.traces import TraceError
-from warmkv.simulator.traces.reader import files_of
+from warmkv.simulator.gc_pause import gc_paused
+from warmkv.simulator.traces.reader import Rows, columns, files_of
 from warmkv.simulator.workload import access_log
 from warmkv.simulator.workload.requests import Requests, of_trace
 
@@ -50,18 +50,27 @@ class Trace:
 
 
 def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> Trace:
-    """Requests that name no policy or model are those of the base configuration. Raises TraceError."""
-    if _format(source) == OWN_FORMAT:
-        log = access_log.read(source.path, strict=source.strict)
-        digest = file_digest(source.path)
-        return Trace(source, OWN_FORMAT, digest, Requests(log.requests), log.broken, log.skipped, log.faults)
+    """Read the requests of a trace; those that name no policy or model take the base configuration's.
+
+    A file that is not recognised is read as an access log, whose parser says why it is none. Raises TraceError.
+    """
     characters = () if source.characters_per_token is None else (source.characters_per_token,)
     reading = traces.Reading(source.block_size, *characters)
-    trace = traces.read(source.path, source.format, reading=reading, strict=source.strict, progress=progress)
-    requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
-    notes = trace.notes if trace.block_size else (*trace.notes, "the trace has no blocks, so no prefix will be found")
-    digest = file_digest(source.path)
-    return Trace(source, trace.format, digest, requests, trace.broken, trace.skipped, trace.faults, notes)
+    with gc_paused():
+        rows = Rows(source.path, source.format, reading=reading, strict=source.strict, fallback=OWN_FORMAT)
+        notes: tuple[str, ...] = ()
+        if rows.format.name == OWN_FORMAT:
+            requests = Requests(access_log.records(rows))
+        else:
+            trace = columns(rows, progress)
+            requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
+            notes = (
+                trace.notes
+                if trace.block_size
+                else (*trace.notes, "the trace has no blocks, so no prefix will be found")
+            )
+    faults = tuple(rows.faults)
+    return Trace(source, rows.format.name, rows.sha256, requests, rows.broken, rows.skipped, faults, notes)
 
 
 def file_digest(path: Path) -> str:
@@ -72,13 +81,3 @@ def file_digest(path: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _format(source: Source) -> str:
-    """The format that was named, or that the content tells; an access log if neither does: its reader says why not."""
-    if source.format is not None:
-        return source.format
-    try:
-        return next(traces.stream(source.path, size=1)).format
-    except TraceError:
-        return OWN_FORMAT

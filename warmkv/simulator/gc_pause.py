@@ -1,4 +1,4 @@
-"""Disable cyclic garbage collection during a replay."""
+"""Disable cyclic garbage collection while a trace is read and replayed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable cyclic GC inside, and set it back after: a replay makes many objects that stay, and hardly a cycle.
+    """Disable cyclic GC inside, and set it back after: requests and jobs are many objects that stay, and hardly a cycle.
 
     Each collection would visit all of them. Reference counting goes on as ever.
     """
