@@ -169,7 +169,6 @@ EFFECTS = {
     },
     "tests/unit/replicas/block_store/test_disk.py": {
         "test_what_cannot_be_written_for_want_of_a_place_is_dropped": ["prefix_cache.moving_bytes"],
-        "test_files_that_do_not_come_in_time_are_computed": ["prefix_cache.disk.wait_seconds"],
     },
     "tests/unit/replicas/test_device_memory.py": {
         "test_replicas_share_what_they_are_on": ["cluster.cpus_per_replica", "cluster.gpus_per_replica"],
@@ -192,10 +191,6 @@ EFFECTS = {
         "test_one_tenant_cannot_evict_another_below_its_share": ["prefix_cache.tenant_share"],
     },
     "tests/unit/replicas/test_self_check.py": {"test_the_check_can_be_turned_off": ["engine.self_check"]},
-    "tests/unit/replicas/test_transfer.py": {
-        "test_only_so_many_fetches_run_at_a_time": ["transfer.concurrent"],
-        "test_the_hottest_chains_go_first_and_no_more_than_the_limit": ["transfer.handover_bytes"],
-    },
     "tests/unit/simulator/cache/test_late_index.py": {
         "test_routers_send_elsewhere_what_they_do_not_know_to_be_warm": ["simulator.index_delay"],
     },
@@ -251,7 +246,6 @@ EFFECTS = {
         "test_efficiency_overhead_and_the_share_of_a_gpu": [
             "simulator.roofline.flops_efficiency",
             "simulator.roofline.bandwidth_efficiency",
-            "simulator.roofline.overhead_seconds",
         ],
     },
     "tests/unit/simulator/studies/test_replay.py": {

@@ -27,9 +27,6 @@ class TierConfig(Section):
 
 class DiskConfig(TierConfig):
     path: Path | None = Field(None, description="folder; every replica of a machine takes a folder of its own in it")
-    wait_seconds: float = Field(
-        5.0, gt=0, description="longest time a request waits for its files; then its prompt is computed instead"
-    )
 
     @model_validator(mode="after")
     def _check(self) -> DiskConfig:

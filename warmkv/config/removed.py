@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from warmkv.config.values import Place
@@ -38,6 +39,7 @@ REMOVED: dict[str, str] = {
     "gateway.tenants_file_seconds": "it is 5 s",
     "prefix_cache.attention_tokens": "it is 8192",
     "prefix_cache.disk.eviction": "it is prefix_cache.eviction",
+    "prefix_cache.disk.wait_seconds": "it is 5 s",
     "prefix_cache.host.eviction": "it is prefix_cache.eviction",
     "prefix_cache.lookback": "it is 20 content blocks",
     "prefix_cache.memory_share": "it is a third; set prefix_cache.memory_bytes for another size",
@@ -51,6 +53,9 @@ REMOVED: dict[str, str] = {
     "routing.transfer_block": "it is 0.25 blocks",
     "routing.transfer_min_blocks": "it is 8 blocks",
     "routing.transfer_start": "it is 4 blocks",
+    "simulator.roofline.overhead_seconds": "it is 1 ms",
+    "transfer.concurrent": "it is 4",
+    "transfer.handover_bytes": "it is 256 MiB; transfer.handover_seconds: 0 turns handing over off",
 }
 """What each became, or what to do instead."""
 
@@ -61,10 +66,15 @@ def without_removed(tree: Mapping[str, Any], origin: Callable[[Place], str | Non
         place = tuple(dotted.split("."))
         without = _without(tree, place)
         if without is not tree:
-            source = origin(place)
-            log.warning("%s is no setting any more: %s%s", dotted, now, f" ({source})" if source else "")
+            _warn(dotted, now, origin(place))
             tree = without
     return tree
+
+
+@cache
+def _warn(dotted: str, now: str, source: str | None) -> None:
+    """Log the warning once a process: a sweep reads the same file for every point."""
+    log.warning("%s is no setting any more: %s%s", dotted, now, f" ({source})" if source else "")
 
 
 def _without(tree: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, Any]:

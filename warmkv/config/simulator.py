@@ -24,7 +24,6 @@ class RooflineConfig(Section):
 
     flops_efficiency: Share = Field(0.6, description="of its operations a second, in matrix products")
     bandwidth_efficiency: Share = Field(0.7, description="of its memory's bytes a second")
-    overhead_seconds: float = Field(0.001, ge=0, allow_inf_nan=False, description="of each step besides")
 
 
 class FailureConfig(Section):

@@ -15,7 +15,6 @@ class TransferConfig(Section):
 
     timeout_seconds: float = Field(2.0, gt=0, description="longest time a request waits for blocks of another replica")
     piece_bytes: ByteSize = Field(ByteSize(32 << 20), ge=1, description="limit of what a replica hands out at a time")
-    concurrent: int = Field(4, ge=1, description="fetches that a replica makes, and answers, at a time")
     token_seconds: float = Field(0.0001, gt=0, allow_inf_nan=False, description="prefill, a token")
     start_seconds: float = Field(0.02, ge=0, allow_inf_nan=False, description="a fetch, whatever its size")
     byte_seconds: float = Field(1e-9, ge=0, allow_inf_nan=False, description="a fetch, a byte")
@@ -23,4 +22,3 @@ class TransferConfig(Section):
     handover_seconds: float = Field(
         10.0, ge=0, description="longest time in which a replica that is stopped hands its blocks over; 0: it does not"
     )
-    handover_bytes: ByteSize = Field(ByteSize(256 << 20), description="limit of the blocks that it hands over")

@@ -15,6 +15,8 @@ from warmkv.config import RoutingConfig, TransferConfig
 from warmkv.prefixes.index import Depths
 
 TRANSFER_BLOCK, TRANSFER_START = 0.25, 4.0  # blocks of prefill that fetching one counts as, and any fetch besides
+CONCURRENT = 4  # fetches that a replica makes, and answers, at a time
+HANDOVER_BYTES = 256 << 20  # most that a replica which is stopped hands over
 TRANSFER_MIN_BLOCKS = 8  # fewest that are worth a fetch
 PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""

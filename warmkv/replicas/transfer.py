@@ -17,7 +17,7 @@ from typing import Any, Literal
 from warmkv import telemetry
 from warmkv.config import TransferConfig
 from warmkv.policies import budgets
-from warmkv.policies.transfer import TransferTimes, choose_successor
+from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, TransferTimes, choose_successor
 from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
@@ -65,7 +65,7 @@ class Transfers:
         self._engine, self._name, self._config, self._ask = engine, name, config, ask
         self._recorder, self._clock = recorder, clock
         self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the blocks that they are to bring
-        self._fetching, self._lending = asyncio.Semaphore(config.concurrent), asyncio.Semaphore(config.concurrent)
+        self._fetching, self._lending = asyncio.Semaphore(CONCURRENT), asyncio.Semaphore(CONCURRENT)
         self.times = TransferTimes.of(config)
 
     # --- who fetches
@@ -198,7 +198,7 @@ class Transfers:
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(config.handover_seconds):
-                choose = partial(hottest, store, int(config.handover_bytes))
+                choose = partial(hottest, store, HANDOVER_BYTES)
                 chains, blocks = await asyncio.wrap_future(self._engine.between_steps(choose))
                 held = dict(await holders(list(blocks)))
                 while chains and peers:

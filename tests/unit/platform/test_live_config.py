@@ -185,3 +185,13 @@ def test_every_live_setting_is_one_of_the_configuration():
     assert set(values(START)) == set(LIVE)
     assert "prefix_cache.default_ttl" in LIVE
     assert live_config.values(START, ["compression.policy"]) == {"compression.policy": "full"}
+
+
+def test_a_version_that_knows_settings_of_the_past_can_be_changed_and_rolled_back_to():
+    old = Version(number=1, settings={"routing.host_credit": 0.5, "routing.overload": 3})
+    assert in_force(Config(), old).routing.overload == 3
+    history = changed(History(versions=(old,)), {"pricing.input": 5})
+    assert history.current.settings == {"routing.overload": 3, "pricing.input": 5}
+    assert roll_back(Config(), history, 1, None).number == 3
+    with pytest.raises(ConfigError, match=r"routing\.host_credit cannot be changed"):
+        changed(history, {"routing.host_credit": 0.5})

@@ -20,7 +20,8 @@ from tests.tokenizers import of_words
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random_model
 from warmkv import telemetry
 from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
-from warmkv.policies.transfer import Fetch
+from warmkv.policies.transfer import CONCURRENT, Fetch
+from warmkv.replicas import transfer
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
@@ -323,7 +324,7 @@ def test_a_replica_learns_its_own_speed(models):
 
 def test_only_so_many_fetches_run_at_a_time(models):
     async def run() -> None:
-        async with pair(models, {"concurrent": 2}) as replicas:
+        async with pair(models) as replicas:
             running, most = 0, 0
             for number in range(6):
                 await replicas.run(0, make_request([number, *TOKENS], new=1, name=f"write {number}"))
@@ -338,7 +339,7 @@ def test_only_so_many_fetches_run_at_a_time(models):
             replicas.ask = lend
             wanted = [make_request([number, *TOKENS], name=str(number)) for number in range(6)]
             await asyncio.gather(*(replicas.b.prepare(replace(one, fetch=Fetch("a", 7))) for one in wanted))
-            assert most == 2
+            assert most == CONCURRENT
             assert replicas.recorded.fetches() == {"fetched": 6}
 
     asyncio.run(run())
@@ -385,10 +386,12 @@ def test_what_a_replica_hands_over_is_read_and_billed_as_it_was_there(models, pi
     asyncio.run(run())
 
 
-def test_the_hottest_chains_go_first_and_no_more_than_the_limit(models):
+def test_the_hottest_chains_go_first_and_no_more_than_the_limit(models, monkeypatch):
+    limit = 16 * BLOCK * models["llama"].kv_shape.token_bytes
+    monkeypatch.setattr(transfer, "HANDOVER_BYTES", limit)
+
     async def run() -> None:
-        limit = 16 * BLOCK * models["llama"].kv_shape.token_bytes
-        async with pair(models, {"handover_bytes": limit}) as replicas:
+        async with pair(models) as replicas:
             requests = [make_request([number, *TOKENS], new=1, name=str(number)) for number in range(4)]
             for request in requests:
                 await replicas.run(0, request)

@@ -28,6 +28,8 @@ from warmkv.replicas.block_store.tiers import Move, TierStorage
 
 log = logging.getLogger(__name__)
 
+WAIT_SECONDS = 5.0  # longest time a request waits for its files; then its prompt is computed instead
+
 
 @dataclass(slots=True, eq=False)
 class WarmPrefix:
@@ -65,6 +67,7 @@ class BlockStore:
         wake: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
         lanes: IOThreads | None = None,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
@@ -73,7 +76,7 @@ class BlockStore:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self._moving_limit, self._patience = int(config.moving_bytes), config.disk.wait_seconds
+        self._moving_limit, self._wait_seconds = int(config.moving_bytes), wait_seconds
         self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
@@ -182,7 +185,7 @@ class BlockStore:
 
     def ready(self, warm: WarmPrefix) -> bool:
         """Whether everything has been read, or has been waited for long enough; the others may decode until then."""
-        return not warm.pending or self.clock() - warm.since >= self._patience
+        return not warm.pending or self.clock() - warm.since >= self._wait_seconds
 
     def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
         """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim].

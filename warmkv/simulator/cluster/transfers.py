@@ -15,7 +15,7 @@ import simpy
 
 from warmkv.config import TransferConfig
 from warmkv.policies.retention import Entry
-from warmkv.policies.transfer import Fetch, TransferTimes, choose_successor
+from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTimes, choose_successor
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, Replica
@@ -57,7 +57,7 @@ class Transfers:
         self._env, self._replica, self._config = env, replica, config
         self._block_bytes, self._donors, self._moved = block_bytes, donors, moved
         self._flights: dict[bytes, Flight] = {}  # by the blocks that they are to bring
-        self._room = simpy.Resource(env, config.concurrent)
+        self._room = simpy.Resource(env, CONCURRENT)
         self._times = TransferTimes.of(config)
         self._prefills: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds, not yet in `_times`
         self._open = True
@@ -195,7 +195,7 @@ def hand_over(
     """
     deadline = env.now + config.handover_seconds
     cache.expire(env.now)
-    chains: Sequence[Sequence[Entry]] = cache.hottest(int(config.handover_bytes), env.now)
+    chains: Sequence[Sequence[Entry]] = cache.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: index.holders(entry.key) for chain in chains for entry in chain}
 
     def give(name: str, pieces: Sequence[Sequence[Part]]) -> Process:

@@ -19,6 +19,8 @@ from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import STORAGES, Storage
 from warmkv.simulator.steps.costs import PhaseCosts, Roofline, StepCost, StepKind
 
+OVERHEAD_SECONDS = 0.001  # of each step besides
+
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
@@ -47,7 +49,7 @@ def roofline(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float =
 def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, storage: StorageFormat) -> PhaseCosts:
     operation = 1 / (gpu.flops * share * config.flops_efficiency)  # seconds
     byte = 1 / (gpu.bandwidth * share * config.bandwidth_efficiency)  # seconds
-    overhead = config.overhead_seconds
+    overhead = OVERHEAD_SECONDS
     token, logits = 2 * model.active_weights * operation, 2 * model.head_weights * operation
     pair = 4 * model.layers * model.heads * model.head_dim * operation
     weights = byte * model.dtype_bytes * (model.layer_weights + model.head_weights)

@@ -78,15 +78,15 @@ class Harness:
     `expiry` holds, for every prefix that was ever stored, the latest moment until which it may be found.
     """
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.now, self.restarts = 1000.0, 0
+    def __init__(self, path: Path, wait_seconds: float = 1e9, **settings: Any) -> None:
+        self.now, self.restarts, self.wait_seconds = 1000.0, 0, wait_seconds
         defaults = {
             "block_size": BLOCK,
             "min_tokens": 1,
             "ttls": {"5m": 30.0, "1h": 200.0},
             "memory_bytes": 6 * BLOCK * TOKEN,
             "host": {"memory_bytes": 10 * BLOCK * TOKEN},
-            "disk": {"memory_bytes": 24 * (BLOCK * TOKEN + 4096), "path": path, "wait_seconds": 1e9},
+            "disk": {"memory_bytes": 24 * (BLOCK * TOKEN + 4096), "path": path},
             "moving_bytes": 8 * BLOCK * TOKEN,
         }
         self.config = PrefixCacheConfig.model_validate(defaults | settings)
@@ -103,7 +103,7 @@ class Harness:
         # After a restart the monotonic clock shows something else.
         self.store = BlockStore(
             self.config, IDENTITY, CPU, lambda: self.now + 1e6 * self.restarts, self._published,
-            wall_clock=lambda: self.now + 1e9, lanes=self.lanes,
+            wall_clock=lambda: self.now + 1e9, lanes=self.lanes, wait_seconds=self.wait_seconds,
         )  # fmt: skip
         self.directory = self.full_blocks()
 

@@ -171,8 +171,7 @@ def test_what_cannot_be_written_for_want_of_a_place_is_dropped(tmp_path):
 
 
 def test_files_that_do_not_come_in_time_are_computed(tmp_path):
-    disk = {"memory_bytes": 1 << 20, "path": tmp_path, "wait_seconds": 3}
-    harness = Harness(tmp_path, memory_bytes=4 * BLOCK * TOKEN, host={"memory_bytes": 0}, disk=disk)
+    harness = Harness(tmp_path, 3.0, memory_bytes=4 * BLOCK * TOKEN, host={"memory_bytes": 0})
     old = Prompt("a", list(range(14)))
     harness.write(old, {14: "1h"})
     harness.write(Prompt("b", list(range(50, 66))), {})

@@ -24,13 +24,13 @@ SETTINGS = st.sampled_from(
         (),
         SLOW,
         PIECES,
-        (*SLOW, *PIECES, "transfer.concurrent=1"),
+        (*SLOW, *PIECES),
         ("prefix_cache.memory_bytes=0",),
         ("prefix_cache.enabled=false",),
         ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "simulator.host_bandwidth=256"),
         ("prefix_cache.memory_bytes=40B", "prefix_cache.eviction=lfu", *PIECES),
         ("simulator.index_delay=0.25", "cluster.gateways=2"),
-        ("transfer.handover_bytes=50", "transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
+        ("transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
     ]
 )
 
@@ -189,7 +189,6 @@ SHRINK = (
     [
         ((), 39, 80),
         (("transfer.handover_seconds=0",), 0, 0),
-        (("transfer.handover_bytes=30",), 12, 24),  # three blocks
         (("transfer.timeout_seconds=0.1",), 0, 0),  # the offer takes 0.14 s
         (("transfer.timeout_seconds=0.1", "transfer.piece_bytes=24"), 39, 80),
         (("transfer.handover_seconds=0.2", "transfer.piece_bytes=24"), 24, 48),  # two pieces

@@ -23,7 +23,8 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 H100 = Gpu.model_validate("H100-SXM")
-IDEAL = RooflineConfig(flops_efficiency=1, bandwidth_efficiency=1, overhead_seconds=0)
+OVERHEAD = "warmkv.simulator.steps.roofline.OVERHEAD_SECONDS"
+IDEAL = RooflineConfig(flops_efficiency=1, bandwidth_efficiency=1)
 
 
 @pytest.fixture
@@ -61,6 +62,11 @@ def weight_bytes(model):
     return model.dtype_bytes * (model.layers * linear_weights(model) + model.hidden * model.vocabulary)
 
 
+@pytest.fixture(autouse=True)
+def no_overhead(monkeypatch):
+    monkeypatch.setattr(OVERHEAD, 0.0)
+
+
 @given(tokens=st.integers(1, 2048), before=st.integers(0, 100_000))
 def test_a_chunk_takes_its_arithmetic_or_its_traffic(tokens, before):
     model = ModelShape(
@@ -85,9 +91,10 @@ def test_a_decode_step_takes_its_arithmetic_or_its_traffic(model, policy, batch,
     assert cost.seconds(batch, entries) == pytest.approx(max(flops / H100.flops, traffic / H100.bandwidth), rel=1e-9)
 
 
-def test_efficiency_overhead_and_the_share_of_a_gpu(model):
+def test_efficiency_overhead_and_the_share_of_a_gpu(model, monkeypatch):
     ideal = roofline(model, H100, IDEAL).of(kind("full"))
-    real = RooflineConfig(flops_efficiency=0.5, bandwidth_efficiency=0.25, overhead_seconds=0.002)
+    real = RooflineConfig(flops_efficiency=0.5, bandwidth_efficiency=0.25)
+    monkeypatch.setattr(OVERHEAD, 0.002)
     cost = roofline(model, H100, real, 0.5).of(kind("full"))
     assert cost.prefill.seconds(2048, 2048) == pytest.approx(0.002 + 4 * ideal.prefill.seconds(2048, 2048))
     assert cost.decode.seconds(1, 100) == pytest.approx(0.002 + 8 * ideal.decode.seconds(1, 100))
@@ -160,7 +167,6 @@ def test_figures_of_a_gpu_may_be_given():
         ("simulator.gpu.dollar=1", "did you mean 'dollars'"),
         ("simulator.gpu.flops=0", "simulator.gpu.flops: Input should be greater than 0"),
         ("simulator.roofline.flops_efficiency=1.1", "less than or equal to 1"),
-        ("simulator.roofline.overhead_seconds=-1", "greater than or equal to 0"),
         ("simulator.model={layers: 3}", "simulator.model.hidden: Field required"),
     ],
 )

@@ -6,7 +6,7 @@ from tests.unit.simulator.conversations import config, record, run, uniform, wit
 from warmkv.config import load
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.steps.costs import StepCost
-from warmkv.simulator.steps.roofline import roofline
+from warmkv.simulator.steps.roofline import OVERHEAD_SECONDS, roofline
 from warmkv.simulator.studies import step_times
 from warmkv.simulator.studies.replay import recorded_policy, replay
 from warmkv.simulator.studies.variants import Variant
@@ -47,5 +47,5 @@ def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
     crowded = load(flags=[*flags, "engine.kv_bytes=12GB"], environ={})
     assert step_times.choose_cost([], crowded, recorded_policy())[1].endswith("take 13 GB, and a replica has 12")
     (result,) = replay([record(0.0, [1] * 20, output=5)], settings, [Variant()], times)
-    assert result.ttft.p50 > settings.simulator.roofline.overhead_seconds
+    assert result.ttft.p50 > OVERHEAD_SECONDS
     assert result.gpu_dollars == pytest.approx(0.5 * result.seconds / 3600 * settings.simulator.gpu.dollars)
