@@ -191,6 +191,11 @@ class MachineOptions:
         return [f"simulator.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
 
 
+QualityOption = Annotated[
+    Path | None, typer.Option(help="results.parquet of `warmkv eval`; without it quality is unknown.")
+]
+
+
 @dataclass(frozen=True)
 class WorkerOptions:
     """What many replays run on."""

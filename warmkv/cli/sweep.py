@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from warmkv.cli.command import fail, resumable
-from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, WorkerOptions
+from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.simulator.studies import grid as grids
@@ -37,9 +37,7 @@ def sweep(
         "runs/sweep"
     ),
     front: Annotated[str, typer.Option(help="Figures of the Pareto front, the cost first.")] = FRONT,
-    quality: Annotated[
-        Path | None, typer.Option(help="results.parquet of `warmkv eval`; without it quality is unknown.")
-    ] = None,
+    quality: QualityOption = None,
     as_recorded: Annotated[
         bool, typer.Option("--as-recorded", help="Keep each request's own policy instead of compression.policy.")
     ] = False,

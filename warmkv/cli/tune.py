@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from warmkv.cli.command import resumable
-from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, WorkerOptions
+from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.cli.sweep import runner_of
 from warmkv.extras import require
 from warmkv.simulator.studies import grid as grids
@@ -43,9 +43,7 @@ def tune(
     ),
     trials: Annotated[int, typer.Option(min=1, help="Most choices to try; a space no larger is tried in full.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="The same seed tries the same choices.")] = 0,
-    quality: Annotated[
-        Path | None, typer.Option(help="results.parquet of `warmkv eval`; without it quality is unknown.")
-    ] = None,
+    quality: QualityOption = None,
 ) -> None:
     """Search for the settings with the least of a figure within limits on others, and print how to apply them.
 

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -38,6 +39,26 @@ def test_every_command_explains_itself(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+def commands(group=None, prefix=""):
+    for name, one in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", one
+
+
+@pytest.mark.parametrize(("option", "least"), [("json_file", 18), ("set_", 15), ("format", 4), ("gpu", 3)])
+def test_an_option_that_commands_share_is_the_same_everywhere(option, least):
+    shared = {
+        name: (tuple(parameter.opts), parameter.help, parameter.metavar)
+        for name, one in commands()
+        for parameter in one.params
+        if parameter.name == option and name != "workload"  # its --format is what it writes
+    }
+    assert len(shared) >= least
+    assert len(set(shared.values())) == 1, shared
 
 
 def test_config_show_prints_what_is_in_force_and_can_be_read_back(tmp_path: Path):
