@@ -21,9 +21,9 @@ from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, percentiles
 from warmkv.simulator.cluster.cluster import Outcome, simulate
-from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.variants import Variant, VariantError, price_tier
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
