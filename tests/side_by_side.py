@@ -6,6 +6,7 @@ meanwhile. The output of the first part is shown as it comes, that of the others
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ PARTS = {
     "unit tests, on all cores": [UNIT, "--numprocesses", "logical", "--maxprocesses", "8", "--dist", "worksteal"],
 }
 NICE = ["nice", "-n", "3"]  # for the unit tests, which nobody waits for
+# What dozens of processes import is compiled once. A thread is enough for tiny models: more wait for each other.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+ENVIRONMENT.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +30,9 @@ def main(arguments: list[str]) -> int:
         running = []
         for (name, chosen), output in zip(PARTS.items(), (None, faults, unit), strict=True):
             command = [*(NICE if chosen[0] == UNIT else []), *pytest, *chosen]
-            running.append((name, output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)))
+            running.append(
+                (name, output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT))
+            )
         failed = False
         try:
             for name, output, process in running:
