@@ -63,6 +63,7 @@ def test_the_gcs_is_killed_and_started_again(service: Service):
     service.survives("GCS killed, and started again with Redis", cluster.kill_gcs, cluster.start_gcs)
 
 
+@pytest.mark.soak  # the tests above kill the same parts one by one
 def test_a_node_is_removed(service: Service):
     """Whatever is on it goes at once; a new node takes its place, as an autoscaler would have it."""
     replica, node = a_node(service)
@@ -82,6 +83,7 @@ def test_a_link_is_cut_for_a_moment(service: Service):
     service.survives("link cut for 2 s", lambda: network.cut(node), lambda: network.heal(node), breaks_streams=True)
 
 
+@pytest.mark.soak  # unit tests hold the rules: the silent are forgotten, their streams go on elsewhere
 def test_a_link_is_cut_until_the_node_is_given_up(service: Service):
     network = needs_network(service)
     replica, name = a_node(service)

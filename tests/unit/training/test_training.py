@@ -255,7 +255,7 @@ def test_training_rows_are_weighted_where_the_answers_are(tokenizer: Any) -> Non
 # What the model can do
 
 
-@pytest.mark.parametrize("samples", [4, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("samples", [2, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 @pytest.mark.parametrize("family", ["single", "multi"])
 def test_recalls_at_two_thousand_tokens(
