@@ -13,7 +13,7 @@ from tests.polling import PATIENCE, until
 
 POLICIES = ["full", "h2o@0.3", "streaming_llm@64", "snapkv@0.3+ring", None]  # None: the policy in force
 TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 12
-PAUSE = 0.2  # seconds of a client between an answer and its next question: the machine has more to do than this
+PAUSE = 0.4  # seconds of a client between an answer and its next question: the machine has more to do than this
 RETRIES = 6  # of the SDKs, which wait 0.5 s before the first and at most 8 s before the later ones
 OF_CLIENTS = ("anthropic", "openai", "httpx", "httpx2")  # packages whose errors a client may see
 
@@ -23,7 +23,7 @@ class Question:
     """One of a fixed set of requests; its number decides everything about it."""
 
     number: int
-    tokens: int = 24
+    tokens: int = 12
 
     @property
     def api(self) -> str:
@@ -47,7 +47,7 @@ class Question:
 
 
 QUESTIONS = [Question(number) for number in range(10)]  # every policy through both APIs
-LONG = [Question(number, tokens=300) for number in (20, 21, 32)]  # streams that a fault finds half read
+LONG = [Question(number, tokens=200) for number in (20, 21, 32)]  # streams that a fault finds half read
 
 
 @dataclass(frozen=True)
