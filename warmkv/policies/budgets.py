@@ -40,7 +40,7 @@ def resolve_auto(spec: PolicySpec, prompt_tokens: int) -> PolicySpec:
 
 
 def resolve_budget(spec: PolicySpec, prompt_tokens: int) -> int | None:
-    """Tokens a KV head keeps of a prompt on average, or None if the policy has no budget.
+    """Return the tokens a KV head keeps of a prompt on average, or None if the policy has no budget.
 
     A share is taken of the prompt and rounded up, and never below the smallest budget that the method can work with.
     """
@@ -68,12 +68,12 @@ def _is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
 
 
 def share(part: float, tokens: int) -> int:
-    """`part` of some tokens, rounded up: 0.07 * 100 is 7.000000000000001 in floats and must give 7, not 8."""
+    """Return `part` of some tokens, rounded up: 0.07 * 100 is 7.000000000000001 in floats and must give 7, not 8."""
     return math.ceil(part * tokens - 5e-7)
 
 
 def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Tokens per KV head and layer that survive the hand-off, the average where layers or heads differ.
+    """Return the tokens per KV head and layer that survive the hand-off, the average where layers or heads differ.
 
     Of methods that decide by the prompt's content (fastgen, adaptive) it is the most they may keep.
     """
@@ -81,12 +81,12 @@ def kept_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
 
 
 def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
-    """Whether the hand-off selects at all: a prompt within its budget is left as it is."""
+    """Return whether the hand-off selects at all: a prompt within its budget is left as it is."""
     return _is_compressed(resolve_auto(spec, prompt_tokens), prompt_tokens)
 
 
 def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int]:
-    """Tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
+    """Return the tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
     spec = resolve_auto(spec, prompt_tokens)
     kept = _kept(spec, prompt_tokens)
     differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
@@ -94,7 +94,7 @@ def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int
 
 
 def layer_counts(spec: PolicySpec, prompt_tokens: int, layers: int) -> dict[int, int]:
-    """How many layers keep how many tokens per KV head."""
+    """Count the layers that keep each number of tokens per KV head."""
     spec = resolve_auto(spec, prompt_tokens)
     kept = _kept(spec, prompt_tokens)
     differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
@@ -102,13 +102,13 @@ def layer_counts(spec: PolicySpec, prompt_tokens: int, layers: int) -> dict[int,
 
 
 def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
-    """Layer budgets, all the same where a ring would find no room behind its sinks in one of them."""
+    """Return layer budgets, all the same where a ring would find no room behind its sinks in one of them."""
     cramped = spec.decode == "ring" and min(layers) <= (spec.sinks or 0)
     return [kept] * len(layers) if cramped else layers
 
 
 def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
-    """Whether what each layer or KV head keeps is known only after the prompt is computed."""
+    """Return whether what each layer or KV head keeps is known only after the prompt is computed."""
     spec = resolve_auto(spec, prompt_tokens)
     return spec.method.follows_content and _is_compressed(spec, prompt_tokens)
 
@@ -128,7 +128,7 @@ def page_reads(spec: PolicySpec, prompt_tokens: int, head_dim: int) -> tuple[int
 
 
 def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Entries that a KV head which kept `kept` of the prompt ever needs while `new_tokens` are decoded.
+    """Return the entries that a KV head which kept `kept` of the prompt ever needs while `new_tokens` are decoded.
 
     The last new token is never written to the cache: nothing attends to it.
     """
@@ -144,7 +144,7 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
 
 
 def is_endless(spec: PolicySpec, prompt_tokens: int, new_tokens: int, most: int) -> bool:
-    """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size.
+    """Return whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size.
 
     Half of them at most, so that keys are turned back once in their life at most and lose no precision.
     """
@@ -152,13 +152,13 @@ def is_endless(spec: PolicySpec, prompt_tokens: int, new_tokens: int, most: int)
 
 
 def slot_capacity(spec: PolicySpec, prompt_tokens: int, new_tokens: int) -> int:
-    """Entries per KV head and layer that a request needs, the average where layers or heads differ."""
+    """Return the entries per KV head and layer that a request needs, the average where layers or heads differ."""
     spec = resolve_auto(spec, prompt_tokens)
     return slot_limit(spec, _kept(spec, prompt_tokens), prompt_tokens, new_tokens)
 
 
 def recomputed_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Tokens at the end of a prompt that must be computed even if their KV is cached.
+    """Return the tokens at the end of a prompt that must be computed even if their KV is cached.
 
     At least one, for the first logits; a rule that looks at the last queries needs those that it looks at.
     """
@@ -172,7 +172,7 @@ def observed_queries(spec: PolicySpec, prompt_tokens: int) -> int:
 
 
 def needs_column_sums(spec: PolicySpec, prompt_tokens: int) -> bool:
-    """Whether the rule needs the attention that every token received from all queries of the prompt."""
+    """Return whether the rule needs the attention that every token received from all queries of the prompt."""
     spec = resolve_auto(spec, prompt_tokens)
     return spec.method.needs_column_sums(_is_compressed(spec, prompt_tokens))
 
@@ -186,7 +186,7 @@ def protected_entries(spec: PolicySpec, limit: int) -> int:
 
 
 def recent_entries(spec: PolicySpec, limit: int) -> int:
-    """Newest entries of a row that argmin never gives up, of those that may be in use."""
+    """Return the newest entries of a row that argmin never gives up, of those that may be in use."""
     recent = limit - math.floor(limit * spec.heavy) if spec.heavy is not None else 1
     protected = protected_entries(spec, limit)
     return max(min(recent, limit - protected), protected)

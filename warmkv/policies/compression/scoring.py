@@ -83,7 +83,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def padded_positions(kept: Tensor) -> Tensor:
-    """Positions of a mask [kv_heads, T], ascending, as [kv_heads, n] with NONE at the ends of shorter rows."""
+    """Return positions of a mask [kv_heads, T], ascending, as [kv_heads, n] with NONE at the ends of shorter rows."""
     counts = kept.sum(dim=1)
     longest = int(counts.max())
     order = kept.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :longest]

@@ -81,7 +81,7 @@ def choose_per_head(scores: Tensor, ends: tuple[int, int], budget: int, prompt: 
 
 
 def _ends(tokens: int, ends: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the first and of the last tokens."""
+    """Return positions of the first and of the last tokens."""
     first, last = ends
     return torch.arange(first, device=device), torch.arange(tokens - last, tokens, device=device)
 

@@ -63,6 +63,6 @@ class Adaptive(SnapKV):
 
     @staticmethod
     def _queries(prompt: PrefillState) -> int:
-        """Query heads of a KV head."""
+        """Return the query heads of a KV head."""
         assert prompt.queries is not None
         return prompt.queries.shape[1] // prompt.kv_heads

@@ -58,7 +58,7 @@ class Cake(Method):
         return F.pad(pool_positions(scores, self.spec.kernel, self.spec.pooling), (0, window))
 
     def _preference(self, prompt: PrefillState, layer: int, window: int) -> float:
-        """How much a layer asks for: both factors are summed over heads and tokens before the window."""
+        """Return the weight of a layer: both factors are summed over heads and over the tokens before the window."""
         from warmkv.policies.compression.scoring import window_moments
 
         _, variance, entropy = window_moments(prompt, layer, window)

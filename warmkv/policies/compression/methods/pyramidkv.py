@@ -26,7 +26,7 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(budget: int, window: int, tokens: int, layers: int, beta: int) -> list[int]:
-    """Entries per layer, falling from the first to the last (section 4.2).
+    """Return the entries of each layer, falling from the first to the last (section 4.2).
 
     All layers keep the same of a prompt shorter than twice the budget, windows aside, as in the authors' code. The step
     is rounded down, by which the paper's formula would exceed layers * budget; the excess is taken off every layer
