@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 import pytest
 import torch
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from transformers import AutoTokenizer
 
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message
@@ -256,23 +257,27 @@ EFFECTS = {
 """Test that shows the effect, by file; a list or a mapping, such as gateway.tenants, is one setting."""
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted names of a model's settings."""
-    found = []
+def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return a model's settings by their dotted names."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         ours = [kind for kind in sections if kind.__module__.startswith("warmkv.config")]
         if ours and get_origin(field.annotation) not in (tuple, dict):
-            found += leaves(ours[0], f"{prefix}{name}.")
+            found |= leaves(ours[0], f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name}")
+            found[f"{prefix}{name}"] = field
     return found
 
 
 def test_every_setting_has_a_test_that_shows_its_effect():
     shown = [setting for tests in EFFECTS.values() for settings in tests.values() for setting in settings]
     assert sorted(shown) == sorted(leaves(Config))
+
+
+def test_every_setting_is_described():
+    assert [name for name, field in leaves(Config).items() if not field.description] == []
 
 
 @pytest.mark.parametrize("file", EFFECTS)

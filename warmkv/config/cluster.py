@@ -10,8 +10,8 @@ from warmkv.config.base import Section
 class AutoscalingConfig(Section):
     """More replicas under load and fewer without, within limits."""
 
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(ge=1)
+    min_replicas: int = Field(1, ge=1, description="fewest replicas")
+    max_replicas: int = Field(ge=1, description="most replicas")
     target_ongoing_requests: float = Field(8.0, gt=0, description="requests in flight that a replica is meant to have")
     upscale_delay_seconds: float = Field(30.0, ge=0, description="how long there must be more before one is started")
     downscale_delay_seconds: float = Field(
@@ -25,8 +25,8 @@ class ClusterConfig(Section):
     replicas: int = Field(1, ge=1, description="with autoscaling, those at the start")
     autoscaling: AutoscalingConfig | None = Field(None, description="null: there are always as many replicas")
     drain_seconds: float = Field(30.0, ge=0, description="time for the requests in flight when a replica is stopped")
-    gateways: int = Field(1, ge=1)
-    cpus_per_replica: float = Field(1.0, ge=0)
+    gateways: int = Field(1, ge=1, description="gateways in the cluster")
+    cpus_per_replica: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica")
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
     health_timeout_seconds: float = Field(

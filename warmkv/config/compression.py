@@ -9,5 +9,7 @@ from warmkv.policy_spec import PolicySpec
 
 
 class CompressionConfig(Section):
-    policy: PolicySpec = PolicySpec()
+    policy: PolicySpec = Field(
+        PolicySpec(), description="what requests keep of their KV cache; short form as in snapkv@0.2"
+    )
     allow_request_policy: bool = Field(True, description="whether a request may name its own policy")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from warmkv.config.base import Section
 
 
 class DashboardsConfig(Section):
-    grafana_url: str = "http://127.0.0.1:3000"
-    folder: str = "warmkv"
-    datasource_uid: str = "prometheus"
+    grafana_url: str = Field("http://127.0.0.1:3000", description="address of Grafana")
+    folder: str = Field("warmkv", description="folder of the dashboards")
+    datasource_uid: str = Field("prometheus", description="Prometheus data source of the panels")

@@ -21,15 +21,15 @@ class IntakeConfig(Section):
     max_values: int = Field(
         500_000, ge=1, description="JSON values of a body, keys included; in a prompt each takes a token or more"
     )
-    max_messages: int = Field(100_000, ge=1)
+    max_messages: int = Field(100_000, ge=1, description="messages of a request; more are refused (400)")
     max_blocks: int = Field(200_000, ge=1, description="content blocks of a request, in all its messages together")
-    max_tools: int = Field(10_000, ge=1)
+    max_tools: int = Field(10_000, ge=1, description="tools of a request; more are refused (400)")
     max_stop_characters: int = Field(16_384, ge=1, description="of all stop sequences of a request together")
     parse_seconds: float = Field(60.0, gt=0, description="time to parse and tokenize a body, waiting included")
 
 
 class GatewayConfig(Section):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
     route_prefix: str = Field("/", pattern=r"^/", description="path under which the APIs are served")
     allow_open: bool = Field(False, description="listen beyond loopback although no tenants are configured")
@@ -48,7 +48,7 @@ class GatewayConfig(Section):
         "configured, else none",
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="of every tenant; a tenant may have its own")
-    max_body_bytes: ByteSize = ByteSize(32 << 20)
+    max_body_bytes: ByteSize = Field(ByteSize(32 << 20), description="body of a request; more is refused (413)")
     intake: IntakeConfig = IntakeConfig()
     max_requests: int | None = Field(
         None,
@@ -57,7 +57,7 @@ class GatewayConfig(Section):
     )
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
     default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
-    request_timeout_seconds: float = Field(600.0, gt=0)
+    request_timeout_seconds: float = Field(600.0, gt=0, description="longest time until the end of an answer (504)")
     retries: int = Field(3, ge=0, description="how often a request is sent again because a replica failed")
     resume: bool = Field(True, description="whether an answer that had begun goes on in another replica; else it ends")
     stall_seconds: float = Field(

@@ -36,7 +36,7 @@ class DiskConfig(TierConfig):
 
 
 class PrefixCacheConfig(Section):
-    enabled: bool = True
+    enabled: bool = Field(True, description="reuse stored prefixes")
     automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
     block_size: int = Field(64, ge=1, description="tokens in a block")
     memory_bytes: AutoBytes = Field(
@@ -65,7 +65,7 @@ class PrefixCacheConfig(Section):
     ttls: dict[str, float] = Field({"5m": 300.0, "1h": 3600.0}, description="names a client may use, in seconds")
     default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
     min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")
-    max_breakpoints: int = Field(4, ge=0)
+    max_breakpoints: int = Field(4, ge=0, description="breakpoints that a request may set; more are refused (400)")
 
     @property
     def memory_limit(self) -> int:

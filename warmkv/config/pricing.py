@@ -14,8 +14,8 @@ Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Prices(Section):
     """Dollars per million tokens and the multipliers of the base input price. Hosted prices differ: set your own."""
 
-    input: Price = 3.0
-    output: Price = 15.0
+    input: Price = Field(3.0, description="dollars per million tokens")
+    output: Price = Field(15.0, description="dollars per million tokens")
     read: Price = Field(0.1, description="times input, for tokens read from the cache")
     write: dict[str, Price] = Field({"5m": 1.25, "1h": 2.0}, description="times input, for tokens written, by TTL")
 
@@ -23,9 +23,9 @@ class Prices(Section):
 class ModelPrices(Section):
     """What differs for one model."""
 
-    input: Price | None = None
-    output: Price | None = None
-    read: Price | None = None
+    input: Price | None = Field(None, description="dollars per million tokens")
+    output: Price | None = Field(None, description="dollars per million tokens")
+    read: Price | None = Field(None, description="times input")
     write: dict[str, Price] = Field({}, description="by TTL")
 
 

@@ -10,7 +10,9 @@ from warmkv.config.base import Section
 
 
 class RoutingConfig(Section):
-    policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = "prefix_cost"
+    policy: Literal["prefix_cost", "power_of_two", "round_robin", "least_loaded", "sticky_session"] = Field(
+        "prefix_cost", description="order in which replicas are tried"
+    )
     load_weight: float = Field(
         4.0,
         ge=0,

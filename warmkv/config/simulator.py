@@ -59,9 +59,9 @@ class SimulatorConfig(Section):
         description="how replicas form batches: chunks of one prompt between decode steps, as warmkv; or chunks of "
         "prompts in the decode steps, as vLLM, with engine.prefill_chunk tokens a step",
     )
-    step_a: float = Field(0.004, ge=0)
-    step_b: float = Field(0.00012, ge=0)
-    step_c: float = Field(2e-8, ge=0)
+    step_a: float = Field(0.004, ge=0, description="seconds a step")
+    step_b: float = Field(0.00012, ge=0, description="seconds a token computed")
+    step_c: float = Field(2e-8, ge=0, description="seconds a token of context read")
     host_bandwidth: float | None = Field(
         None,
         gt=0,
@@ -78,10 +78,10 @@ class SimulatorConfig(Section):
         allow_inf_nan=False,
         description="of a request outside its replica: HTTP, tokenizing, routing; a fit to a log finds its own",
     )
-    layers: int = Field(6, ge=1)
-    kv_heads: int = Field(2, ge=1)
-    head_dim: int = Field(32, ge=1)
-    dtype_bytes: int = Field(4, ge=1)
+    layers: int = Field(6, ge=1, description="of the KV cache")
+    kv_heads: int = Field(2, ge=1, description="of a layer")
+    head_dim: int = Field(32, ge=1, description="of a head")
+    dtype_bytes: int = Field(4, ge=1, description="of a number in the KV cache")
     slo: SloConfig = SloConfig()
     index_delay: float = Field(
         0.0,

@@ -24,7 +24,7 @@ class KeyConfig(Section):
 class KeyHolder(Section):
     """Who is known by an API key, or by several while one takes the place of another."""
 
-    name: str
+    name: str = Field(description="name in limits, metrics and logs")
     key_sha256: Sha256 | None = Field(None, description="SHA-256 of the API key; `warmkv hash-key` prints it")
     keys: tuple[KeyConfig, ...] = Field((), description="further keys, each with a time at which it ends")
 
@@ -63,10 +63,10 @@ class LimitsConfig(Section):
 class TenantLimits(Section):
     """What differs for one tenant."""
 
-    requests_per_minute: int | None = Field(None, ge=0)
-    tokens_per_minute: int | None = Field(None, ge=0)
-    concurrent_requests: int | None = Field(None, ge=0)
-    queue_share: float | None = Field(None, gt=0, le=1)
+    requests_per_minute: int | None = Field(None, ge=0, description="as gateway.limits")
+    tokens_per_minute: int | None = Field(None, ge=0, description="as gateway.limits")
+    concurrent_requests: int | None = Field(None, ge=0, description="as gateway.limits")
+    queue_share: float | None = Field(None, gt=0, le=1, description="as gateway.limits")
 
 
 class TenantConfig(KeyHolder):
