@@ -65,6 +65,8 @@ def test_it_says_so_where_nothing_can_be_concluded(tmp_path):
     options = ("--ttl", 300, "--ttl", 3600, "--policy", "full")
     assert call("replay", path, *options).stdout.splitlines()[-1].startswith("Nothing can be concluded")
     assert len({v["token_hit_rate"] for v in replayed(path, *options)}) == 1
+    recorded = call("replay", path, "--as-recorded", "--ttl", 60, "--policy", "full").stdout.splitlines()[-1]
+    assert recorded == "Nothing can be concluded: no two variants differ in the TTL or in the policy alone."
 
 
 def replayed(path, *options):

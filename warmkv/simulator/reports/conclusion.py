@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from warmkv.simulator.studies.replay import Result
 
@@ -21,6 +22,9 @@ def conclude(results: Sequence[Result]) -> list[str]:
     said = [sentence for sentence in (_about_ttl(results), _about_policy(results)) if sentence]
     if said:
         return said
+    kinds = [(result.policy, result.ttl) for result in results]
+    if not any((a[0] == b[0]) != (a[1] == b[1]) for a, b in combinations(kinds, 2)):
+        return ["Nothing can be concluded: no two variants differ in the TTL or in the policy alone."]
     return [
         f"Nothing can be concluded: hit rates differ by less than {LEAST_POINTS * 100:.0f} point, and memory by less "
         f"than {LEAST_RATIO:.0%}."
