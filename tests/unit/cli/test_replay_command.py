@@ -59,6 +59,14 @@ def test_it_ends_with_what_the_lifetimes_did(tmp_path):
     assert last.startswith(f"TTL 1h instead of 5m: +{points:.1f} points hit rate for the same memory")
 
 
+def test_memory_without_hits_is_told(tmp_path):
+    """Prompts that nobody repeats: an hour keeps what five minutes have let go, for nothing."""
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(record(400.0 * n, [n] * 200).to_json() + "\n" for n in range(4)))
+    last = call("replay", path, "--ttl", 300, "--ttl", 3600, "--policy", "full").stdout.splitlines()[-1]
+    assert last.startswith("TTL 1h instead of 5m: the same hit rate for 4.0x memory")
+
+
 def test_it_says_so_where_nothing_can_be_concluded(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text("".join(record(10.0 * n, [n] * 200).to_json() + "\n" for n in range(4)))

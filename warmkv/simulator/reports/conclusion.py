@@ -48,13 +48,17 @@ def _about_ttl(results: Sequence[Result]) -> str | None:
     short = of[0]
     other = max(of[1:], key=lambda one: abs(one.token_hit_rate - short.token_hit_rate))
     points = other.token_hit_rate - short.token_hit_rate
+    hits = f"{points * 100:+.1f} points hit rate"
     if abs(points) < LEAST_POINTS:
-        return None
+        other = max(of[1:], key=lambda one: abs(one.stored.peak - short.stored.peak))
+        if abs(other.stored.peak - short.stored.peak) < LEAST_RATIO * short.stored.peak:
+            return None
+        hits = "the same hit rate"
     bill = other.dollars / short.dollars - 1 if short.dollars else 0.0
     billed = f", bills {bill:+.0%}" if abs(bill) >= LEAST_POINTS else ""
+    memory = _times(other.stored.peak, short.stored.peak)
     return (
-        f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: "
-        f"{points * 100:+.1f} points hit rate for {_times(other.stored.peak, short.stored.peak)} memory{billed}."
+        f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits} for {memory} memory{billed}."
     )
 
 
