@@ -85,7 +85,7 @@ def test_a_replay_gives_what_the_live_run_gave(cluster, tmp_path: Path):
             evicted, stored = (sum(replica[key] for replica in replicas) for key in ("evicted", "store_bytes"))
             return (evicted, stored) == (verdict.evictions, verdict.stored_bytes)
 
-        until(held, "the replicas have evicted and hold what they do in the replay", seconds=60)
+        until(held, "the replicas have evicted and hold what they do in the replay")
     times, _ = step_times.choose_cost(records, live.config, recorded_policy(), "log")
     assert verify(records, live.config, times).times is not None  # judged by the benchmark: tests never assert times
 

@@ -73,7 +73,7 @@ class Service:
                 self.expected[question.number, reply.policy] = reply
 
     def get(self, path: str) -> dict[str, Any]:
-        answer = requests.get(f"{self.url}/v1/warmkv/{path}", headers=OPERATOR, timeout=10)
+        answer = requests.get(f"{self.url}/v1/warmkv/{path}", headers=OPERATOR, timeout=30)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -114,7 +114,7 @@ class Service:
 
         def change() -> Any:
             with suppress(requests.RequestException):
-                answer = requests.put(f"{self.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=20)
+                answer = requests.put(f"{self.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=30)
                 return answer.ok and answer.json()["version"]
 
         version: int = until(change, "the policy is changed")
