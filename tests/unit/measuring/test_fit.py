@@ -33,7 +33,7 @@ def test_each_coefficient_is_found_where_it_matters(name):
     assert getattr(fit(steps(cost), pairs=True), name) == pytest.approx(getattr(cost, name), rel=1e-6)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(costs, st.integers(0, 1000))
 def test_noise_is_averaged_and_its_size_is_told(cost, seed):
     fitted = fit(steps(cost, 0.03, seed), pairs=True)
@@ -44,7 +44,7 @@ def test_noise_is_averaged_and_its_size_is_told(cost, seed):
     assert fitted.in_sample.mean <= fitted.in_sample.p95
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(costs, st.integers(0, len(GRID) - 1))
 def test_a_disturbed_step_hardly_moves_the_others(cost, at):
     points = steps(cost, 0.01)
