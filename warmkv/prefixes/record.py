@@ -89,38 +89,36 @@ class RequestRecord:
         if not isinstance(line, dict) or line.get("v") != VERSION:
             raise RecordError(f"not an access-log record of version {VERSION}")
         try:
-            return cls._from_mapping(line)
+            values = {name: line[name] for name in _FIELDS if name in line}
+            values["hashes"] = tuple([bytes.fromhex(key) for key in line["hashes"]])
+            values["marks"] = tuple(
+                [Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())]
+            )
+            values["reads"] = tuple([Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())])
+            values["usage"] = Usage(**line.get("usage", {}))
+            for name, kinds in _FIELDS.items():
+                if kinds and name in values:
+                    value = values[name]
+                    if type(value) not in kinds:  # so that a boolean is no integer
+                        raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
+                    if type(value) is float and not math.isfinite(value):
+                        raise ValueError(f"{name} must be finite")
+            record = cls(**values)
+            if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
+                raise ValueError("token counts must not be negative and block_size must be positive")
+            if record.input_tokens // record.block_size != len(record.hashes):
+                raise ValueError(
+                    f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
+                    f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
+                )
+            places = [mark.position for mark in record.marks] + [read.position for read in record.reads]
+            if places and not 0 < min(places) <= max(places) <= record.input_tokens:
+                raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
+            if any(upper.position <= lower.position for upper, lower in itertools.pairwise(record.reads)):
+                raise ValueError("reads must come highest position first")
+            return record
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"bad record: {type(error).__name__}: {error}") from None
-
-    @classmethod
-    def _from_mapping(cls, line: Mapping[str, Any]) -> RequestRecord:
-        values = {name: line[name] for name in _FIELDS if name in line}
-        values["hashes"] = tuple([bytes.fromhex(key) for key in line["hashes"]])
-        values["marks"] = tuple([Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())])
-        values["reads"] = tuple([Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())])
-        values["usage"] = Usage(**line.get("usage", {}))
-        for name, kinds in _FIELDS.items():
-            if kinds and name in values:
-                value = values[name]
-                if type(value) not in kinds:  # so that a boolean is no integer
-                    raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
-                if type(value) is float and not math.isfinite(value):
-                    raise ValueError(f"{name} must be finite")
-        record = cls(**values)
-        if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
-            raise ValueError("token counts must not be negative and block_size must be positive")
-        if record.input_tokens // record.block_size != len(record.hashes):
-            raise ValueError(
-                f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
-                f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
-            )
-        places = [mark.position for mark in record.marks] + [read.position for read in record.reads]
-        if places and not 0 < min(places) <= max(places) <= record.input_tokens:
-            raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
-        if any(upper.position <= lower.position for upper, lower in itertools.pairwise(record.reads)):
-            raise ValueError("reads must come highest position first")
-        return record
 
 
 _FIELDS = {item.name: _KINDS.get(str(item.type), ()) for item in fields(RequestRecord)}

@@ -7,7 +7,7 @@ for all who wait reports a hit to those who came later; they came before it coul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from warmkv.prefixes.record import Candidate, Mark
@@ -26,24 +26,24 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self._arrivals: dict[str, float] = {}  # in order of time, as are the births
+        self._arrivals: dict[Hashable, float] = {}  # in order of time, as are the births
         self._births: dict[tuple[str, bytes], _Birth] = {}  # by replica and prefix
 
     def __len__(self) -> int:
         return len(self._arrivals) + len(self._births)
 
-    def arrived(self, request: str, now: float) -> None:
+    def arrived(self, request: Hashable, now: float) -> None:
         """Every request that arrives must begin or leave."""
         self._arrivals[request] = now
 
-    def left(self, request: str) -> None:
+    def left(self, request: Hashable) -> None:
         """Forget a request that failed or was given up before its answer began."""
         self._arrivals.pop(request, None)
         self._forget()
 
     def began(
         self,
-        request: str,
+        request: Hashable,
         replica: str,
         reads: Sequence[Candidate],
         marks: Sequence[Mark],

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable cyclic GC inside and restore it after: a replay makes many objects that stay and hardly a cycle.
+    """Disable cyclic GC inside, and set it back after: requests and jobs are many objects that stay, hardly a cycle.
 
     Each collection would visit all of them. Reference counting goes on as ever.
     """

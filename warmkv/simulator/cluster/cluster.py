@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from warmkv.config import Config
 from warmkv.policies.breaker import retry_pause
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.prefixes.index import Depths
-from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.runs import Layout, RunCache
@@ -114,7 +112,7 @@ class Cluster:
         self._env, self._slots = Clock(), TimeWeightedGauge()
         count = config.cluster.gateways
         self._gateways = [
-            Gateway(config, self._warm, count == 1, random.Random(seed + number)) for number in range(count)
+            Gateway(config, stores.warm, count == 1, random.Random(seed + number)) for number in range(count)
         ]
         self._fleet = Fleet(self._env, config, stores, self._replica, self._ready, self._gone, self._lost)
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any
@@ -148,7 +146,7 @@ class Cluster:
         self._arrived += 1
         self._fleet.in_flight(1)
         if job.shares:
-            self._gateways[job.gateway].writers.arrived(job.key, self._env.now)
+            self._gateways[job.gateway].writers.arrived(job.number, self._env.now)
         self._send(job)
 
     def _send(self, job: Job) -> None:
@@ -187,7 +185,7 @@ class Cluster:
         self._fleet.transfers[job.replica].computed(job)
         if job.shares:
             record, found, now = job.record, job.match.hit, self._env.now
-            job.read = gateway.writers.began(job.key, job.replica, record.reads, job.marks, found, job.written, now)
+            job.read = gateway.writers.began(job.number, job.replica, record.reads, job.marks, found, job.written, now)
 
     def _ended(self, job: Job) -> None:
         self._over(job)
@@ -198,7 +196,7 @@ class Cluster:
         gateway.in_flight.release(job.number)
         self._fleet.in_flight(-1)
         if job.shares:
-            gateway.writers.left(job.key)
+            gateway.writers.left(job.number)
         following = job.following
         if following is not None:
             wait = self._times.overhead + following.think
@@ -243,9 +241,6 @@ class Cluster:
             else:
                 again = self._env.timeout(retry_pause(attempts))
                 again.callbacks.append(lambda _, job=job: self._send(job))
-
-    def _warm(self, record: RequestRecord) -> Mapping[str, Depths]:
-        return self._stores.warm(record, self._env.now)
 
 
 def _arrivals(clock: Clock, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:

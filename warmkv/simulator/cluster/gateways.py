@@ -16,7 +16,7 @@ from warmkv.simulator.cluster.replica import Job
 
 TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
-Warm = Callable[[RequestRecord], Mapping[str, Depths]]
+Warm = Callable[[RequestRecord, float], Mapping[str, Depths]]
 
 
 class Gateway:
@@ -42,7 +42,7 @@ class Gateway:
             leaves = self._lifetimes.stored_blocks(job.marks, len(record.hashes), record.block_size)
         queues = None if self._alone else self._queues(now)
         choice = self._dispatcher.choose(
-            job.number, record.hashes, replicas, queues=queues, warm=self._warm(record), leaves=leaves
+            job.number, record.hashes, replicas, queues=queues, warm=self._warm(record, now), leaves=leaves
         )
         return choice.order, choice.fetch
 

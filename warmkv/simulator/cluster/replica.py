@@ -74,16 +74,6 @@ class Job:
     num_preemptions: int = 0
 
     @property
-    def key(self) -> str:
-        """Its name among all jobs, which records need not have."""
-        return str(self.number)
-
-    @property
-    def work(self) -> int:
-        """Tokens that it may take in all, by which the queue is fair among tenants."""
-        return self.prompt + max(self.output, self.record.max_tokens)
-
-    @property
     def decode_steps(self) -> int:
         """Steps after the one that gives the first token."""
         return max(0, self.output - 1)
@@ -157,7 +147,8 @@ class Replica:
             self._expected -= 1
         else:
             self.in_flight += 1
-        self.waiting.push(job, job.record.tenant, job.work)
+        record = job.record
+        self.waiting.push(job, record.tenant, job.prompt + max(job.output, record.max_tokens))  # fair by tokens
         self._engine.arrived(job, now)
 
     def fail(self) -> list[Job]:

@@ -177,7 +177,9 @@ def prepare(
 
     recorded = recorded_policy()
     specs = [variant.policy] * len(records) if variant.policy else [recorded(record) for record in records]
-    marks = [()] * len(records) if not cache.enabled else [_marks(record, tier, lifetimes) for record in records]
+    marks = (
+        [()] * len(records) if not cache.enabled else [_marks(r, tier, lifetimes) if r.marks else () for r in records]
+    )
     start = records[0].arrival if records else 0.0
     inputs = inputs or ReplayInputs(records)
     sizes = inputs.sizes(variant.policy, specs, marks, kv_shape(config), config.engine.max_context or 0)
@@ -196,8 +198,6 @@ def prepare(
 
 def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark, ...]:
     """Return the marks of a record, all sold as `tier` if that is given. Raises VariantError."""
-    if not record.marks:
-        return ()
     marks = tuple(Mark(mark.position, tier, mark.key) for mark in record.marks) if tier else record.marks
     for mark in marks:
         if mark.ttl not in lifetimes.ttls:

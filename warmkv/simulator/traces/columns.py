@@ -114,7 +114,21 @@ class Builder:
 
     def add(self, row: Row) -> None:
         """Raises RowError for a row that cannot be, and leaves the columns as they were."""
-        self._check(row)
+        tokens, size = row.input_tokens, row.block_size
+        if not math.isfinite(row.arrival) or not 0 <= row.think < LARGEST:
+            raise RowError(f"times must be finite: arrival {row.arrival}, think time {row.think}")
+        if not (0 <= tokens <= LARGEST and 0 <= row.output_tokens <= LARGEST):
+            what, wrong = ("output", row.output_tokens) if 0 <= tokens <= LARGEST else ("input", tokens)
+            raise RowError(f"{what} tokens must be from 0 to {LARGEST:,}, not {wrong}")
+        if size:
+            if len(row.blocks) not in (tokens // size, -(-tokens // size)):
+                raise RowError(
+                    f"{tokens} tokens have {tokens // size} full blocks of {size}, but {len(row.blocks)} hashes are "
+                    "given (is it another block size?)"
+                )
+            if self._block_size not in (0, size):
+                raise RowError(f"blocks of {size} tokens in a trace of blocks of {self._block_size}")
+            self._block_size = size
         try:
             self._blocks.extend(row.blocks)
         except (OverflowError, TypeError):
@@ -123,28 +137,11 @@ class Builder:
         self._offsets.append(len(self._blocks))
         self._arrival.append(row.arrival)
         self._think.append(row.think)
-        self._input.append(row.input_tokens)
+        self._input.append(tokens)
         self._output.append(row.output_tokens)
         sessions, tenants = self._numbers
         self._session.append(UNKNOWN if row.session is None else sessions.setdefault(row.session, len(sessions)))
         self._tenant.append(UNKNOWN if row.tenant is None else tenants.setdefault(row.tenant, len(tenants)))
-
-    def _check(self, row: Row) -> None:
-        if not math.isfinite(row.arrival) or not 0 <= row.think < LARGEST:
-            raise RowError(f"times must be finite: arrival {row.arrival}, think time {row.think}")
-        for what, tokens in (("input", row.input_tokens), ("output", row.output_tokens)):
-            if not 0 <= tokens <= LARGEST:
-                raise RowError(f"{what} tokens must be from 0 to {LARGEST:,}, not {tokens}")
-        if row.block_size:
-            least, size = row.input_tokens // row.block_size, row.block_size
-            if len(row.blocks) not in (least, -(-row.input_tokens // size)):
-                raise RowError(
-                    f"{row.input_tokens} tokens have {least} full blocks of {size}, but {len(row.blocks)} hashes are "
-                    "given (is it another block size?)"
-                )
-            if self._block_size not in (0, size):
-                raise RowError(f"blocks of {size} tokens in a trace of blocks of {self._block_size}")
-            self._block_size = size
 
     def build(self, **account: Any) -> Trace:
         """What was added since the last call."""

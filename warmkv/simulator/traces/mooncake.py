@@ -23,13 +23,14 @@ def parser(reading: Reading) -> Parse:
 
     def parse(line: str) -> Iterable[Row]:
         row = mapping(line)
-        yield Row(
+        found = Row(
             arrival=number(row, "timestamp") / 1000,
             input_tokens=whole(row, "input_length"),
             output_tokens=whole(row, "output_length"),
             blocks=listed(row, "hash_ids"),
             block_size=size,
         )
+        return (found,)
 
     return parse
 

@@ -54,6 +54,8 @@ def has_keys(line: str, keys: Collection[str]) -> bool:
 
 def whole(row: Mapping[str, Any], name: str) -> int:
     """An integer field; one without a fraction may be written as 5.0. Raises RowError."""
+    if type(value := row.get(name)) is int:
+        return value
     value = number(row, name)
     if not value.is_integer():
         raise RowError(f"{name} must be an integer, not {row[name]!r}")
@@ -62,7 +64,7 @@ def whole(row: Mapping[str, Any], name: str) -> int:
 
 def number(row: Mapping[str, Any], name: str) -> float:
     """A numeric field, which in a CSV is text; it may be infinite. Raises RowError."""
-    value = field(row, name)
+    value = row[name] if name in row else field(row, name)
     try:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             return float(value)
@@ -78,7 +80,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def listed(row: Mapping[str, Any], name: str) -> list[Any]:
-    value = field(row, name)
+    value = row[name] if name in row else field(row, name)
     if not isinstance(value, list):
         raise RowError(f"{name} must be a list, not {type(value).__name__}")
     return value

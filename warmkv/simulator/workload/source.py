@@ -64,11 +64,9 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
         else:
             trace = columns(rows, progress)
             requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
-            notes = (
-                trace.notes
-                if trace.block_size
-                else (*trace.notes, "the trace has no blocks, so no prefix will be found")
-            )
+            notes = trace.notes
+            if not trace.block_size:
+                notes = (*notes, "the trace has no blocks, so no prefix will be found")
     faults = tuple(rows.faults)
     return Trace(source, rows.format.name, rows.sha256, requests, rows.broken, rows.skipped, faults, notes)
 

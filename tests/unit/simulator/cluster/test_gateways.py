@@ -14,7 +14,7 @@ REPLICAS = ["a", "b", "c"]
 
 
 def gateway(settings, alone):
-    return Gateway(settings, lambda hashes: {}, alone, Random(0))
+    return Gateway(settings, lambda record, now: {}, alone, Random(0))
 
 
 def ranks(gateway, job, now):
