@@ -20,7 +20,7 @@ LINES = {
     "An access log": replace(record(1.0, [1] * 20, 3, name="a"), api="chat").to_json(),
     "A public trace": json.dumps({"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]}),
 }
-MOST_HANDED_ON = 20  # from the file to the queue of a replica; once 25 for an access log and 45 for a public trace
+MOST_HANDED_ON = 20  # from the file to the queue of a replica; it was 21 for an access log and 46 for a public trace
 
 
 def replayed(path):

@@ -29,6 +29,7 @@ from warmkv.simulator.latency.step_fit import least_squares
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 Floats = NDArray[np.float64]
 SpecOf = Callable[[RequestRecord], PolicySpec]
@@ -131,17 +132,30 @@ def _capacity(spec: PolicySpec, record: RequestRecord) -> int:
 
 def _scaled(records: Sequence[RequestRecord], config: Config, costs: UniformCosts) -> UniformCosts:
     """Step 2: a compass search over the logarithms of three scales."""
-    distance, logs = distance_to(measured_times(records)), np.zeros(3)
+    distance, inputs, logs = distance_to(measured_times(records)), ReplayInputs(records), np.zeros(3)
+    known: dict[tuple[float, float], Times | None] = {}  # by the first two scales, without the time outside
+    inside = replace(costs, overhead=0.0)
 
-    def loss(costs: UniformCosts) -> float:
-        jobs = run(records, config, Variant(), costs, as_placed=True).jobs
-        return distance(simulated_times(jobs)) if all(job.replica for job in jobs) else math.inf
+    def simulated(prefill: float, decode: float) -> Times | None:
+        """Return times in the replicas alone: the time outside comes on top of them, whatever they are."""
+        if (prefill, decode) not in known:
+            scaled = _scaled_by(inside, *np.exp([prefill, decode, 0.0]))
+            jobs = run(records, config, Variant(), scaled, as_placed=True, inputs=inputs).jobs
+            known[prefill, decode] = simulated_times(jobs) if all(job.replica for job in jobs) else None
+        return known[prefill, decode]
 
-    best, size, moves = loss(costs), STEPS[0], 0
+    def loss(logs: Floats) -> float:
+        times = simulated(float(logs[0]), float(logs[1]))
+        if times is None:
+            return math.inf
+        outside = costs.overhead * float(np.exp(logs[2]))
+        return distance(Times(times.ttft + outside, times.tpot, times.e2e + outside))
+
+    best, size, moves = loss(logs), STEPS[0], 0
     while size > STEPS[1] and moves < MOST_MOVES:
         for move in (*np.eye(3), *-np.eye(3)):
             there, moves = logs + size * move, moves + 1
-            if (reached := loss(_scaled_by(costs, *np.exp(there)))) < best:
+            if (reached := loss(there)) < best:
                 best, logs = reached, there
                 break
         else:

@@ -61,6 +61,22 @@ def test_requests_alone_are_fitted_exactly():
     assert scaled.costs.decode.a == pytest.approx(alone.a, rel=0.02)
 
 
+def test_no_scale_is_simulated_twice_and_time_outside_never(monkeypatch):
+    seen = []
+
+    def counted(records, config, variant, times, **options):
+        seen.append((times.costs.prefill, times.costs.decode, times.overhead))
+        return replay_once(records, config, variant, times, **options)
+
+    replay_once = log_fit.run
+    monkeypatch.setattr(log_fit, "run", counted)
+    settings = config()
+    jobs, _ = run([record(n / 8, [n] * (9 + 7 * n), output=2 + 3 * n) for n in range(12)], settings, cost=TRUE)
+    log_fit.fit(with_timings(jobs, outside=0.5), settings, recorded_policy())
+    assert len(seen) == len(set(seen)) > 10
+    assert {outside for _, _, outside in seen} == {0.0}
+
+
 def test_a_log_without_timings_is_refused():
     with pytest.raises(ValueError, match="no record of the log carries timings"):
         log_fit.fit([record(0.0, [1] * 9)], config(), recorded_policy())
