@@ -122,7 +122,6 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("transfer.token_seconds=0", r"transfer\.token_seconds: .*greater than 0"),
         ("transfer.start_seconds=-1", r"transfer\.start_seconds: .*greater than or equal to 0"),
         ("transfer.byte_seconds=.inf", r"transfer\.byte_seconds: .*finite"),
-        ("transfer.half_life=0", r"transfer\.half_life: .*greater than 0"),
         ("transfer.handover_seconds=-1", r"transfer\.handover_seconds: .*greater than or equal to 0"),
         ("cluster.drain_seconds=-1", r"cluster\.drain_seconds: .*greater than or equal to 0"),
         ("cluster.autoscaling={}", r"cluster\.autoscaling\.max_replicas: .*required"),

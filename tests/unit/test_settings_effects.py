@@ -231,7 +231,6 @@ EFFECTS = {
             "transfer.timeout_seconds",
             "transfer.piece_bytes",
         ],
-        "test_what_a_replica_learns_decides": ["transfer.half_life"],
         "test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others": ["transfer.handover_seconds"],
     },
     "tests/unit/simulator/engine/test_formations.py": {

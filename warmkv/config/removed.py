@@ -55,6 +55,7 @@ REMOVED: dict[str, str] = {
     "routing.transfer_start": "it is 4 blocks",
     "simulator.roofline.overhead_seconds": "it is 1 ms",
     "transfer.concurrent": "it is 4",
+    "transfer.half_life": "it is 8 measurements",
     "transfer.handover_bytes": "it is 256 MiB; transfer.handover_seconds: 0 turns handing over off",
 }
 """What each became, or what to do instead."""

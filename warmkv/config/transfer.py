@@ -18,7 +18,6 @@ class TransferConfig(Section):
     token_seconds: float = Field(0.0001, gt=0, allow_inf_nan=False, description="prefill, a token")
     start_seconds: float = Field(0.02, ge=0, allow_inf_nan=False, description="a fetch, whatever its size")
     byte_seconds: float = Field(1e-9, ge=0, allow_inf_nan=False, description="a fetch, a byte")
-    half_life: float = Field(8.0, gt=0, description="measurements after which an older one counts half")
     handover_seconds: float = Field(
         10.0, ge=0, description="longest time in which a replica that is stopped hands its blocks over; 0: it does not"
     )

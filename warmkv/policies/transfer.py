@@ -22,6 +22,10 @@ PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
 
 
+HALF_LIFE = 8.0
+"""Measurements after which an older one counts half."""
+
+
 PATIENCE = 8
 """How much less than a measurement a fetch counts that was not made."""
 
@@ -133,17 +137,17 @@ class TransferTimes:
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
         """After a prefill of `tokens` tokens."""
-        prefill = self.prefill.measured(tokens, seconds, self.config.half_life)
+        prefill = self.prefill.measured(tokens, seconds, HALF_LIFE)
         return TransferTimes(self.config, prefill, self.fetch)
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
         """After a fetch of `nbytes` bytes."""
-        return replace(self, fetch=self.fetch.measured(nbytes, seconds, self.config.half_life))
+        return replace(self, fetch=self.fetch.measured(nbytes, seconds, HALF_LIFE))
 
     def declined(self) -> TransferTimes:
         """Decay the estimate after a declined fetch, so that fetching is tried again."""
         guess = self.config.start_seconds + self.config.byte_seconds * PRIOR_BYTES
-        return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * self.config.half_life))
+        return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * HALF_LIFE))
 
     def gain(self, tokens: int, nbytes: int) -> float:
         """Seconds that fetching these tokens saves; negative if computing them is faster."""

@@ -15,7 +15,7 @@ from warmkv.simulator.cluster.transfers import Part, pieces_of
 
 EAGER = (
     "routing.load_weight=100",
-    "transfer={token_seconds: 1, start_seconds: 0.0625, byte_seconds: 0.0009765625, half_life: 1000000}",
+    "transfer={token_seconds: 1000000, start_seconds: 0.0625, byte_seconds: 0.0009765625}",
 )
 SLOW = ("transfer.timeout_seconds=0.09375",)  # enough for 16 tokens
 PIECES = ("transfer.piece_bytes=12",)  # a block and a half
@@ -114,7 +114,7 @@ def test_what_is_fetched_comes_once_for_all_who_wait():
 
 
 def test_what_is_slower_to_fetch_is_computed():
-    dear = "transfer={token_seconds: 0.001, start_seconds: 5, byte_seconds: 1, half_life: 1000000}"
+    dear = "transfer={token_seconds: 0.001, start_seconds: 5, byte_seconds: 1}"
     (*_, later), outcome = run(busy_then([1] * 40), eager(dear))
     assert (later.replica, later.reused, later.started) == ("replica-1", 0, later.arrival)
     assert (outcome.moved.fetches, outcome.moved.declined) == (0, 1)
@@ -130,9 +130,10 @@ def test_a_fetch_that_takes_too_long_is_given_up_and_what_came_is_used(flags, re
     assert moved(outcome)[1] == reused * 2
 
 
-def test_what_a_replica_learns_decides():
+def test_what_a_replica_learns_decides(monkeypatch):
     """Prefill takes 3 ms a token here, more than it was told; so it fetches, once it has computed prompts itself."""
-    told = "transfer={token_seconds: 0.000001, start_seconds: 0.0625, byte_seconds: 0.0009765625, half_life: 1}"
+    monkeypatch.setattr(transfer, "HALF_LIFE", 1.0)
+    told = "transfer={token_seconds: 0.000001, start_seconds: 0.0625, byte_seconds: 0.0009765625}"
     first, busy = record(0.0, [1] * 160, name="first"), record(2.0, [1] * 4, output=1400, name="busy")
     lengths = [100, 800, 200, 600, 150, 700]
     own = [record(5.0 + 3 * n, [5 + n] * tokens, name=f"own {n}") for n, tokens in enumerate(lengths)]
