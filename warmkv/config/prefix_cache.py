@@ -40,7 +40,7 @@ class PrefixCacheConfig(Section):
     automatic: bool = Field(True, description="store every full block of every prompt, not only up to breakpoints")
     block_size: int = Field(64, ge=1, description="tokens in a block")
     memory_bytes: AutoBytes = Field(
-        "auto", description="limit of stored blocks on the device of a replica; auto: memory_share of what is free"
+        "auto", description="limit of stored blocks on the device of a replica; auto: a third of what is free"
     )
     eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
     storage: BlockStorage = Field("model", description="format of blocks on the device; all but model need allow_lossy")
