@@ -275,6 +275,11 @@ def test_every_setting_has_a_test_that_shows_its_effect():
     assert sorted(shown) == sorted(leaves(Config))
 
 
+def test_settings_stay_few():
+    """What no operator would set is a constant with a name, and what follows from others is derived."""
+    assert len(leaves(Config)) <= 130
+
+
 def test_every_setting_is_described():
     assert [name for name, field in leaves(Config).items() if not field.description] == []
 
