@@ -131,7 +131,7 @@ EFFECTS = {
     },
     "tests/unit/platform/test_messages.py": {"test_a_full_queue_is_overloaded": ["engine.max_queue"]},
     "tests/unit/platform/test_overload.py": {
-        "test_a_gateway_takes_what_replicas_and_queues_hold": ["cluster.replicas", "cluster.max_queued_requests"],
+        "test_a_gateway_takes_what_replicas_and_queues_hold": ["cluster.replicas"],
     },
     "tests/unit/platform/test_packs.py": {
         "test_the_tenants_of_a_pack_read_it_from_the_first_request_on": ["prefix_cache.packs"],
@@ -215,7 +215,10 @@ EFFECTS = {
     },
     "tests/unit/simulator/cluster/test_failures.py": {
         "test_a_request_that_had_not_begun_is_sent_again": ["simulator.failures"],
-        "test_requests_wait_while_no_replica_is_there_and_as_many_as_may": ["simulator.startup_seconds"],
+        "test_requests_wait_while_no_replica_is_there_and_as_many_as_may": [
+            "simulator.startup_seconds",
+            "cluster.max_queued_requests",
+        ],
     },
     "tests/unit/simulator/cluster/test_gateways.py": {
         "test_gateways_that_do_not_know_of_each_other_load_a_replica_unevenly": ["cluster.gateways"],
