@@ -23,6 +23,7 @@ from warmkv.cli import (
     packs,
     policy,
     price,
+    profile,
     replay,
     serve,
     sweep,
@@ -62,7 +63,7 @@ COMMANDS = {
         *(replay.replay, sweep.sweep, tune.tune, compare.compare, verify.verify),
         *(cachesim.cachesim, workload.workload, calibrate.calibrate, price.price),
     ),
-    MEASURE: (eval.evaluate, bench.bench, bench.profile),
+    MEASURE: (eval.evaluate, bench.bench, profile.profile),
 }
 """The commands by the panel of `--help` that shows them."""
 GROUPS = {SERVE: (config, packs), OPERATE: (policy, dashboards, k8s)}

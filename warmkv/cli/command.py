@@ -129,6 +129,12 @@ def writing(file: str | Path, code: int = 2) -> Iterator[None]:
         fail(f"cannot write {error.filename or file}: {error.strerror or error}", code)
 
 
+def make_folder_of(file: str | Path) -> None:
+    """Make the folder of what will be written, before an hour of work."""
+    with writing(file):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+
+
 def _end(what: str, message: str, code: int) -> NoReturn:
     errors.print(f"{what}: ", style="red", end="")
     errors.print(message)

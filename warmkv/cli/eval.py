@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warmkv.cli.command import resumable
-from warmkv.cli.options import JsonOptions
+from warmkv.cli.options import JsonOptions, listed
 from warmkv.config import ModelConfig
 from warmkv.evaluation import plan as plans
 from warmkv.evaluation import tasks as families
@@ -34,10 +34,6 @@ class Form(StrEnum):
     BOTH = "both"
 
 
-def _listed(items: tuple[Any, ...]) -> str:
-    return ",".join(map(str, items))
-
-
 def evaluate(
     output: JsonOptions,
     out: Annotated[Path, typer.Option(help="Folder of the results; one that holds this run is continued.")] = Path(
@@ -52,14 +48,14 @@ def evaluate(
             help="Policies without budgets, as in `snapkv,h2o,snapkv+kivi4,full+turbo4,snapkv:window=16`. "
             f"Methods: {', '.join(METHODS)}. Storages: {', '.join(STORAGES)}."
         ),
-    ] = _listed(DEFAULT.policies),
-    budgets: Annotated[str, typer.Option(help="Shares of the full cache's bytes.")] = _listed(DEFAULT.budgets),
+    ] = listed(DEFAULT.policies),
+    budgets: Annotated[str, typer.Option(help="Shares of the full cache's bytes.")] = listed(DEFAULT.budgets),
     tasks: Annotated[str, typer.Option(help=f"Any of {', '.join(families.NAMES)}; or all.")] = "all",
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens of the samples.", show_default=_listed(DEFAULT.lengths))
+        str | None, typer.Option(help="Tokens of the samples.", show_default=listed(DEFAULT.lengths))
     ] = None,
     depths: Annotated[
-        str | None, typer.Option(help="Where the needle stands, 0 to 1.", show_default=_listed(DEFAULT.depths))
+        str | None, typer.Option(help="Where the needle stands, 0 to 1.", show_default=listed(DEFAULT.depths))
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="For every task, length and depth.", show_default=str(DEFAULT.samples))

@@ -40,6 +40,26 @@ class SettingsOptions:
 
 
 @dataclass(frozen=True)
+class ModelOptions(SettingsOptions):
+    """The settings in force, the model and its device among them."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name of a causal LM; same as model.path.", show_default="model.path"),
+    ] = None
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda, cuda:1; same as model.device.", show_default="model.device")
+    ] = None
+
+    def read(self, *flags: str) -> Config:
+        """Return the settings; the model and the device of the command line win. Raises ConfigError."""
+        settings = super().read(*flags)
+        given = {"path": self.model, "device": self.device}
+        chosen = settings.model.model_copy(update={key: value for key, value in given.items() if value is not None})
+        return settings.model_copy(update={"model": chosen})
+
+
+@dataclass(frozen=True)
 class JsonOptions:
     """Where a command's result goes as JSON."""
 
@@ -69,6 +89,7 @@ class JsonOptions:
 
 
 StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of prompts and synthetic keys and values.")]
 
 
 @dataclass(frozen=True)
@@ -229,3 +250,8 @@ def tell_left_out(broken: int, skipped: int, faults: tuple[str, ...]) -> None:
         errors.print(f"; the first: {faults[0]}")
     if skipped:
         errors.print(f"{skipped:,} requests left out that failed, were cancelled or ran inside another")
+
+
+def listed(items: tuple[object, ...]) -> str:
+    """Return defaults as they are written on the command line."""
+    return ",".join(map(str, items))

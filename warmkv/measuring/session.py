@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmkv.config import Config
 from warmkv.measuring.plan import MeasureError
+from warmkv.terminal import errors
 
 if TYPE_CHECKING:
     from warmkv.replicas.loading.load import LoadedModel
@@ -37,6 +38,9 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         torch.set_num_threads(settings.engine.threads)
     device_memory.check_device(settings.model.device)
     found = machine.identity()
+    if found["load"] > BUSY:
+        errors.print("other work runs on this machine", style="yellow", end="")
+        errors.print(f" (load {found['load']} on {found['cores']} cores): figures will be worse than it can do")
     try:
         check(context_limit(settings, loading.load_max_context(settings.model)))
         model = loading.load_model(settings.model, packed=settings.engine.compile != "on")

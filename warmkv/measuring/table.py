@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,12 @@ from warmkv.simulator.steps.step_profile import PHASES, ErrorOfFit, StepProfile
 from warmkv.terminal import ruled_table, show_table
 
 Row = TypeVar("Row", PrefillRow, DecodeRow)
+
+
+def show_machine(found: Mapping[str, Any], model: str) -> None:
+    """Print what was measured on what."""
+    gpu = f"{found['gpu']}, " if found["gpu"] else ""
+    print(f"{model} on {gpu}{found['cpu']}, {found['cores']} cores, {found['threads']} threads\n")
 
 
 def show_bench(bench: Bench, console: Console) -> None:
