@@ -74,7 +74,7 @@ def cachesim(
     output: JsonOptions,
     options: SettingsOptions,
 ) -> None:
-    """Hit rates of prefix caches for a trace, at many capacities and lifetimes, without simulating time.
+    """Show hit rates of prefix caches for a trace, at many capacities and lifetimes, without simulating time.
 
     Examples: `warmkv cachesim trace.jsonl --capacity 100k,1M,10M`,
     `warmkv cachesim trace.jsonl --capacity 16GiB --token-bytes 131072 --ttl 5m,1h --json -`,

@@ -14,7 +14,7 @@ COLOURS = {"ok": "green", "missing": "yellow", "failed": "red"}
 
 
 def doctor(options: SettingsOptions, output: JsonOptions) -> None:
-    """Say what is installed, which device there is, how memory is planned, and check the model against itself.
+    """Check the installation, the device, the memory plan, and the model against its own forward.
 
     Exits 1 if something that `warmkv serve` needs is missing or fails. Example: `warmkv doctor --set model.path=FOLDER`
     """

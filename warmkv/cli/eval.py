@@ -70,7 +70,7 @@ def evaluate(
         bool, typer.Option("--quick", help="Few samples and lengths: about a minute, tiny model.")
     ] = False,
 ) -> None:
-    """Measure how well answers survive compression policies, all of them at the same bytes.
+    """Measure the quality of answers under compression policies at the same bytes.
 
     Writes `results.parquet` (a row for every sample and policy), `summary.json` and `report.html`. Run the same again
     to continue what was interrupted.

@@ -141,7 +141,7 @@ class ReplayOptions(TraceOptions):
         Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
     ] = Scope.GLOBAL
     open_loop: Annotated[
-        bool, typer.Option("--open", help="Let all turns of a session arrive as recorded, whatever the answers take.")
+        bool, typer.Option("--open", help="Let all turns of a session arrive at their recorded times (open loop).")
     ] = False
 
     def read(self, base: Config) -> Requested:

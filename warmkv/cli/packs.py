@@ -70,7 +70,7 @@ def load(
     options: SettingsOptions,
     paths: Annotated[list[Path], typer.Argument(help="Packs.")],
 ) -> None:
-    """Load packs as a replica would at its start: the model, every checksum, and whether memory suffices.
+    """Check packs as a replica does at its start: model, checksums and memory.
 
     Example: `warmkv packs load packs/handbook`
     """

@@ -63,7 +63,7 @@ def set_(
     url: UrlOption = URL,
     key: KeyOption = "",
 ) -> None:
-    """Change settings for all requests that come from now on: all of them, or none if one is refused.
+    """Change settings for all later requests: all of them, or none if one is refused.
 
     Examples: `warmkv policy set compression.policy=snapkv@0.2 --why "memory is short"`,
     `warmkv policy set 'prefix_cache.ttls={5m: 300, 1h: 1800}' routing.overload=4 --why "shorter hour" --based-on 7`
@@ -88,7 +88,7 @@ def rollback(
     url: UrlOption = URL,
     key: KeyOption = "",
 ) -> None:
-    """Bring the settings of an earlier version into force anew.
+    """Restore the settings of an earlier version.
 
     Examples: `warmkv policy rollback --why "answers got worse"`, `warmkv policy rollback --to 0 --why "as configured"`
     """
@@ -97,7 +97,7 @@ def rollback(
 
 @add_command(app, code=1)
 def history(output: JsonOptions, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """List the versions that are kept, the last one first.
+    """List the stored versions, the latest first.
 
     Example: `warmkv policy history --json`
     """

@@ -27,7 +27,7 @@ def serve(
         ),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with an API key: nobody without it is answered.", show_default=False)
+        Path | None, typer.Option(help="File with an API key: only requests with it are answered.", show_default=False)
     ] = None,
 ) -> None:
     """Serve the model on a local Ray, in the foreground, until Ctrl-C. Options win over `--set`.

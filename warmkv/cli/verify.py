@@ -30,7 +30,7 @@ def verify(
     output: JsonOptions,
     options: SettingsOptions,
 ) -> None:
-    """Replay a live run's access log as it was, and tell how well the replay gives what the live run gave.
+    """Replay a live run's access log and compare hits, bills and latencies with the live run.
 
     The settings must be those that the service ran with. Every request goes to the replica that it went to. Exits with
     code 1 if hit tokens or latencies are farther off than a replay should be.
