@@ -16,7 +16,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from warmkv import telemetry
-from warmkv.config import Config, RoutingConfig, parse
+from warmkv.config import Config, parse
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.prefix_directory import FOLLOW_SECONDS, NAMESPACE, IndexFollower, directory_name
 from warmkv.policies.breaker import Outcome
@@ -41,10 +41,6 @@ class PrefixRouter(RequestRouter):
         self._lifetimes = Lifetimes.of(self._config.prefix_cache)
         self._following: list[asyncio.Task[None]] = []
         self._recorder = telemetry.RayRecorder(*telemetry.ROUTER)
-
-    def configure(self, routing: RoutingConfig) -> None:
-        """Route by other settings from now on; a request brings those that were in force when it came."""
-        self._dispatcher.configure(routing)
 
     def taking(self) -> int:
         """Count the replicas that run, by what Serve says, and whose circuit is not open. Any thread may ask."""
@@ -83,8 +79,6 @@ class PrefixRouter(RequestRouter):
         if not isinstance(attempt, Attempt) or not candidates or pending is None or pending.future.done():
             return [list(candidates)]
         request = attempt.request
-        if request.terms is not None:
-            self.configure(request.terms.routing)
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         in_flight = self._dispatcher.in_flight
         for earlier in attempt.given_up:
@@ -100,6 +94,7 @@ class PrefixRouter(RequestRouter):
             queues=self._queues(candidates),
             avoid=tried,
             leaves=self._leaves(request),
+            config=attempt.routing,
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)
@@ -118,7 +113,7 @@ class PrefixRouter(RequestRouter):
             loop.call_soon_threadsafe(in_flight.began, key)
 
         def ended(outcome: Outcome) -> None:
-            loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome)
+            loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome, attempt.routing)
 
         attempt.began, attempt.ended = began, ended
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)

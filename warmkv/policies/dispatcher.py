@@ -126,7 +126,7 @@ class Choice(NamedTuple):
 
 
 class Dispatcher:
-    """The decisions of one router: its copy of the index, its bookings, and the settings in force.
+    """The decisions of one router: its copy of the index, its bookings, and the settings at start.
 
     A choice awaits and calls nothing, so in an event loop choosing and booking are one step. `slots` is how
     many sequences a replica decodes together; `clock`, in seconds, times the breaker.
@@ -141,10 +141,6 @@ class Dispatcher:
         self.recent = Recent()
         self.breaker = Breaker(clock)
 
-    def configure(self, config: RoutingConfig) -> None:
-        """Decide by other settings from now on; what is booked stays booked."""
-        self._config = config
-
     def choose(
         self,
         request: Hashable,
@@ -156,6 +152,7 @@ class Dispatcher:
         queues: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
         leaves: int = 0,
+        config: RoutingConfig | None = None,
     ) -> Choice:
         """Rank the replicas, at least one, for a request and book the best.
 
@@ -164,7 +161,8 @@ class Dispatcher:
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` are left out if there are others, and of
         those, suspects and those that keep failing.
-        `leaves` is how many leading blocks of the prompt stay where it is computed.
+        `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
+        place of the settings at start.
         """
         shunned = self.in_flight.suspects
         if self.breaker:
@@ -174,7 +172,7 @@ class Dispatcher:
         if shunned:
             replicas = [name for name in replicas if name not in shunned] or replicas
         self.in_flight.release(request)  # Serve asks again while replicas are full
-        config, load = self._config, self.in_flight.load
+        config, load = config or self._config, self.in_flight.load
         if queues:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         if warm is None:
@@ -219,9 +217,11 @@ class Dispatcher:
         self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
         return Choice(order, reason, matched, fetch)
 
-    def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
+    def ended(
+        self, request: Hashable, replica: str | None, outcome: Outcome, config: RoutingConfig | None = None
+    ) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""
-        self.breaker.ended(request, replica, outcome, self._config)
+        self.breaker.ended(request, replica, outcome, config or self._config)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from warmkv.config import RoutingConfig
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.transfer import Fetch
 from warmkv.policy_spec import PolicySpec
@@ -35,7 +34,6 @@ class Terms:
 
     version: int  # of the policy
     lifetimes: Lifetimes
-    routing: RoutingConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,12 +65,14 @@ class Server:
         self.config, self.records, self.metrics = config, [], Counted()
         self.records: list[RequestRecord] = []
         self.requests: list[GenerateRequest] = []
+        self.attempts: list[Attempt] = []
         self.dropped: list[str] = []
         self.faults: list[int] = []  # events after which the next attempts lose their replica
         tokenizer = load_tokenizer(config.model)
         self.engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=clock, name="only")
 
         async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+            self.attempts.append(attempt)
             self.requests.append(attempt.request)
             left = self.faults.pop(0) if self.faults else -1
             async for event in stream(self.engine, attempt.request, tokenizer.backend_tokenizer):

@@ -255,7 +255,7 @@ def test_tools_are_found_in_one_pass_over_the_prompt(form):
         shown = functions if form == "function" else tools
         text = "\n".join(json.dumps(one, indent=4 if form == "indented" else None) for one in shown)
         turns = [
-            Turn("tools", tuple(ContentBlock(json.dumps(one)) for one in tools)),
+            Turn("tools", tuple(ContentBlock.of_value(one) for one in tools)),
             Turn("user", (ContentBlock("x"),)),
         ]
         Searched.read = 0

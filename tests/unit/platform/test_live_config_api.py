@@ -160,7 +160,7 @@ def test_prefixes_live_as_long_as_the_policy_at_their_request_said(serve):
 def test_routing_parameters_go_with_the_request(tuned):
     put(tuned, {"routing.overload": 3})
     ask(tuned)
-    assert tuned.requests[-1].terms.routing.overload == 3
+    assert tuned.attempts[-1].routing.overload == 3
 
 
 @pytest.mark.parametrize(

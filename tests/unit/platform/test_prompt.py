@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from warmkv.config import ModelConfig
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render, to_json
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
 from warmkv.replicas.loading.load import load_tokenizer
 
 
@@ -38,7 +38,7 @@ def conversation(texts: list[list[str]]) -> list[Turn]:
 def tool(name: str, description: str = "", **properties: str) -> ContentBlock:
     parameters = {"type": "object", "properties": properties}
     function = {"name": name, "description": description, "parameters": parameters}
-    return ContentBlock(to_json({"type": "function", "function": function}))
+    return ContentBlock.of_value({"type": "function", "function": function})
 
 
 @st.composite
@@ -52,7 +52,7 @@ def tool_use(draw):
     for _ in range(draw(st.integers(0, 2))):
         said = tuple(map(ContentBlock, draw(st.lists(TEXTS, max_size=2))))
         calls = tuple(
-            ContentBlock(to_json(draw(VALUES)), call=draw(st.sampled_from(names)))
+            ContentBlock.of_value(draw(VALUES), call=draw(st.sampled_from(names)))
             for _ in range(draw(st.integers(1, 2)))
         )
         turns += [Turn("assistant", said + calls), *(Turn("tool", (ContentBlock(draw(TEXTS)),)) for _ in calls)]
@@ -149,7 +149,7 @@ def test_special_tokens_in_tools_and_arguments_are_plain_text():
             [
                 Turn("tools", (tool("look", text),)),
                 Turn("user", (ContentBlock("?"),)),
-                Turn("assistant", (ContentBlock(to_json({"place": text}), call="look"),)),
+                Turn("assistant", (ContentBlock.of_value({"place": text}, call="look"),)),
                 Turn("tool", (ContentBlock("."),)),
             ],
         )
@@ -186,7 +186,7 @@ def test_a_template_that_shows_the_system_prompt_before_the_tools():
         Turn("tools", (tool("look"), tool("find"))),
         Turn("system", (ContentBlock("Be brief."),)),
         Turn("user", (ContentBlock("?"),)),
-        Turn("assistant", (ContentBlock("{}", call="look"),)),
+        Turn("assistant", (ContentBlock.of_value({}, call="look"),)),
         Turn("tool", (ContentBlock("."),)),
     ]
     prompt = render(changed, turns)
@@ -205,7 +205,7 @@ def test_a_template_that_knows_no_tools_is_refused():
     plain = with_template("{% for message in messages %}[{{ message.content }}]{% endfor %}")
     turns = [
         Turn("user", (ContentBlock("?"),)),
-        Turn("assistant", (ContentBlock("{}", call="look"),)),
+        Turn("assistant", (ContentBlock.of_value({}, call="look"),)),
         Turn("tool", (ContentBlock("."),)),
     ]
     for given_turns in ([Turn("tools", (tool("look"),)), turns[0]], turns):

@@ -65,8 +65,8 @@ def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
     assert (choice.order[0], choice.reason, choice.matched) == ("c", "asked", 0)
     assert sorted(choice.order) == REPLICAS
     assert routing.choose("2", HASHES, REPLICAS, wanted="gone").order[0] == "a"
-    routing.configure(RoutingConfig(allow_request_replica=False))
-    assert routing.choose("3", HASHES, REPLICAS, wanted="c").order[0] == "a"
+    config = RoutingConfig(allow_request_replica=False)
+    assert routing.choose("3", HASHES, REPLICAS, wanted="c", config=config).order[0] == "a"
 
 
 def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does():
@@ -91,13 +91,12 @@ def test_replicas_to_avoid_are_left_out_of_one_decision_if_there_are_others():
     assert routing.choose("3", HASHES, REPLICAS).order[0] == "a"
 
 
-def test_new_settings_hold_from_the_next_decision_on_and_bookings_stay():
+def test_settings_of_a_request_hold_for_its_decision_and_bookings_stay():
     routing = dispatcher()
     routing.index.add("a", HASHES)
     first = routing.choose("1", HASHES, REPLICAS)
     assert (first.order[0], first.reason, first.matched) == ("a", "warm", 100)
-    routing.configure(RoutingConfig(policy="least_loaded"))
-    second = routing.choose("2", HASHES, REPLICAS)
+    second = routing.choose("2", HASHES, REPLICAS, config=RoutingConfig(policy="least_loaded"))
     assert second.order[-1] == "a"
     assert second.reason == "least_loaded"
     assert sum(routing.in_flight.load.values()) == 2

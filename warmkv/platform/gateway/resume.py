@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from warmkv.config import GatewayConfig
+from warmkv.config import GatewayConfig, RoutingConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
 from warmkv.policies.breaker import Outcome, retry_pause
 from warmkv.replicas.protocol import (
@@ -38,6 +38,7 @@ class Attempt:
 
     request: GenerateRequest
     given_up: tuple[Attempt, ...] = ()  # those before it
+    routing: RoutingConfig | None = None  # in force when the request came; that of the start if absent
     replica: str | None = None  # where the router sent it
     booking: str | None = None  # what the router calls it
     others: int = 0  # replicas that it was not sent to yet
@@ -68,6 +69,7 @@ async def resumed(
     config: GatewayConfig,
     retried: Callable[[str], None],
     deadline: float = math.inf,
+    routing: RoutingConfig | None = None,
 ) -> AsyncGenerator[Event]:
     """Yield the events of an answer from as many replicas as needed: one Admitted, one Started, text, one Finished.
 
@@ -85,7 +87,7 @@ async def resumed(
     full: list[Exception] = []
     while True:
         name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
-        attempt = Attempt(replace(request, id=name, resume=tuple(drawn)), attempts)
+        attempt = Attempt(replace(request, id=name, resume=tuple(drawn)), attempts, routing)
         own: list[int] = []
         length = 0
         outcome: Outcome = "none"

@@ -41,7 +41,7 @@ class LiveConfig:
     def of(cls, start: Config, version: Version) -> LiveConfig:
         """Return the policy of a version. Raises ConfigError where it does not fit the configuration of the start."""
         config = in_force(start, version)
-        terms = Terms(version.number, Lifetimes.of(config.prefix_cache), config.routing)
+        terms = Terms(version.number, Lifetimes.of(config.prefix_cache))
         return cls(config, config.prices, terms)
 
 
@@ -134,7 +134,7 @@ class Service:
         gateway = self.config.gateway
         left = arrival.begun + gateway.request_timeout_seconds - self._clock()
         deadline = asyncio.get_running_loop().time() + left
-        events = resumed(request, self._send, gateway, self._retried, deadline)
+        events = resumed(request, self._send, gateway, self._retried, deadline, policy.config.routing)
 
         def began(started: Started) -> Answer:
             self._waits_no_more(served=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, to_json
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items
 
 NAME = r"^[a-zA-Z0-9_-]{1,128}$"
@@ -181,11 +181,11 @@ class Tool(Markable):
     input_schema: InputSchema
 
     @property
-    def definition(self) -> str:
-        """JSON in the form that chat templates take."""
+    def definition(self) -> dict[str, Any]:
+        """Return the tool in the form that chat templates take."""
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema.model_dump()}
-        return to_json({"type": "function", "function": function})
+        return {"type": "function", "function": function}
 
 
 class ToolChoice(Body):
@@ -218,7 +218,8 @@ def turns(
     _check_results(messages)
     found = []
     if tools:
-        found.append(Turn("tools", tuple(ContentBlock(tool.definition, tool.ttl(default_ttl)) for tool in tools)))
+        blocks = (ContentBlock.of_value(tool.definition, tool.ttl(default_ttl)) for tool in tools)
+        found.append(Turn("tools", tuple(blocks)))
     if system:
         found.append(Turn("system", _texts(system, default_ttl)))
     for message in messages:
@@ -266,7 +267,7 @@ def _said(message: AssistantMessage, default_ttl: str) -> tuple[ContentBlock, ..
         if isinstance(block, TextBlock):
             blocks.append(ContentBlock(block.text, block.ttl(default_ttl)))
         elif isinstance(block, ToolUseBlock):
-            blocks.append(ContentBlock(to_json(block.input), block.ttl(default_ttl), call=block.name))
+            blocks.append(ContentBlock.of_value(block.input, block.ttl(default_ttl), block.name))
     return _at_least_one(blocks)
 
 

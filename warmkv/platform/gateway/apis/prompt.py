@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from warmkv.platform.gateway.apis.errors import invalid
@@ -23,12 +23,19 @@ Role = Literal["tools", "system", "user", "assistant", "tool"]
 class ContentBlock:
     """A content block: its text, and the TTL name if it is marked with cache_control.
 
-    In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON.
+    In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON. Of
+    both, `value` is the same as Python objects.
     """
 
     text: str
     ttl: str | None = None
     call: str | None = None
+    value: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of_value(cls, value: Any, ttl: str | None = None, call: str | None = None) -> ContentBlock:
+        """Return the block of a tool's definition, or of the arguments of a call."""
+        return cls(to_json(value), ttl, call, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[t
 
 def _forms(turn: Turn, block: ContentBlock) -> list[str]:
     """Return the forms in which templates write a call's arguments, or a tool: whole, or what is under `function`."""
-    value = json.loads(block.text)
+    value = block.value
     parts = (value, value["function"]) if turn.role == "tools" else (value,)
     return [to_json(part, indent) for part in parts for indent in (None, 4)]
 
@@ -199,7 +206,7 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options:
     """Render the conversation, the text of every message's content block between `begin` and `end`."""
     if not getattr(tokenizer, "chat_template", None):
         raise invalid("This model has no chat template; use /v1/completions.")
-    tools = [json.loads(block.text) for turn, block in _flat(turns) if turn.role == "tools"]
+    tools = [block.value for turn, block in _flat(turns) if turn.role == "tools"]
     messages = [_message(turn, begin, end) for turn in turns if turn.role != "tools"]
     try:
         text: str = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
@@ -211,7 +218,7 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options:
 def _message(turn: Turn, begin: str, end: str) -> dict[str, Any]:
     said = "\n".join(begin + block.text + end for block in turn.blocks if block.call is None)
     calls = [
-        {"type": "function", "function": {"name": block.call, "arguments": json.loads(block.text)}}
+        {"type": "function", "function": {"name": block.call, "arguments": block.value}}
         for block in turn.blocks
         if block.call is not None
     ]
