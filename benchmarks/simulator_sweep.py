@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from warmkv.config import Config, load, parse
 from warmkv.simulator.studies.grid import GridPoint, point
 from warmkv.simulator.studies.sweep import Runner, SweepTask, processes, serial, tasks_of
-from warmkv.simulator.workload.source import Source, Trace, read
+from warmkv.simulator.workload.source import LoadedTrace, Source, read
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure
@@ -67,7 +67,7 @@ def race(trace: Path, flags: Sequence[str], quick: bool, say: Callable[[str], No
     ]
 
 
-def _apart(trace: Trace, base: Config, tasks: Sequence[SweepTask], workers: int) -> float:
+def _apart(trace: LoadedTrace, base: Config, tasks: Sequence[SweepTask], workers: int) -> float:
     """Seconds in which processes that do nothing but replay, side by side, do the tasks at their joint rate."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(workers, mp_context=context) as pool:

@@ -12,13 +12,13 @@ from warmkv.simulator.studies import grid, sweep
 from warmkv.simulator.studies.sweep_folder import SweepError
 from warmkv.simulator.studies.sweep_ray import on_ray
 from warmkv.simulator.workload.requests import Requests
-from warmkv.simulator.workload.source import Source, Trace, read
+from warmkv.simulator.workload.source import LoadedTrace, Source, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Trace:
+def trace(tmp_path: Path) -> LoadedTrace:
     block = 64
     records = [
         RequestRecord(
@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Trace:
     return read(Source(file), load(environ={}))
 
 
-def test_ray_gives_the_same_as_this_process(cluster, trace: Trace):
+def test_ray_gives_the_same_as_this_process(cluster, trace: LoadedTrace):
     points = [
         grid.point({"ttl": ttl, "cluster.replicas": replicas}, lambda flags: load(flags=flags, environ={}))
         for ttl in ("10s", "1h")
@@ -49,7 +49,7 @@ def test_ray_gives_the_same_as_this_process(cluster, trace: Trace):
     assert len({result["hit_rate_tokens"] for result in here.values()}) > 1
 
 
-def test_a_point_that_fails_on_ray_is_named(cluster, trace: Trace):
+def test_a_point_that_fails_on_ray_is_named(cluster, trace: LoadedTrace):
     (point,) = [grid.point({"ttl": None}, lambda flags: load(flags=flags, environ={}))]
     (task,) = sweep.tasks_of([point], trace, load(environ={}), "auto", True)
     broken = RequestRecord(

@@ -17,8 +17,7 @@ from warmkv.terminal import bar, errors, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
-    from warmkv.simulator.workload.source import Source
-    from warmkv.simulator.workload.source import Trace as Requested
+    from warmkv.simulator.workload.source import LoadedTrace, Source
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class ReplayOptions(TraceOptions):
         bool, typer.Option("--open", help="Let all turns of a session arrive at their recorded times (open loop).")
     ] = False
 
-    def read(self, base: Config) -> Requested:
+    def read(self, base: Config) -> LoadedTrace:
         """Read the requests; say what was left out. Raises TraceError."""
         from warmkv.simulator.workload.source import Source
 
@@ -229,7 +228,7 @@ class WorkerOptions:
     ] = False
 
 
-def read_requests(source: Source, base: Config) -> Requested:
+def read_requests(source: Source, base: Config) -> LoadedTrace:
     """Read the requests of a trace; say what was left out, fail if nothing is left. Raises TraceError."""
     from warmkv.simulator.workload import source as sources
 

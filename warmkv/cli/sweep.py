@@ -19,7 +19,7 @@ from warmkv.terminal import bar, console
 
 if TYPE_CHECKING:
     from warmkv.simulator.studies.sweep import Runner
-    from warmkv.simulator.workload.source import Trace
+    from warmkv.simulator.workload.source import LoadedTrace
 
 FRONT = "dollars,hit_rate_tokens,ttft_p99"
 
@@ -93,7 +93,7 @@ def sweep(
     output.give(document, show)
 
 
-def runner_of(asked: WorkerOptions, trace: Trace, base: Config, points: int) -> AbstractContextManager[Runner]:
+def runner_of(asked: WorkerOptions, trace: LoadedTrace, base: Config, points: int) -> AbstractContextManager[Runner]:
     """Return what replays points: on Ray, in processes, or in this one where that is enough."""
     from warmkv.simulator.studies import sweep as sweeping
 

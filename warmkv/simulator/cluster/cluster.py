@@ -15,9 +15,9 @@ from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.runs import Layout, RunCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
-from warmkv.simulator.cluster.gateways import Gateway
+from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.memory import resolved
-from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, Replica
+from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.mixed import BatchingError, Limits
@@ -112,7 +112,7 @@ class Cluster:
         self._env, self._slots = Clock(), TimeWeightedGauge()
         count = config.cluster.gateways
         self._gateways = [
-            Gateway(config, stores.warm, count == 1, random.Random(seed + number)) for number in range(count)
+            SimulatedGateway(config, stores.warm, count == 1, random.Random(seed + number)) for number in range(count)
         ]
         self._fleet = Fleet(self._env, config, stores, self._replica, self._ready, self._gone, self._lost)
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any
@@ -208,10 +208,10 @@ class Cluster:
 
     # --- replicas come and go
 
-    def _replica(self, name: str, cache: ReplicaCache | RunCache) -> Replica:
+    def _replica(self, name: str, cache: ReplicaCache | RunCache) -> SimulatedReplica:
         engine, times, fast = self._config.engine, self._times, self._fast_forward
         reading = self._stores.tier_seconds
-        return Replica(
+        return SimulatedReplica(
             self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed
         )
 

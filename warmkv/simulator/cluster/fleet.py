@@ -14,9 +14,9 @@ from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cache.runs import RunCache
 from warmkv.simulator.cluster.autoscaler import REPORT_SECONDS, Autoscaler
-from warmkv.simulator.cluster.replica import Job, Replica
+from warmkv.simulator.cluster.replica import Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import Stores
-from warmkv.simulator.cluster.transfers import Moved, Process, Transfers, hand_over
+from warmkv.simulator.cluster.transfers import Moved, Process, SimulatedTransfers, hand_over
 
 
 class Fleet:
@@ -34,7 +34,7 @@ class Fleet:
         env: simpy.Environment,
         config: Config,
         stores: Stores,
-        new: Callable[[str, ReplicaCache | RunCache], Replica],
+        new: Callable[[str, ReplicaCache | RunCache], SimulatedReplica],
         ready: Callable[[], None],
         gone: Callable[[str], None],
         lost: Callable[[Sequence[Job]], None],
@@ -46,12 +46,12 @@ class Fleet:
         self._autoscaler = Autoscaler(scaling, self._wanted) if scaling is not None else None
         self._open = True
         self.alive, self.moved = TimeWeightedGauge(), Moved()
-        self.serving: dict[str, Replica] = {}  # those that take requests
+        self.serving: dict[str, SimulatedReplica] = {}  # those that take requests
         self.names: list[str] = []  # theirs
         self.caches: list[ReplicaCache | RunCache] = []  # likewise
-        self.transfers: dict[str, Transfers] = {}  # of all that are there
-        self._starting: dict[str, Replica] = {}
-        self._draining: dict[str, Replica] = {}  # go when the requests that they have are over
+        self.transfers: dict[str, SimulatedTransfers] = {}  # of all that are there
+        self._starting: dict[str, SimulatedReplica] = {}
+        self._draining: dict[str, SimulatedReplica] = {}  # go when the requests that they have are over
         self._places: dict[int, str] = {}  # the names of all that are there or not known to be lost
         self._generations: Counter[int] = Counter()  # replicas that each place has had
 
@@ -87,28 +87,28 @@ class Fleet:
 
     # --- one comes
 
-    def _start(self) -> Replica:
+    def _start(self) -> SimulatedReplica:
         place = next(number for number in itertools.count() if number not in self._places)
         generation = self._generations[place]
         self._generations[place] += 1
         return self._add(place, f"replica-{place}.{generation}" if generation else f"replica-{place}")
 
-    def _add(self, place: int, name: str) -> Replica:
+    def _add(self, place: int, name: str) -> SimulatedReplica:
         replica = self._starting[name] = self._new(name, self._stores.new(name))
-        self.transfers[name] = Transfers(
+        self.transfers[name] = SimulatedTransfers(
             self._env, replica, self._config.transfer, self._stores.block_bytes, self._donor, self.moved
         )
         self._places[place] = name
         self.alive.change(1, self._env.now)
         return replica
 
-    def _ready(self, replica: Replica) -> None:
+    def _ready(self, replica: SimulatedReplica) -> None:
         if self._starting.pop(replica.name, None) is not None:
             self.serving[replica.name] = replica
             self._changed()
             self._on_ready()
 
-    def _donor(self, name: str) -> Replica | None:
+    def _donor(self, name: str) -> SimulatedReplica | None:
         return self.serving.get(name) or self._draining.get(name)
 
     # --- one goes
@@ -129,13 +129,13 @@ class Fleet:
         del self._places[place]
         self._resize()
 
-    def _kill(self, replica: Replica) -> None:
+    def _kill(self, replica: SimulatedReplica) -> None:
         """Kill a replica with all it holds; its requests are resent."""
         lost = [*replica.fail(), *self.transfers[replica.name].close()]
         self._gone(replica)
         self._on_lost(lost)
 
-    def _gone(self, replica: Replica) -> None:
+    def _gone(self, replica: SimulatedReplica) -> None:
         now = self._env.now
         self._stores.drop(replica.name, replica.cache, now)
         self.alive.change(-1, now)
@@ -162,7 +162,7 @@ class Fleet:
         for replica in newest[: max(0, -missing)]:
             self._stop(replica)
 
-    def _stop(self, replica: Replica) -> None:
+    def _stop(self, replica: SimulatedReplica) -> None:
         """Drain a replica: it takes no more requests and stops when its own have ended, or after a while."""
         if self._starting.get(replica.name) is not None:
             self._gone(replica)
@@ -175,18 +175,18 @@ class Fleet:
         else:
             self._leave(replica)
 
-    def _hurry(self, replica: Replica) -> None:
+    def _hurry(self, replica: SimulatedReplica) -> None:
         if replica.name in self._draining and replica.in_flight and self._open:
             self._kill(replica)
 
-    def _leave(self, replica: Replica) -> None:
+    def _leave(self, replica: SimulatedReplica) -> None:
         """Go, and before that leave the hottest blocks to the others."""
         if self._config.transfer.handover_seconds and self.serving and isinstance(replica.cache, ReplicaCache):
             self._env.process(self._hand_over(replica, replica.cache))
         else:
             self._gone(replica)
 
-    def _hand_over(self, replica: Replica, cache: ReplicaCache) -> Process:
+    def _hand_over(self, replica: SimulatedReplica, cache: ReplicaCache) -> Process:
         def there() -> bool:
             return self._open and replica.name in self._draining
 

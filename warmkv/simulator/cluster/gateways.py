@@ -19,7 +19,7 @@ TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told
 Warm = Callable[[RequestRecord, float], Mapping[str, Depths]]
 
 
-class Gateway:
+class SimulatedGateway:
     """One gateway's router and its accounts. `warm` is its index, `alone` whether there is no other gateway.
 
     Simulated replicas die, but never keep failing: the router's breaker stays closed.

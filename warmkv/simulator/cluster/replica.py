@@ -79,7 +79,7 @@ class Job:
         return max(0, self.output - 1)
 
 
-class Replica:
+class SimulatedReplica:
     """A replica in the clock's time. `submit` hands it a job, whose times it sets and whose memory it frees at its end.
 
     It batches prefill first, as warmkv's engine, or with `mixed` limits as vLLM. `tier_seconds` pass before a prefill

@@ -18,7 +18,7 @@ from warmkv.policies.retention import Entry
 from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTimes, choose_successor
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.replica_cache import ReplicaCache
-from warmkv.simulator.cluster.replica import Job, Replica
+from warmkv.simulator.cluster.replica import Job, SimulatedReplica
 
 REMEMBERED = 256  # prefills; older ones count for nothing beside them
 Process = Generator[simpy.Event, Any, Any]
@@ -42,16 +42,16 @@ class Flight:
     process: simpy.Process
 
 
-class Transfers:
+class SimulatedTransfers:
     """What one replica fetches from others. `donors` finds a replica by its name, if it is there."""
 
     def __init__(
         self,
         env: simpy.Environment,
-        replica: Replica,
+        replica: SimulatedReplica,
         config: TransferConfig,
         block_bytes: int,
-        donors: Callable[[str], Replica | None],
+        donors: Callable[[str], SimulatedReplica | None],
         moved: Moved,
     ) -> None:
         self._env, self._replica, self._config = env, replica, config
@@ -152,7 +152,7 @@ class Transfers:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChainSlice:
     """Entries of a chain, from number `first` on and before `last`."""
 
     chain: Sequence[Entry]
@@ -160,9 +160,9 @@ class Part:
     last: int
 
 
-def pieces_of(parts: Sequence[Part], most: int) -> list[list[Part]]:
+def pieces_of(parts: Sequence[ChainSlice], most: int) -> list[list[ChainSlice]]:
     """Split entries into pieces of at most `most` bytes, at least one entry each."""
-    pieces: list[list[Part]] = []
+    pieces: list[list[ChainSlice]] = []
     left = 0
     for part in parts:
         for at in range(part.first, part.last):
@@ -172,9 +172,9 @@ def pieces_of(parts: Sequence[Part], most: int) -> list[list[Part]]:
                 left = most
             left -= size
             if pieces[-1] and pieces[-1][-1].chain is part.chain:
-                pieces[-1][-1] = Part(part.chain, pieces[-1][-1].first, at + 1)
+                pieces[-1][-1] = ChainSlice(part.chain, pieces[-1][-1].first, at + 1)
             else:
-                pieces[-1].append(Part(part.chain, at, at + 1))
+                pieces[-1].append(ChainSlice(part.chain, at, at + 1))
     return pieces
 
 
@@ -198,7 +198,7 @@ def hand_over(
     chains: Sequence[Sequence[Entry]] = cache.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: index.holders(entry.key) for chain in chains for entry in chain}
 
-    def give(name: str, pieces: Sequence[Sequence[Part]]) -> Process:
+    def give(name: str, pieces: Sequence[Sequence[ChainSlice]]) -> Process:
         """Offer piece after piece; the number of those that were taken."""
         for number, piece in enumerate(pieces):
             nbytes = sum(entry.size for part in piece for entry in part.chain[part.first : part.last])
@@ -217,11 +217,11 @@ def hand_over(
         return len(pieces)
 
     while chains and names and there() and env.now < deadline:
-        shares: dict[str, list[Part]] = {name: [] for name in names}
+        shares: dict[str, list[ChainSlice]] = {name: [] for name in names}
         for chain in chains:
             keys = [entry.key for entry in chain]
             name, known = choose_successor(keys, names, holders)
-            shares[name].append(Part(chain, known, len(chain)))
+            shares[name].append(ChainSlice(chain, known, len(chain)))
             for key in keys[known:]:
                 holders[key] = [*holders[key], name]
         pieces = {name: pieces_of(share, int(config.piece_bytes)) for name, share in shares.items()}

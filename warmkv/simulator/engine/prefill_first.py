@@ -14,7 +14,7 @@ from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Own
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, run_seconds
 
 
-class SlotRequest(EngineRequest, Protocol):
+class DecodingRequest(EngineRequest, Protocol):
     """A request that decodes in a slot. The owner sets `costs` and `load` when it begins."""
 
     costs: PhaseCosts
@@ -25,7 +25,7 @@ class SlotRequest(EngineRequest, Protocol):
     workspace_bytes: int
 
 
-Request = TypeVar("Request", bound=SlotRequest)
+Request = TypeVar("Request", bound=DecodingRequest)
 
 
 class PrefillFirst(BatchFormation[Request]):

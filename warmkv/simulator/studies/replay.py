@@ -27,10 +27,10 @@ from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.variants import Variant, VariantError, price_tier
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
-from warmkv.simulator.workload.requests import Turn
+from warmkv.simulator.workload.requests import FollowUp
 
 Progress = Callable[[int, int], None]  # told the variant's number and how many of its requests have arrived
-NO_TURNS: Mapping[int, Turn] = MappingProxyType({})
+NO_TURNS: Mapping[int, FollowUp] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def replay(
     variants: Sequence[Variant],
     times: StepTimes,
     *,
-    turns: Mapping[int, Turn] = NO_TURNS,
+    turns: Mapping[int, FollowUp] = NO_TURNS,
     inputs: ReplayInputs | None = None,
     progress: Progress = lambda variant, arrived: None,
 ) -> list[Result]:
@@ -161,7 +161,7 @@ def prepare(
     records: Sequence[RequestRecord],
     config: Config,
     variant: Variant,
-    turns: Mapping[int, Turn] = NO_TURNS,
+    turns: Mapping[int, FollowUp] = NO_TURNS,
     inputs: ReplayInputs | None = None,
 ) -> tuple[list[Job], Lifetimes]:
     """Prepare the jobs of a variant, arrivals counted from the first, and the lifetimes of their prefixes.
@@ -223,7 +223,7 @@ def run(
     variant: Variant,
     times: StepTimes,
     *,
-    turns: Mapping[int, Turn] = NO_TURNS,
+    turns: Mapping[int, FollowUp] = NO_TURNS,
     as_placed: bool = False,
     inputs: ReplayInputs | None = None,
     progress: Callable[[int], None] = lambda arrived: None,

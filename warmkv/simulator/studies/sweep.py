@@ -31,7 +31,7 @@ from warmkv.simulator.studies.sweep_folder import SweepError, SweepFolder
 from warmkv.simulator.studies.sweep_quality import Quality
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.workload.requests import Requests
-from warmkv.simulator.workload.source import Source, Trace, file_digest, read
+from warmkv.simulator.workload.source import LoadedTrace, Source, file_digest, read
 
 Times = Literal["auto", "config", "log"]
 STEP_SETTINGS = ("profile", "model", "step_a", "step_b", "step_c")
@@ -74,7 +74,7 @@ class SweepRow:
 # --- what is to be done -----------------------------------------------------------------------------------------
 
 
-def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dict[str, Any]:
+def meta_of(trace: LoadedTrace, base: Config, source: Times, as_recorded: bool) -> dict[str, Any]:
     """Return the figures that must agree for points to belong together."""
     profile = base.simulator.profile
     return {
@@ -88,7 +88,7 @@ def meta_of(trace: Trace, base: Config, source: Times, as_recorded: bool) -> dic
 
 
 def tasks_of(
-    points: Sequence[GridPoint], trace: Trace, base: Config, source: Times, as_recorded: bool
+    points: Sequence[GridPoint], trace: LoadedTrace, base: Config, source: Times, as_recorded: bool
 ) -> list[SweepTask]:
     """Make a task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
@@ -146,7 +146,7 @@ def serial(requests: Requests) -> Runner:
 
 
 @contextmanager
-def processes(trace: Trace, base: Config, workers: int) -> Iterator[Runner]:
+def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner]:
     """In `workers` processes of this machine. Each reads the trace once."""
     # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
     context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)

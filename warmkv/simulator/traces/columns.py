@@ -66,7 +66,7 @@ class Trace:
         return len(self.arrival)
 
     def chain(self, request: int) -> Ints:
-        """The blocks of a prompt."""
+        """Return the blocks of a prompt."""
         return self.blocks[self.offsets[request] : self.offsets[request + 1]]
 
     def block_tokens(self) -> Ints:
@@ -79,7 +79,7 @@ class Trace:
         return sizes
 
     def take(self, requests: NDArray[np.integer]) -> Trace:
-        """The trace of these requests, in the order given."""
+        """Return the trace of these requests, in the order given."""
         counts = np.diff(self.offsets)[requests]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         places = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - self.offsets[:-1][requests], counts)
@@ -113,7 +113,7 @@ class Builder:
         return len(self._arrival)
 
     def add(self, row: Row) -> None:
-        """Raises RowError for a row that cannot be, and leaves the columns as they were."""
+        """Add a row. Raises RowError for an impossible one, and leaves the columns as they were."""
         tokens, size = row.input_tokens, row.block_size
         if not math.isfinite(row.arrival) or not 0 <= row.think < LARGEST:
             raise RowError(f"times must be finite: arrival {row.arrival}, think time {row.think}")
@@ -144,7 +144,7 @@ class Builder:
         self._tenant.append(UNKNOWN if row.tenant is None else tenants.setdefault(row.tenant, len(tenants)))
 
     def build(self, **account: Any) -> Trace:
-        """What was added since the last call."""
+        """Build the trace of the rows added since the last call."""
         trace = Trace(
             self._format,
             self._block_size,

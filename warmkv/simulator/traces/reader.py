@@ -148,7 +148,9 @@ def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: No
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first. Raises TraceError."""
+    """List the files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first. Raises
+    TraceError.
+    """
     if not path.is_dir():
         return [path]
     found = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]

@@ -53,7 +53,7 @@ def has_keys(line: str, keys: Collection[str]) -> bool:
 
 
 def whole(row: Mapping[str, Any], name: str) -> int:
-    """An integer field; one without a fraction may be written as 5.0. Raises RowError."""
+    """Read an integer field; one without a fraction may be written as 5.0. Raises RowError."""
     if type(value := row.get(name)) is int:
         return value
     value = number(row, name)
@@ -63,7 +63,7 @@ def whole(row: Mapping[str, Any], name: str) -> int:
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
-    """A numeric field, which in a CSV is text; it may be infinite. Raises RowError."""
+    """Read a numeric field, which in a CSV is text; it may be infinite. Raises RowError."""
     value = row[name] if name in row else field(row, name)
     try:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -87,7 +87,7 @@ def listed(row: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def csv_rows(row_of: Callable[[Mapping[str, str]], Row | None], required: Collection[str]) -> Parse:
-    """A parser of lines of which the first is the header."""
+    """Make a parser of lines of which the first is the header."""
     header: list[str] = []
 
     def parse(line: str) -> Iterable[Row | None]:

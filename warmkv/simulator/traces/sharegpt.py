@@ -48,7 +48,7 @@ class _Blocks:
         self._digest, self._hashes = hashlib.blake2b(digest_size=8), list[int]()
 
     def of(self, text: str, count: int) -> list[int]:
-        """The hashes of its first `count` blocks."""
+        """Return the hashes of its first `count` blocks."""
         while len(self._hashes) < count:
             start, self._end = self._end, math.ceil((len(self._hashes) + 1) * self._characters)
             self._digest.update(text[start : self._end].encode("utf-8", "surrogatepass"))
@@ -66,7 +66,7 @@ def _turn(turn: Any) -> tuple[str, str]:
 
 
 def items(file: IO[str]) -> Items:
-    """The objects of a JSON array, without holding the file, or lines if it is none."""
+    """Yield the objects of a JSON array, without holding the file, or lines if it is none."""
     head = file.read(READ)
     if not head.lstrip().startswith("["):
         file.seek(0)

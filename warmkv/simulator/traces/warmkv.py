@@ -27,7 +27,7 @@ def parser(reading: Reading) -> Parse:
 
 
 def trace_of(records: Iterable[RequestRecord]) -> Trace:
-    """Records, in the order of arrival, as columns. Raises RowError if their block sizes differ."""
+    """Convert records, in the order of arrival, to columns. Raises RowError if their block sizes differ."""
     builder = Builder("warmkv")
     for record in records:
         builder.add(row_of(record))

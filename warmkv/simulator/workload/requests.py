@@ -27,7 +27,7 @@ ANYBODY = "trace"  # the tenant of requests whose trace tells none
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FollowUp:
     """A request that waits for another: it arrives `think` seconds after the end of the request numbered `previous`."""
 
     previous: int
@@ -42,7 +42,7 @@ class Requests:
     """
 
     records: Sequence[RequestRecord]
-    turns: Mapping[int, Turn] = field(default_factory=dict)
+    turns: Mapping[int, FollowUp] = field(default_factory=dict)
     blocks: Ints | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -52,7 +52,7 @@ class Requests:
 
 
 def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: bool = False) -> Requests:
-    """The requests of a trace under the configuration's model and policy, with blocks as long as the trace's own.
+    """Make the requests of a trace under the configuration's model and policy, with the trace's own block size.
 
     Blocks are shared by all, or within each `session` or `tenant`. Where the trace has think times, a session's next
     turn comes that long after the answer before it; with `open_loop` it comes when it was recorded. Raises TraceError
@@ -83,7 +83,7 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
     return Requests(records, {} if open_loop else turns(trace), blocks)
 
 
-def turns(trace: Trace) -> dict[int, Turn]:
+def turns(trace: Trace) -> dict[int, FollowUp]:
     """Who waits for whom: every turn of a session but its first, if the trace has think times."""
     if not trace.think.any():
         return {}
@@ -93,7 +93,7 @@ def turns(trace: Trace) -> dict[int, Turn]:
         if session == UNKNOWN:
             continue
         if session in last:
-            found[number] = Turn(last[session], think)
+            found[number] = FollowUp(last[session], think)
         last[session] = number
     return found
 
@@ -109,7 +109,7 @@ def _full_blocks(trace: Trace, scope: str) -> tuple[Ints, Ints]:
 
 
 def _chains(counts: Ints, blocks: Ints) -> Iterator[tuple[bytes, ...]]:
-    """The keys of every prompt's full blocks; equal blocks share one object."""
+    """Yield the keys of every prompt's full blocks; equal blocks share one object."""
     keys = [number.to_bytes(KEY_BYTES, "little") for number in range(blocks.max(initial=-1) + 1)]
     numbers = iter(blocks.tolist())
     for count in counts.tolist():

@@ -31,12 +31,12 @@ class Source:
     strict: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What decides how the file is understood."""
+        """Return the options that decide how the file is read."""
         return {key: value for key, value in asdict(self).items() if key != "path"}
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LoadedTrace:
     """The requests of a file, and an account of what was left out."""
 
     source: Source
@@ -49,7 +49,7 @@ class Trace:
     notes: tuple[str, ...] = ()
 
 
-def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> Trace:
+def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> LoadedTrace:
     """Read the requests of a trace; those that name no policy or model take the base configuration's.
 
     A file that is not recognised is read as an access log, whose parser says why it is none. Raises TraceError.
@@ -68,7 +68,7 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
             if not trace.block_size:
                 notes = (*notes, "the trace has no blocks, so no prefix will be found")
     faults = tuple(rows.faults)
-    return Trace(source, rows.format.name, rows.sha256, requests, rows.broken, rows.skipped, faults, notes)
+    return LoadedTrace(source, rows.format.name, rows.sha256, requests, rows.broken, rows.skipped, faults, notes)
 
 
 def file_digest(path: Path) -> str:

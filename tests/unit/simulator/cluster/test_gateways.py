@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import config, logs, record, run
-from warmkv.simulator.cluster.gateways import TOLD_SECONDS, Gateway
+from warmkv.simulator.cluster.gateways import TOLD_SECONDS, SimulatedGateway
 from warmkv.simulator.studies.replay import prepare
 from warmkv.simulator.studies.variants import Variant
 
@@ -14,7 +14,7 @@ REPLICAS = ["a", "b", "c"]
 
 
 def gateway(settings, alone):
-    return Gateway(settings, lambda record, now: {}, alone, Random(0))
+    return SimulatedGateway(settings, lambda record, now: {}, alone, Random(0))
 
 
 def ranks(gateway, job, now):

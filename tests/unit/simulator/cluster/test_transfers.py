@@ -11,7 +11,7 @@ from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.policies import routing, transfer
 from warmkv.policies.retention import Entry
-from warmkv.simulator.cluster.transfers import Part, pieces_of
+from warmkv.simulator.cluster.transfers import ChainSlice, pieces_of
 
 EAGER = (
     "routing.load_weight=100",
@@ -212,7 +212,7 @@ def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(flags, reused
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=6), st.integers(1, 40))
 def test_pieces_have_all_entries_once_and_in_order(shapes, most):
     parts = [
-        Part([entry(f"{number} {at}", 1 + at % 4) for at in range(first + count)], first, first + count)
+        ChainSlice([entry(f"{number} {at}", 1 + at % 4) for at in range(first + count)], first, first + count)
         for number, (first, count) in enumerate(shapes)
     ]
     pieces = pieces_of(parts, most)

@@ -14,7 +14,7 @@ from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.traces import TraceError
 from warmkv.simulator.traces.columns import Builder, Row
-from warmkv.simulator.workload.requests import Turn, of_trace, turns
+from warmkv.simulator.workload.requests import FollowUp, of_trace, turns
 
 BLOCK = 4
 INSTANT = StepCost(0.0, 0.0, 0.0)
@@ -73,7 +73,7 @@ SESSIONS = (
 
 
 def test_every_turn_but_the_first_waits_for_the_one_before_it():
-    assert turns(trace_of(*SESSIONS)) == {2: Turn(0, 2.0), 3: Turn(1, 0.0), 4: Turn(2, 16.0)}
+    assert turns(trace_of(*SESSIONS)) == {2: FollowUp(0, 2.0), 3: FollowUp(1, 0.0), 4: FollowUp(2, 16.0)}
     assert turns(trace_of((0, [1], 4, 3, "a", 0), (1, [1], 4, 3, "a", 0))) == {}  # no think times at all
 
 
