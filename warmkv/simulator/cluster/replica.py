@@ -75,7 +75,7 @@ class Job:
 
     @property
     def decode_steps(self) -> int:
-        """Steps after the one that gives the first token."""
+        """Return the steps after the one that gives the first token."""
         return max(0, self.output - 1)
 
 
@@ -127,7 +127,7 @@ class SimulatedReplica:
 
     @property
     def full(self) -> bool:
-        """Whether the next request would be refused."""
+        """Return True if the next request would be refused."""
         return len(self.waiting) + self._expected - self._engine.free_slots >= self._config.max_queue
 
     def ever_fits(self, job: Job) -> bool:
@@ -152,7 +152,7 @@ class SimulatedReplica:
         self._engine.arrived(job, now)
 
     def fail(self) -> list[Job]:
-        """Stop for good and lose everything; the requests that it had."""
+        """Stop for good and lose everything; return the requests that it had."""
         self._alarm.cancel()
         running = self._engine.running
         self._slots.change(-sum(job.slot_bytes for job in running), self._clock.now)
@@ -161,7 +161,7 @@ class SimulatedReplica:
     # --- what the engine tells
 
     def begin(self, job: Job, now: float) -> float:
-        """Look up the prefix of a request that is admitted; the seconds that reading it takes."""
+        """Look up the prefix of an admitted request; return the seconds that reading it takes."""
         job.costs, job.load = self._costs.get(job.kind) or self._learn(job.kind)
         cache = self.cache
         if cache.due <= now:

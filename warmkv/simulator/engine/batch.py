@@ -64,7 +64,7 @@ class DecodeBatch(Generic[Request]):
                 heapq.heappush(self._fulls, (self.steps + grown, self._order, load))
 
     def remove(self, request: Request) -> int:
-        """Take out a sequence that grows with every step; the steps that it had left."""
+        """Take out a sequence that grows with every step; return the steps that it had left."""
         at = next(at for at, end in enumerate(self._ends) if end[2] is request)
         end, _, _, load, entries, growing = self._ends.pop(at)
         heapq.heapify(self._ends)
@@ -84,7 +84,7 @@ class DecodeBatch(Generic[Request]):
         return bool(self._ends) and self._ends[0][0] <= self.steps + steps
 
     def lines(self) -> list[Line]:
-        """Under each roof the seconds of the next decode step, and what every further one takes more."""
+        """Return the seconds of the next decode step under each roof, and what every further one takes more."""
         loads = self._loads
         if len(loads) == 1 and len(loads[0].roofline_terms) == 1:  # as below, in fewer steps, for what there mostly is
             (load,) = loads
@@ -106,7 +106,7 @@ class DecodeBatch(Generic[Request]):
         return lines
 
     def advance(self, steps: int) -> Collection[Request]:
-        """Take steps during which the batch is `unchanged`; the sequences that end with them."""
+        """Take steps during which the batch is `unchanged`; return the sequences that end with them."""
         if not self.size:
             return ()
         self.steps += steps

@@ -37,10 +37,10 @@ class Waiting(Protocol[Item]):
 
 
 class Owner(Protocol[Told]):
-    """Who has the engine: prefix cache and accounts are the owner's."""
+    """Keep the prefix cache and the accounts of an engine, which calls these as it goes."""
 
     def begin(self, request: Told, now: float) -> float:
-        """Set `computed` of a request that is admitted to the tokens whose KV is there; the seconds to read them."""
+        """Set `computed` of an admitted request to the tokens whose KV is there; return the seconds to read them."""
         ...
 
     def prompt_computed(self, request: Told, now: float) -> None:
@@ -57,7 +57,7 @@ class Owner(Protocol[Told]):
 
 
 class BatchFormation(ABC, Generic[Request]):
-    """Forms the batches of one engine. `fast_forward=False` takes every decode step by itself, with equal results."""
+    """Form the batches of one engine. `fast_forward=False` takes every decode step by itself, with equal results."""
 
     def __init__(
         self, owner: Owner[Request], waiting: Waiting[Request], wake: Callable[[float], object], fast_forward: bool
@@ -73,17 +73,17 @@ class BatchFormation(ABC, Generic[Request]):
 
     @abstractmethod
     def _steps(self) -> Generator[None, float, None]:
-        """Begin and end steps; at every `yield` it waits for the time that it asked for, or idle for a request."""
+        """Begin and end steps; wait at every `yield` for the time that was asked for, or idle for a request."""
 
     @property
     @abstractmethod
     def running(self) -> list[Request]:
-        """Requests that are admitted and have not ended."""
+        """Return the requests that are admitted and have not ended."""
 
     @property
     @abstractmethod
     def free_slots(self) -> int:
-        """How many requests more could run."""
+        """Return how many requests more could run."""
 
     @abstractmethod
     def ever_fits(self, request: Request) -> bool:

@@ -6,7 +6,7 @@ BLOCK = 16  # tokens, as in vLLM
 
 
 class KVBlocks:
-    """So many blocks of `size` tokens."""
+    """Count free blocks of `size` tokens, now and many decode steps ahead."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self._all, self._size, self.free = blocks, size, blocks
@@ -19,7 +19,7 @@ class KVBlocks:
         return self._of(tokens) <= self.free
 
     def ever_fit(self, tokens: int) -> bool:
-        """Return True if there would be if nothing ran."""
+        """Return True if there would be blocks for so many tokens if nothing ran."""
         return self._of(tokens) <= self._all
 
     def take(self, start: int, end: int) -> bool:

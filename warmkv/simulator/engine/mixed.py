@@ -59,7 +59,7 @@ Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepC
 
 
 class FirstCome(deque[Item]):
-    """A queue of requests as `FairQueue` is one, but first come, first served whoever they are of."""
+    """A queue with the methods of `FairQueue`, but first come, first served among all tenants."""
 
     def push(self, item: Item, tenant: str = "", work: float = 0.0) -> None:
         self.append(item)
@@ -72,7 +72,7 @@ class FirstCome(deque[Item]):
 
 
 class MixedBudget(BatchFormation[Request]):
-    """A server whose sequences all take the same step times."""
+    """Form batches within a token budget, under one set of step times for all requests."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class MixedBudget(BatchFormation[Request]):
                 now = yield
 
     def _begin_step(self, now: float) -> float:
-        """Choose what the next step computes; its seconds."""
+        """Choose what the next step computes; return its seconds."""
         batch, blocks, preempted = self.batch, self._blocks, False
         if blocks is not None:
             while not blocks.steps_that_fit(1):
@@ -185,7 +185,7 @@ class MixedBudget(BatchFormation[Request]):
         return self._blocks is None or self._blocks.fit(request.prompt + request.num_output_tokens)
 
     def _compute(self, request: Request, budget: int, chunks: list[tuple[int, int]]) -> int:
-        """Compute as much of a request as the budget allows; the tokens, or 0 if there are no blocks for them."""
+        """Compute as much of a request as the budget allows; return the tokens, 0 if there are no blocks for them."""
         target = request.prompt + request.num_output_tokens
         chunk = min(budget, target - request.computed)
         if self._blocks is not None and not self._blocks.take(request.computed, request.computed + chunk):

@@ -38,7 +38,7 @@ class ServedRequest:
 
 
 class Server:
-    """Owns one engine. All requests take the same step times, with or without a prompt in the step."""
+    """Own one engine with a mixed token budget, and note the work that it had done at every request's times."""
 
     def __init__(self, cost: StepCost, limits: Limits, *, fast_forward: bool = True) -> None:
         self._limits, self._waiting = limits, FirstCome[ServedRequest]()
