@@ -37,22 +37,9 @@ def prefill(
     model: LoadedModel, ids: Sequence[int], specs: Iterable[PolicySpec], classes: TokenClasses | None = None
 ) -> tuple[PrefillState, Tensor]:
     """Compute a prompt once with everything that any of the policies looks at; also its last logits [vocabulary]."""
-    specs, tokens, shape = list(specs), len(ids), model.kv_shape
-    size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
-    keys = torch.empty(size, dtype=model.dtype, device=model.device)
-    prompt = PrefillState(
-        keys,
-        torch.empty_like(keys),
-        q_heads=model.q_heads,
-        observed=min(tokens, max((budgets.observed_queries(spec, tokens) for spec in specs), default=0)),
-        column_sums=any(budgets.needs_column_sums(spec, tokens) for spec in specs),
-        inv_freq=model.inv_freq,
-        windows=shape.windows,
-        token_ids=list(ids),
-        classes=classes,
-    )
+    prompt = model.prefill_state(list(ids), specs, classes)
     logits = torch.empty(0)
-    for start in range(0, tokens, CHUNK):
+    for start in range(0, len(ids), CHUNK):
         piece = torch.tensor([list(ids[start : start + CHUNK])], device=model.device)
         logits = forward_prompt(model, prompt, piece, 1)[-1]
     return prompt, logits

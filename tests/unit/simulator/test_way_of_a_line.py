@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.hops import drawn, hops
+from tests.hops import hops, numbered
 from tests.unit.simulator.conversations import config, record
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cluster.replica import Job
@@ -45,5 +45,5 @@ def test_the_way_of_a_line_is_as_drawn(tmp_path, name):
     assert calls.index(QUEUED) + 1 <= MOST_HANDED_ON
     functions = list(dict.fromkeys(calls))
     queued = functions.index(QUEUED) + 1
-    assert functions[:queued] == drawn("architecture.md", f"#### {name}")
-    assert functions[queued:] == drawn("architecture.md", "#### In the cluster")
+    assert functions[:queued] == numbered(f"#### {name}")
+    assert functions[queued:] == numbered("#### In the cluster")

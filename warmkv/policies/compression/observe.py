@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from warmkv.policies import budgets
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
@@ -63,27 +63,20 @@ def compute_prompt(
         ids = ids[0]
     if ids.dim() != 1 or not len(ids):
         raise ValueError(f"input_ids must be one prompt, [T] or [1, T], got {list(ids.shape)}")
-    shape, tokens = kv_shape(model), len(ids)
-    keys = torch.empty(
-        (shape.layers, shape.kv_heads, tokens, shape.head_dim),
+    windows = known.windows if known is not None else configured_windows(model.config.get_text_config())
+    prompt = PrefillState.allocate(
+        replace(kv_shape(model), windows=windows),
+        ids.tolist(),
+        [spec],
         dtype=model.get_input_embeddings().weight.dtype,
         device=model.device,
-    )
-    prompt = PrefillState(
-        keys,
-        torch.empty_like(keys),
-        q_heads=shape.q_heads,
-        observed=min(tokens, budgets.observed_queries(spec, tokens)),
-        column_sums=budgets.needs_column_sums(spec, tokens),
         inv_freq=rotation(model.get_decoder().rotary_emb).to(model.device, torch.float64),
-        windows=known.windows if known is not None else configured_windows(model.config.get_text_config()),
-        token_ids=ids.tolist(),
         classes=classes,
     )
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:
-        for start in range(0, tokens, chunk):
+        for start in range(0, len(ids), chunk):
             piece = ids[None, start : start + chunk]
             positions = torch.arange(start, start + piece.shape[1], device=model.device)[None]
             prompt.begin_chunk(piece.shape[1])

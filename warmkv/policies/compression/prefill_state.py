@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warmkv.policies import budgets
 from warmkv.policies.compression.scoring import window_attention
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import PolicySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,33 @@ class PrefillState:
         self._ids, self._classes = token_ids, classes
         self._members: dict[str, Tensor] = {}
         self._masks: dict[int, Tensor | None] = {}
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: KVShape,
+        token_ids: Sequence[int],
+        specs: Iterable[PolicySpec],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        inv_freq: Tensor,
+        classes: TokenClasses | None = None,
+    ) -> PrefillState:
+        """Allocate the state of a prompt, with all that any of the policies observes while it is computed."""
+        tokens, specs = len(token_ids), list(specs)
+        keys = torch.empty((shape.layers, shape.kv_heads, tokens, shape.head_dim), dtype=dtype, device=device)
+        return cls(
+            keys,
+            torch.empty_like(keys),
+            q_heads=shape.q_heads,
+            observed=min(tokens, max((budgets.observed_queries(spec, tokens) for spec in specs), default=0)),
+            column_sums=any(budgets.needs_column_sums(spec, tokens) for spec in specs),
+            inv_freq=inv_freq,
+            windows=shape.windows,
+            token_ids=token_ids,
+            classes=classes,
+        )
 
     def softmax(self, layer: int) -> Softmax:
         """Return the softmax of a layer."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.logs import about
 from warmkv.policies import budgets, compression
-from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
+from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policy_spec import PolicySpec
@@ -308,23 +308,9 @@ class Engine:
     def _begin(self, sequence: Sequence) -> None:
         """Set up a prompt's workspace and attach what is warm of it."""
         assert sequence.match is not None
-        shape, tokens = self.model.kv_shape, sequence.prompt_tokens
-        size = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
-        keys = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
-        values = torch.empty_like(keys)
-        spec = sequence.policy.spec
-        sequence.prefill = prompt = PrefillState(
-            keys,
-            values,
-            q_heads=self.model.q_heads,
-            observed=min(tokens, budgets.observed_queries(spec, tokens)),
-            column_sums=budgets.needs_column_sums(spec, tokens),
-            inv_freq=self.model.inv_freq,
-            windows=shape.windows,
-            token_ids=sequence.request.token_ids,
-            classes=self._classes,
-        )
-        sequence.reused, sums = self.store.attach(sequence.match, keys, values)
+        prompt = self.model.prefill_state(sequence.request.token_ids, [sequence.policy.spec], self._classes)
+        sequence.prefill = prompt
+        sequence.reused, sums = self.store.attach(sequence.match, prompt.keys, prompt.values)
         prompt.reuse(sequence.reused, sums)
 
     def _keep_computed(self, sequence: Sequence) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from warmkv.policies import compression
-from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.faults import NotFiniteError, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
@@ -41,11 +40,9 @@ def probe(
 
     Raises what the device raises, NotFiniteError where its logits are not finite.
     """
-    shape, device = model.kv_shape, model.device
+    device = model.device
     tokens = min(TOKENS, model.max_context // 2, model.vocabulary)
-    keys = torch.zeros(shape.layers, shape.kv_heads, tokens, shape.head_dim, dtype=model.dtype, device=device)
-    values = torch.zeros_like(keys)
-    prompt = PrefillState(keys, values, q_heads=model.q_heads, inv_freq=model.inv_freq, windows=shape.windows)
+    prompt = model.prefill_state(range(tokens), [PolicySpec()])
     prompt.begin_chunk(tokens)
     positions = torch.arange(tokens, device=device)[None]
     _check(forward(positions, positions, prompt))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from warmkv.config import ModelConfig
 from warmkv.models import tiny
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape, rotation
-from warmkv.policies.compression.prefill_state import TokenClasses
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
@@ -44,6 +45,20 @@ class LoadedModel:
     @property
     def q_heads(self) -> int:
         return self.kv_shape.q_heads
+
+    def prefill_state(
+        self, token_ids: Sequence[int], specs: Iterable[PolicySpec], classes: TokenClasses | None = None
+    ) -> PrefillState:
+        """Allocate the state of a prompt, with all that any of the policies observes."""
+        return PrefillState.allocate(
+            self.kv_shape,
+            token_ids,
+            specs,
+            dtype=self.dtype,
+            device=self.device,
+            inv_freq=self.inv_freq,
+            classes=classes,
+        )
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers; what is tied counts once."""
