@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.simulator.conversations import record
 from warmkv.simulator import traces
 from warmkv.simulator.traces import Reading, TraceError
+from warmkv.simulator.traces.reader import Rows
 
 
 def lines(*rows):
@@ -177,6 +179,23 @@ def test_gzip_is_unpacked(tmp_path):
     path.write_bytes(gzip.compress(MOONCAKE.encode())[:-9])
     with pytest.raises(TraceError, match="cannot read"):
         traces.read(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_opened_once_and_hashed_on_the_way(tmp_path, monkeypatch, name, packed):
+    """Also what lies behind the end of a JSON array; the beginning, which tells the format, is not hashed twice."""
+    path, text = tmp_path / "trace", FILES[name].encode() + b"\n\n"
+    path.write_bytes(gzip.compress(text) if packed else text)
+    opened, plain = [], type(path).open
+    monkeypatch.setattr(
+        type(path), "open", lambda self, *how, **more: (opened.append(self), plain(self, *how, **more))[1]
+    )
+    rows = Rows(path)
+    assert rows.format.name == name
+    assert list(rows)
+    assert opened == [path]
+    assert rows.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
