@@ -26,6 +26,17 @@ def of_sentencepiece(words: Sequence[str]) -> Tokenizer:
     return _tokenizer([f"\u2581{word}" for word in words], decoders.Metaspace(), ())
 
 
+class PurePython:
+    """A tokenizer that is not of the tokenizers library, with nothing but `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
 def _tokenizer(names: Sequence[str], decoder: decoders.Decoder, special: Sequence[int]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
     tokenizer.decoder = decoder

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tokenizers import of_bytes, of_sentencepiece
+from tests.tokenizers import PurePython, of_bytes, of_sentencepiece
 from warmkv.replicas.engine.text import Detokenizer, StopSearch
 
 BYTES = of_bytes()
 """Its tokens are single bytes: the worst case for characters of several bytes."""
 
 
-def run(text: str, stop: Sequence[str] = ()) -> tuple[str, str | None]:
-    detokenizer = Detokenizer(BYTES, stop)
+both = pytest.mark.parametrize("library", [lambda tokenizer: tokenizer, PurePython], ids=["tokenizers", "python"])
+
+
+def run(tokenizer: Any, text: str, stop: Sequence[str] = ()) -> tuple[str, str | None]:
+    detokenizer = Detokenizer(tokenizer, stop)
     given_out = ""
     for byte in text.encode():
         given_out += detokenizer.push(byte)
@@ -25,9 +30,10 @@ def run(text: str, stop: Sequence[str] = ()) -> tuple[str, str | None]:
     return given_out + detokenizer.finish(), detokenizer.stopped_by
 
 
-@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
-def test_the_pieces_are_the_text(text):
-    assert run(text) == (text, None)
+@both
+@given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_the_pieces_are_the_text(library, text):
+    assert run(library(BYTES), text) == (text, None)
 
 
 @given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), min_size=1, max_size=3))
@@ -37,9 +43,9 @@ def test_stops_before_the_first_stop_string_that_appears(text, stops):
         found = [(text[:end].index(stop), stop) for stop in stops if stop in text[:end]]
         if found:
             at, stop = min(found)
-            assert run(text, stops) == (text[:at], stop)
+            assert run(BYTES, text, stops) == (text[:at], stop)
             return
-    assert run(text, stops) == (text, None)
+    assert run(BYTES, text, stops) == (text, None)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
@@ -47,23 +53,26 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
     assert [detokenizer.push(byte) for byte in b"aENx"] == ["a", "", "", "ENx"]
 
 
-def test_bytes_that_form_no_character_are_given_out_in_time():
-    detokenizer = Detokenizer(BYTES)
+@both
+def test_bytes_that_form_no_character_are_given_out_in_time(library):
+    detokenizer = Detokenizer(library(BYTES))
     given_out = "".join(detokenizer.push(0xFF) for _ in range(100))
     assert len(given_out) >= 90
 
 
-def test_the_prompt_is_context_and_not_text():
+@both
+def test_the_prompt_is_context_and_not_text(library):
     """A SentencePiece tokenizer drops the space before the first word of what it decodes."""
-    words = of_sentencepiece(["a", "b", "c", "d"])
+    words = library(of_sentencepiece(["a", "b", "c", "d"]))
     assert Detokenizer(words, context=[1, 2]).push(3) == " d"
     assert Detokenizer(words).push(3) == "d"
 
 
-@given(st.binary(max_size=4), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_no_context_is_given_out_again(context, text):
+@both
+@given(context=st.binary(max_size=4), text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_no_context_is_given_out_again(library, context, text):
     """Whatever a prompt ends with: the bytes of a character in part, or a replacement character itself."""
-    detokenizer = Detokenizer(BYTES, context=list(context))
+    detokenizer = Detokenizer(library(BYTES), context=list(context))
     given_out = "".join(detokenizer.push(byte) for byte in text.encode()) + detokenizer.finish()
     assert given_out == text
 

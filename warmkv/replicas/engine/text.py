@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -16,14 +17,15 @@ class Detokenizer:
     """Turns a growing list of token ids into text that never takes back what it gave out.
 
     Text that could still change (an incomplete character) or that may be the start of a stop string is held back.
-    `context` are the prompt's last ids: a tokenizer may drop the space of a text's first word.
+    `context` are the prompt's last ids: a tokenizer may drop the space of a text's first word. `tokenizer` is of the
+    tokenizers library, whose DecodeStream is used, or has the same `decode`, as those of transformers in Python have.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, [StopSearch(text) for text in stop if text]
         self._context: list[int] = []  # ids of the last text that was certain
         self._unread: list[int] = []  # and those since
-        self._stream: DecodeStream
+        self._stream: DecodeStream | None
         self._begin(list(context))
         self._pending = ""
         self.stopped_by: str | None = None
@@ -33,7 +35,7 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         self._unread.append(token)
-        text = self._stream.step(self._tokenizer, token)
+        text = self._certain_text() if self._stream is None else self._stream.step(self._tokenizer, token)
         if text is None:
             if len(self._unread) < LONGEST_CHARACTER:
                 return ""
@@ -51,7 +53,13 @@ class Detokenizer:
         if self._text(context).endswith(REPLACEMENT):  # the stream would take it for a character to complete
             context = []
         self._context, self._unread = context, []
-        self._stream = DecodeStream(context, skip_special_tokens=True)
+        is_fast = isinstance(self._tokenizer, Tokenizer)
+        self._stream = DecodeStream(context, skip_special_tokens=True) if is_fast else None
+
+    def _certain_text(self) -> str | None:
+        """Return the text of the unread ids, None while it may still change, as `DecodeStream.step` does."""
+        text = self._unread_text()
+        return None if not text or text.endswith(REPLACEMENT) else text
 
     def _unread_text(self) -> str:
         if not self._unread:

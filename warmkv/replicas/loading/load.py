@@ -93,11 +93,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def decoder(tokenizer: Any) -> Any:
-    """Return what makes text of tokens as they come. Raises ValueError for a tokenizer of another library."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} cannot be streamed: the model's folder needs a tokenizer.json")
-    return backend
+    """Return what makes text of tokens as they come: the tokenizers library's own object where there is one."""
+    return getattr(tokenizer, "backend_tokenizer", None) or tokenizer
 
 
 def load_max_context(config: ModelConfig) -> int:
