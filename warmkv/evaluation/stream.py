@@ -124,11 +124,12 @@ def recomputed(
     stride, shape, out, told = max(1, cache // 8), model.kv_shape, [], 0
     for start in range(cache, len(ids), stride):
         end = min(start + stride, len(ids))
-        window = torch.tensor([list(ids[end - 1 - cache : end - 1])], device=model.device)
-        size = (shape.layers, shape.kv_heads, cache, shape.head_dim)
-        keys = torch.empty(size, dtype=model.dtype, device=model.device)
-        prompt = PrefillState(keys, torch.empty_like(keys), q_heads=model.q_heads)
-        logits = forcing.forward_prompt(model, prompt, window, end - start).float()
+        window = ids[end - 1 - cache : end - 1]
+        prompt = PrefillState.allocate(
+            shape, window, (), dtype=model.dtype, device=model.device, inv_freq=model.inv_freq
+        )
+        inputs = torch.tensor([list(window)], device=model.device)
+        logits = forcing.forward_prompt(model, prompt, inputs, end - start).float()
         wanted = torch.tensor(list(ids[start:end]), device=model.device)
         out.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
         done = (cache + 1) * (end - cache) // (len(ids) - cache)

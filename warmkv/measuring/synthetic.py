@@ -54,6 +54,7 @@ def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor)
         observed=min(tokens, budgets.observed_queries(spec, tokens)),
         column_sums=budgets.needs_column_sums(spec, tokens),
         inv_freq=model.inv_freq,
+        windows=model.kv_shape.windows,
     )
     if prompt.queries is not None:
         prompt.queries.normal_(generator=generator)

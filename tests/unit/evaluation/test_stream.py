@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.unit.evaluation.conftest import CONTEXT
+from tests.unit.replicas.test_sliding import sliding_model
 from warmkv.evaluation import stream
 from warmkv.evaluation.plan import bounded, read_policy
 from warmkv.evaluation.results import RECOMPUTED
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.slots.slots import SlotPool
 
 
@@ -31,6 +33,15 @@ def test_the_recomputed_window_is_what_transformers_computes(model, reference, t
         with torch.no_grad():
             logits = reference(input_ids=torch.tensor([ids[32 + at - context : 32 + at]])).logits[0, -1]
         assert float(losses[at]) == pytest.approx(float(-logits.log_softmax(-1)[token]), rel=1e-3)
+
+
+def test_the_recomputed_window_knows_the_models_own_windows():
+    """Layers with a sliding window attend to it alone, however long the recomputed one is."""
+    plain, ids = sliding_model(12), [(7 * at) % 97 for at in range(60)]
+    losses = stream.recomputed(prepare(sliding_model(12)), ids, cache=32)
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([ids[3:35]])).logits[0, -1]
+    assert float(losses[3]) == pytest.approx(float(-logits.log_softmax(-1)[ids[35]]), rel=1e-4)
 
 
 def test_a_stream_goes_on_beyond_the_models_range(model, texts):
