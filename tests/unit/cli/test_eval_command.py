@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
-from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.html import Page
 from warmkv.cli import app
 from warmkv.evaluation import tasks
 from warmkv.evaluation.plan import EvalError, EvalPlan, make
@@ -79,23 +78,6 @@ def test_other_settings_in_the_same_folder_are_refused(done):
     result = call(*arguments, "--seed", 9)
     assert result.exit_code == 2
     assert "settings.seed: 0 there, 9 here" in result.stderr
-
-
-class Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.ids, self.links, self.text = Counter(), Counter(), [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        for key, value in attrs:
-            if key == "id":
-                self.ids[value] += 1
-            if key in ("src", "href", "xlink:href"):
-                self.links.append(value)
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def test_the_report_holds_every_chart_and_needs_no_network(done):

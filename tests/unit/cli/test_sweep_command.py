@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
-from html.parser import HTMLParser
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.html import Page
 from warmkv.cli import app
 
 GRID = """
@@ -93,23 +92,6 @@ def test_the_same_again_does_nothing_and_json_prints_only_the_document(done, fil
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((files / "run" / "results.json").read_text())
     assert {file.name: file.stat().st_mtime_ns for file in (files / "run" / "points").iterdir()} == before
-
-
-class Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.ids, self.links, self.text = Counter(), Counter(), [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        for key, value in attrs:
-            if key == "id":
-                self.ids[value] += 1
-            if key in ("src", "href", "xlink:href"):
-                self.links.append(value)
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def test_the_report_has_every_chart_and_needs_no_network(done, files):
