@@ -67,10 +67,17 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise FileNotFoundError if the model is a path without a model; hub names are checked when they are loaded."""
+    """Raise FileNotFoundError for a path without a model and for what cannot be a hub name; loading checks the rest."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
+
     path = Path(model.path)
     if (path.is_absolute() or path.exists() or model.path.startswith(".")) and not (path / "config.json").exists():
         raise FileNotFoundError(f"no config.json in {model.path} (model.path)")
+    if not path.exists():
+        try:
+            validate_repo_id(model.path)
+        except HFValidationError:
+            raise FileNotFoundError(f"{model.path} is neither a folder nor a hub name (model.path)") from None
 
 
 def with_port(config: Config) -> Config:

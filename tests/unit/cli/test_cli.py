@@ -109,6 +109,13 @@ def test_serve_says_at_once_that_there_is_no_model(tmp_path: Path):
     assert "no config.json" in result.stderr
 
 
+def test_serve_says_at_once_what_can_be_no_model():
+    """Without starting Ray, which would take a while and is not needed to know."""
+    result = run("serve", "no/such/folder")
+    assert result.exit_code == 1
+    assert "no/such/folder is neither a folder nor a hub name (model.path)" in result.stderr
+
+
 def test_the_command_starts_without_torch_ray_or_servers():
     code = "import sys, warmkv.cli; print(sorted({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
