@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,6 @@ import warmkv
 
 PACKAGE = Path(warmkv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-HOP = re.compile(r"^ *(\d+)  (\S+\.py) +(\S+)", re.MULTILINE)
 
 
 class Hop(NamedTuple):
@@ -50,16 +48,19 @@ def _functions(file: str) -> set[str]:
 
 
 @contextmanager
-def calls() -> Iterator[list[Hop]]:
+def calls(carries: Callable[[Any], bool] | None = None) -> Iterator[list[Hop]]:
     """Collect the calls of the package's functions, in this thread and in those that begin meanwhile.
 
-    A coroutine's wake-up is a call, too.
+    With `carries`, only calls with an argument that it accepts. A coroutine's wake-up is a call, too.
     """
     root, found = f"{PACKAGE}/", list[Hop]()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
+        if event != "call" or not code.co_filename.startswith(root) or code.co_name.startswith("<"):
+            return
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if carries is None or any(carries(frame.f_locals.get(name)) for name in names):
             found.append(Hop(code.co_filename.removeprefix(root), code.co_qualname.replace("<locals>.", "")))
 
     before = sys.getprofile()
@@ -76,29 +77,3 @@ def first_missing(hops: Sequence[Hop], called: Iterable[Hop]) -> Hop | None:
     """Return the first hop that is not called behind those before it; None if all are."""
     calls = iter(called)
     return next((hop for hop in hops if hop not in calls), None)
-
-
-def hops(run: Callable[[], object], carries: Callable[[Any], bool]) -> list[tuple[str, str]]:
-    """Call `run`; file and qualified name of every call of a function of warmkv with an argument that `carries` it."""
-    calls: list[tuple[str, str]] = []
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
-            return
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if any(carries(frame.f_locals.get(name)) for name in names):
-            calls.append((str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname))
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def numbered(heading: str) -> list[tuple[str, str]]:
-    """File and function of every numbered hop that a section draws: a number, a file, a function."""
-    _, _, section = PAGE.read_text().partition(f"\n{heading}\n")
-    return [(file, function) for _, file, function in HOP.findall(section.split("\n#")[0])]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.hops import hops, numbered
+from tests.hops import Hop, calls, drawn
 from tests.unit.simulator.conversations import config, record
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cluster.replica import Job
@@ -15,7 +15,7 @@ from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.traces.columns import Row
 from warmkv.simulator.workload.source import Source, read
 
-QUEUED = ("policies/fair_queue.py", "FairQueue.push")
+QUEUED = Hop("policies/fair_queue.py", "FairQueue.push")
 LINES = {
     "An access log": replace(record(1.0, [1] * 20, 3, name="a"), api="chat").to_json(),
     "A public trace": json.dumps({"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]}),
@@ -41,9 +41,10 @@ def test_the_way_of_a_line_is_as_drawn(tmp_path, name):
             return line in value
         return isinstance(value, Row | RequestRecord | Job) or (isinstance(value, dict) and keys <= value.keys())
 
-    calls = hops(lambda: replayed(path), carries)
-    assert calls.index(QUEUED) + 1 <= MOST_HANDED_ON
-    functions = list(dict.fromkeys(calls))
+    with calls(carries) as handed_on:
+        replayed(path)
+    assert handed_on.index(QUEUED) + 1 <= MOST_HANDED_ON
+    functions = list(dict.fromkeys(handed_on))
     queued = functions.index(QUEUED) + 1
-    assert functions[:queued] == numbered(f"#### {name}")
-    assert functions[queued:] == numbered("#### In the cluster")
+    assert functions[:queued] == drawn(f"#### {name}")
+    assert functions[queued:] == drawn("#### In the cluster")
