@@ -61,7 +61,7 @@ class DemoRow:
 
     @property
     def passed(self) -> bool:
-        """Warm requests read the cache, and every answer is right whose fact the policy kept."""
+        """Return True if warm requests read the cache and every answer is right whose fact the policy kept."""
         warm = all(reply.read > 0 for reply in self.replies[1:]) and self.replies[0].read == 0
         return warm and all(right for right, known in zip(self.right, self.expected, strict=True) if known)
 
@@ -162,7 +162,7 @@ def ask_all(
 
 
 def still_known(policy: str, prompt_tokens: int, depth: float) -> bool:
-    """Whether a fact at this depth survives; only windows give up tokens whatever they say."""
+    """Return True if a fact at this depth survives; only windows give up tokens whatever they say."""
     spec = PolicySpec.model_validate(policy)
     if not spec.method.recent_only:
         return True

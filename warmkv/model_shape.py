@@ -55,17 +55,17 @@ class ModelShape(BaseModel):
 
     @property
     def head_weights(self) -> int:
-        """Parameters between the last layer and the logits."""
+        """Return the parameters between the last layer and the logits."""
         return self.hidden * self.vocabulary
 
     @property
     def layer_weights(self) -> int:
-        """Parameters of all layers, all experts included."""
+        """Return the parameters of all layers, all experts included."""
         return self.layers * (self._attention + self.experts * (self._mlp + (self.hidden if self.experts > 1 else 0)))
 
     @property
     def active_weights(self) -> int:
-        """Parameters of all layers that a token is multiplied with."""
+        """Return the parameters of all layers that a token is multiplied with."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.layers * (self._attention + router + self.experts_per_token * self._mlp)
 

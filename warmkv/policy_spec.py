@@ -106,7 +106,7 @@ class PolicyParts(BaseModel):
 
     @cached_property
     def method(self) -> Method:
-        """The method of this policy. Kept, for the simulator asks it of every request."""
+        """Return the method of this policy. Kept, for the simulator asks it of every request."""
         return METHODS[self.name](self)  # type: ignore[arg-type]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -127,18 +127,18 @@ class PolicyParts(BaseModel):
 
     @property
     def storage_format(self) -> StorageFormat:
-        """The format that `storage` names."""
+        """Return the format that `storage` names."""
         return STORAGES[self.storage]
 
     @property
     def stored_as(self) -> dict[str, Any]:
-        """The storage and its knob, for another policy that keeps entries as this one does."""
+        """Return the storage and its knob, for another policy that keeps entries as this one does."""
         residual = {"residual": self.residual} if self.storage_format.group > 1 else {}
         return {"storage": self.storage, **residual}
 
     @property
     def label(self) -> str:
-        """The short form: `name@budget`, parts and knobs that are not at their default."""
+        """Return the short form: `name@budget`, parts and knobs that are not at their default."""
         method = METHODS[self.name]
         head = f"{self.name}@{self.budget}" if method.has_budget else self.name
         if self.decode != method.decode:
@@ -310,7 +310,7 @@ def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def split_policies(text: str) -> tuple[str, ...]:
-    """`a,b:knob=1,knob=2,c` in pieces: what reads `knob=value` belongs to the policy before it."""
+    """Split `a,b:knob=1,knob=2,c`: what reads `knob=value` belongs to the policy before it."""
     return tuple(piece.strip() for piece in re.split(r",(?!\s*\w+=)", text) if piece.strip())
 
 

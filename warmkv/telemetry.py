@@ -24,7 +24,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The series name in Prometheus; for a histogram, without `_bucket`, `_sum` and `_count`."""
+        """Return the series name in Prometheus; for a histogram, without `_bucket`, `_sum` and `_count`."""
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 

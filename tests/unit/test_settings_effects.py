@@ -82,7 +82,7 @@ EFFECTS = {
         "test_a_model_s_own_prices_are_used": ["pricing.models"],
     },
     "tests/unit/measuring/test_profiling.py": {"test_what_does_not_fit_in_memory_is_left_out": ["engine.kv_bytes"]},
-    "tests/unit/platform/test_access.py": {
+    "tests/unit/platform/gateway/test_access.py": {
         "test_what_is_switched_off_for_everybody_is_refused_by_name": ["compression.allow_request_policy"],
         "test_beyond_loopback_it_listens_with_tenants_or_where_that_was_asked_for": ["gateway.allow_open"],
         "test_options_of_a_request_are_rights_where_there_are_tenants": ["gateway.tenants", "gateway.rights"],
@@ -95,7 +95,7 @@ EFFECTS = {
         ],
         "test_only_so_many_files_are_kept": ["gateway.access_log_files"],
     },
-    "tests/unit/platform/test_contract.py": {
+    "tests/unit/platform/gateway/test_contract.py": {
         "test_a_minimum_of_its_own": ["prefix_cache.min_tokens"],
         "test_an_operator_s_own_ttl_is_billed_and_expires": ["prefix_cache.ttls", "pricing.write"],
         "test_a_time_out_is_504_and_in_a_stream_an_event": ["gateway.request_timeout_seconds"],
@@ -104,7 +104,7 @@ EFFECTS = {
         "test_memory_is_bounded_and_what_is_left_out_is_counted": ["directory.max_blocks"],
         "test_the_limits_hold_for_all_shards_together": ["directory.shards"],
     },
-    "tests/unit/platform/test_intake.py": {
+    "tests/unit/platform/gateway/test_intake.py": {
         "test_a_limit_is_refused_by_its_name_and_takes_what_it_allows": [
             "gateway.intake.max_depth",
             "gateway.intake.max_values",
@@ -118,7 +118,7 @@ EFFECTS = {
         "test_a_slow_body_is_refused_in_time_and_pins_nothing": ["gateway.intake.read_seconds"],
         "test_more_open_requests_than_the_gateway_takes_are_refused_as_its_apis_say_it": ["gateway.max_requests"],
     },
-    "tests/unit/platform/test_limits.py": {
+    "tests/unit/platform/gateway/test_limits.py": {
         "test_requests_a_minute": ["gateway.limits.requests_per_minute"],
         "test_tokens_a_minute_are_settled_by_what_was_used": ["gateway.limits.tokens_per_minute"],
         "test_requests_at_a_time_and_the_share_of_the_queue": [
@@ -129,8 +129,8 @@ EFFECTS = {
     "tests/unit/platform/test_live_config_api.py": {
         "test_the_next_answer_is_under_the_new_policy_and_prices": ["compression.policy", "pricing.output"],
     },
-    "tests/unit/platform/test_messages.py": {"test_a_full_queue_is_overloaded": ["engine.max_queue"]},
-    "tests/unit/platform/test_overload.py": {
+    "tests/unit/platform/gateway/test_messages.py": {"test_a_full_queue_is_overloaded": ["engine.max_queue"]},
+    "tests/unit/platform/gateway/test_overload.py": {
         "test_a_gateway_takes_what_replicas_and_queues_hold": ["cluster.replicas"],
     },
     "tests/unit/platform/test_packs.py": {
@@ -139,7 +139,7 @@ EFFECTS = {
         "test_packs_are_neither_evicted_nor_forgotten": ["prefix_cache.memory_bytes"],
         "test_a_pack_goes_to_host_memory_where_the_device_has_no_room": ["prefix_cache.host.memory_bytes"],
     },
-    "tests/unit/platform/test_resume.py": {
+    "tests/unit/platform/gateway/test_resume.py": {
         "test_a_replica_that_is_busy_with_others_gives_signs_of_life": ["engine.max_slots"],
         "test_after_so_many_retries_the_last_fault_is_raised": ["gateway.retries"],
         "test_without_resuming_only_what_had_not_begun_is_sent_again": ["gateway.resume"],
@@ -174,10 +174,10 @@ EFFECTS = {
     "tests/unit/replicas/test_device_memory.py": {
         "test_replicas_share_what_they_are_on": ["cluster.cpus_per_replica", "cluster.gpus_per_replica"],
     },
-    "tests/unit/replicas/test_forward.py": {
+    "tests/unit/replicas/slots/test_forward.py": {
         "test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again": ["engine.compile"],
     },
-    "tests/unit/replicas/test_preemption.py": {
+    "tests/unit/replicas/engine/test_preemption.py": {
         "test_one_is_set_aside_after_a_while_within_the_limit_of_bytes_unless_that_is_off": [
             "engine.preempt_seconds",
             "engine.parked_bytes",
@@ -191,7 +191,7 @@ EFFECTS = {
         ],
         "test_one_tenant_cannot_evict_another_below_its_share": ["prefix_cache.tenant_share"],
     },
-    "tests/unit/replicas/test_self_check.py": {"test_the_check_can_be_turned_off": ["engine.self_check"]},
+    "tests/unit/replicas/loading/test_self_check.py": {"test_the_check_can_be_turned_off": ["engine.self_check"]},
     "tests/unit/simulator/cache/test_late_index.py": {
         "test_routers_send_elsewhere_what_they_do_not_know_to_be_warm": ["simulator.index_delay"],
     },

@@ -73,7 +73,7 @@ class JsonOptions:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else is printed."""
+        """Return True if nothing else is printed."""
         return self.json_file == "-"
 
     def give(self, document: object, show: Callable[[], object]) -> None:

@@ -174,7 +174,7 @@ def _name(variant: variants.Variant) -> str:
 
 
 def _given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line, rather than having its default."""
+    """Return True if an option stands on the command line, rather than having its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -38,7 +38,7 @@ class ClusterConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Replicas that there may be."""
+        """Return the most replicas that there may be."""
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
 
     @model_validator(mode="after")

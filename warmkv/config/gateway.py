@@ -71,17 +71,17 @@ class GatewayConfig(Section):
 
     @property
     def beat_seconds(self) -> float:
-        """Longest silence of a replica whose engine goes on; then it says so."""
+        """Return the longest silence of a replica whose engine goes on; then it says so."""
         return self.stall_seconds / 12
 
     @property
     def hung_seconds(self) -> float:
-        """Step of the engine after which Serve replaces the replica."""
+        """Return the step of the engine after which Serve replaces the replica."""
         return 5 * self.stall_seconds
 
     @property
     def is_open(self) -> bool:
-        """True where no tenants are configured, so that any key is accepted."""
+        """Return True where no tenants are configured, so that any key is accepted."""
         return not self.tenants and self.tenants_file is None
 
     @model_validator(mode="after")

@@ -20,5 +20,5 @@ class ModelConfig(Section):
 
     @property
     def name(self) -> str:
-        """The name under which the APIs serve the model."""
+        """Return the name under which the APIs serve the model."""
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]

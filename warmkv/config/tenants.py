@@ -30,7 +30,7 @@ class KeyHolder(Section):
 
     @property
     def all_keys(self) -> tuple[KeyConfig, ...]:
-        """Every key of the holder."""
+        """Return every key of the holder."""
         return (*(() if self.key_sha256 is None else (KeyConfig(sha256=self.key_sha256),)), *self.keys)
 
     @model_validator(mode="after")

@@ -39,12 +39,12 @@ class Config(Section):
 
     @property
     def prices(self) -> Prices:
-        """The prices of the model that is served."""
+        """Return the prices of the model that is served."""
         return self.pricing.of(self.model.name)
 
     @property
     def ongoing_requests(self) -> int:
-        """Requests that Serve sends to one replica at a time."""
+        """Return the requests that Serve sends to one replica at a time."""
         return self.engine.max_slots + self.engine.max_queue
 
     @model_validator(mode="after")

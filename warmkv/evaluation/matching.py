@@ -68,7 +68,7 @@ def with_budget(spec: PolicySpec, tokens: int) -> PolicySpec:
 
 
 def allowed_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int, share: float) -> int:
-    """`share` of the full cache's bytes, rounded down to a byte."""
+    """Return `share` of the full cache's bytes, rounded down to a byte."""
     return int(share * full_bytes(shape, prompt_tokens, new_tokens) + 1e-6)
 
 

@@ -88,7 +88,7 @@ class RunFolder:
         _write(self._part(part), pa.Table.from_pylist(list(rows), schema=schema))
 
     def merge(self, parts: Iterable[str]) -> None:
-        """`results.parquet` from the parts in this order, and `stream.parquet` if there is one."""
+        """Write `results.parquet` from the parts in this order, and `stream.parquet` if there is one."""
         tables = [pq.read_table(self._part(part)) for part in parts]
         _write(self.path / "results.parquet", pa.concat_tables(tables) if tables else SCHEMA.empty_table())
         if self.has(STREAM):

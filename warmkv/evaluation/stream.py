@@ -82,7 +82,7 @@ def _matched(model: LoadedModel, spec: PolicySpec, prompt: int, new: int, allowe
 
 
 def _turns(spec: PolicySpec) -> bool:
-    """Whether its cache can be turned back to small positions, without which a stream ends at the model's range.
+    """Return True if its cache can be rerotated to small positions, without which a stream ends at the model's range.
 
     Sinks beside packed groups stay as they were cached, which only StreamingLLM makes good.
     """

@@ -129,7 +129,7 @@ def stream_summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def document(meta: Row, entries: Sequence[SummaryRow], stream: Sequence[Row]) -> Row:
-    """`summary.json`: what the simulator reads as the measured quality of a policy at a budget."""
+    """Build `summary.json`: what the simulator reads as the measured quality of a policy at a budget."""
     return {
         "meta": meta,
         "policies": [
@@ -145,6 +145,6 @@ def _perplexity(rows: Sequence[Row]) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of at least one value."""
+    """Return the mean of at least one value."""
     values = list(values)
     return math.fsum(values) / len(values)

@@ -95,12 +95,12 @@ class Task:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer knows how its model takes chats."""
+    """Return True if a tokenizer knows how its model takes chats."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def decoded_tokens(length: int) -> int:
-    """How many of the last tokens are decoded where a task is about decoding itself."""
+    """Count the last tokens that are decoded where a task is about decoding itself."""
     return max(48, min(128, length // 16))
 
 

@@ -66,7 +66,7 @@ class Bench:
 
 
 def measurements(plan: BenchPlan) -> int:
-    """How often `run` reports progress."""
+    """Count the reports of progress that `run` makes."""
     cells = len(plan.specs()) * len(plan.lengths)
     return len(plan.specs()) + cells * plan.repeats * (len(plan.batches) + plan.prefill)
 

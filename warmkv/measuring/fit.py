@@ -74,7 +74,7 @@ def _error(relative: Floats) -> ErrorOfFit:
 
 
 def _robust(design: Floats) -> Floats:
-    """x >= 0 with design @ x near 1, outliers weighing less the farther they are."""
+    """Solve x >= 0 with design @ x near 1, outliers weighing less the farther they are."""
     weights = np.ones(len(design))
     solution = np.zeros(design.shape[1])
     for _ in range(ROUNDS):

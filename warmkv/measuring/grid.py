@@ -61,10 +61,10 @@ def decodes(lengths: Sequence[int], batches: Sequence[int]) -> list[Decode]:
 
 
 def chunk_fits(chunk: Chunk, spec: PolicySpec, shape: KVShape, kv_bytes: int) -> bool:
-    """Whether the engine could hold the prompt meanwhile."""
+    """Return True if the engine could hold the prompt meanwhile."""
     return workspace_bytes(spec, shape, chunk.end + 1) <= kv_bytes
 
 
 def decode_fits(cell: Decode, spec: PolicySpec, shape: KVShape, kv_bytes: int, new_tokens: int) -> bool:
-    """Whether the engine could hold the slots."""
+    """Return True if the engine could hold the slots."""
     return cell.batch * slot_bytes(cell.spec(spec), shape, cell.prompt, new_tokens) <= kv_bytes

@@ -145,7 +145,7 @@ def _read_policy(text: str) -> PolicySpec:
 
 
 def split_numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """`1,4,8` as numbers; None stays None. Raises MeasureError."""
+    """Parse `1,4,8` as numbers; None stays None. Raises MeasureError."""
     if text is None:
         return None
     try:

@@ -57,7 +57,7 @@ class Profiler:
 
     @property
     def measurements(self) -> int:
-        """How often `run` reports progress."""
+        """Count the reports of progress that `run` makes."""
         return len(self._specs) + self._plan.repeats * (len(self._chunks) + len(self._decodes))
 
     def run(self, progress: Progress) -> list[Measurement]:

@@ -23,5 +23,5 @@ class Spread:
 
     @property
     def share(self) -> float:
-        """Half the range as a share of the median."""
+        """Return half the range as a share of the median."""
         return (self.most - self.least) / 2 / self.median if self.median else 0.0

@@ -37,7 +37,7 @@ class Batch:
 
 @torch.inference_mode()
 def random_keys_and_values(model: LoadedModel, tokens: int, seed: int) -> Tensor:
-    """Of a whole prompt: [2, layers, kv_heads, tokens, head_dim]."""
+    """Draw keys and values of a whole prompt: [2, layers, kv_heads, tokens, head_dim]."""
     shape, generator = model.kv_shape, torch.Generator(model.device).manual_seed(seed)
     size = (2, shape.layers, shape.kv_heads, tokens, shape.head_dim)
     return torch.randn(size, generator=generator, dtype=model.dtype, device=model.device)

@@ -70,7 +70,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
 
 
 def _size(cluster: ClusterConfig) -> dict[str, Any]:
-    """How many replicas there are, as Serve wants it said."""
+    """Return the number of replicas as Serve's options."""
     scaling = cluster.autoscaling
     if scaling is None:
         return {"num_replicas": cluster.replicas}

@@ -89,7 +89,7 @@ class PrefixDirectory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index and, in round figures, of the log."""
+        """Return the bytes of the index and, in round figures, of the log."""
         return self._index.nbytes + self._logged * _LOGGED_BYTES
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:

@@ -116,7 +116,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that no line takes; below 0 where limits exceed what is given."""
+        """Return the bytes that no line takes; below 0 where limits exceed what is given."""
         return self.given.bytes - sum(line.bytes for line in self.lines)
 
     @property
@@ -146,7 +146,7 @@ class MemoryPlan:
 
     @property
     def summary(self) -> str:
-        """The plan in one line."""
+        """Return the plan in one line."""
         items = ", ".join(f"{line.name} {amount(line.bytes)}" for line in self.lines if line.bytes)
         return f"memory of a replica on {self.device}: {amount(self.given.bytes)} = {items}, left {amount(self.left)}"
 

@@ -29,7 +29,7 @@ class Lifetimes:
         return cls(config.ttls, config.ttls[config.default_ttl], config.automatic)
 
     def stored_blocks(self, marks: Sequence[Mark], blocks: int, size: int) -> int:
-        """How many of the full blocks of a prompt, each of `size` tokens, are stored when it is computed."""
+        """Count the full blocks of a prompt, each of `size` tokens, that are stored when it is computed."""
         if self.automatic:
             return blocks
         return max((mark.position // size for mark in marks), default=0)

@@ -94,13 +94,13 @@ class TierIndex:
 
     @property
     def next_deadline(self) -> float:
-        """No entry expires before this time; infinite if none ever does."""
+        """Return the earliest time at which an entry can expire; infinite if none ever does."""
         first = self._deadlines.first()
         return first[0][0] if first else math.inf
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that somebody is reading."""
+        """Return the bytes that requests are reading."""
         return self._pinned
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class TierIndex:
         return len(chain)
 
     def has_mark(self, key: bytes, now: float) -> bool:
-        """Whether a breakpoint was written at exactly this prefix and may still be read."""
+        """Return True if a breakpoint was written at exactly this prefix and may still be read."""
         entry = self._entries.get(key)
         return entry is not None and entry.mark_expires_at > now
 
@@ -296,7 +296,10 @@ class TierIndex:
         life: Callable[[int], tuple[float, float, float, float, int]],
         admission: StoreOutcome,
     ) -> tuple[list[Entry], StoreOutcome]:
-        """As much of a chain as fits, and what that did. The chain is pinned meanwhile: it must not displace itself."""
+        """Insert as much of a chain as fits, and return the outcome.
+
+        The chain is pinned meanwhile, so as not to evict itself.
+        """
         present = self.match(chain, now)
         held = self._pin([self._entries[key] for key in chain[:present]])
         for at in range(present, len(chain)):

@@ -67,12 +67,12 @@ class RowKind:
 
     @property
     def aged(self) -> bool:
-        """Whether the age of every entry is kept."""
+        """Return True if the age of every entry is kept."""
         return self.decode == "argmin" or self.window > 0
 
     @property
     def grouped(self) -> bool:
-        """Whether new entries wait in the tail until a whole group of them is packed."""
+        """Return True if new entries wait in the tail until a whole group of them is packed."""
         return self.tail > 0
 
 

@@ -68,7 +68,7 @@ class PrefixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index takes, keys and masks included, as the allocator rounds them."""
+        """Return the bytes that the index takes, keys and masks included, as the allocator rounds them."""
         mask = _allocated(1 << _WIDTH * len(self._shifts))
         shared = sys.getsizeof(self._shared) + len(self._shared) * mask
         return sys.getsizeof(self._masks) + len(self._masks) * _allocated(bytes(KEY_BYTES)) + shared

@@ -135,11 +135,11 @@ class Replica:
     async def _ask(self, wanted: BlocksWanted) -> BlockPayloads:
         response = self._lend.remote(wanted)
         try:
-            lent: BlockPayloads = await response
+            payloads: BlockPayloads = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-        return lent
+        return payloads
 
     def status(self) -> dict[str, Any]:
         """Return the present load and contents of the replica."""
@@ -177,7 +177,7 @@ class Replica:
         log.info("%d blocks were handed over in %.1f s", taken, time.monotonic() - began)
 
     def _others_run(self) -> bool:
-        """Whether Serve goes on with replicas of this deployment."""
+        """Return True if Serve goes on with replicas of this deployment."""
         from ray import serve
 
         application = serve.status().applications.get(self._context.app_name)

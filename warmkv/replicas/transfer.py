@@ -33,7 +33,7 @@ Result = Literal["fetched", "empty", "slower", "late", "failed"]
 class BlockPayloads:
     """What a donor has of the blocks that were wanted, and whether there is more to ask for."""
 
-    parcels: tuple[BlockPayload, ...] = ()
+    payloads: tuple[BlockPayload, ...] = ()
     more: bool = False
 
 
@@ -42,7 +42,7 @@ class BlocksOffered(ToReplica):
     """Blocks for another replica, from one that is stopped."""
 
     identity: Mapping[str, Any]  # of the KV
-    parcels: tuple[BlockPayload, ...]
+    payloads: tuple[BlockPayload, ...]
 
 
 class Transfers:
@@ -113,11 +113,11 @@ class Transfers:
             async with asyncio.timeout(self._config.timeout_seconds), self._fetching:
                 began = self._clock()
                 while more and (first := store.leading(keys)[0]) < len(keys):
-                    lent = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
-                    blocks = await asyncio.to_thread(self._unpack, lent.parcels)
+                    answer = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
+                    blocks = await asyncio.to_thread(self._unpack, answer.payloads)
                     held = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
-                    nbytes += sum(parcel.nbytes for parcel in lent.parcels)
-                    more = lent.more and held == len(blocks)  # the store's limits may not let all of it in
+                    nbytes += sum(payload.nbytes for payload in answer.payloads)
+                    more = answer.more and held == len(blocks)  # the store's limits may not let all of it in
             result = "fetched" if nbytes else "empty"
         except TimeoutError:
             result = "late"
@@ -141,10 +141,10 @@ class Transfers:
         policy = budgets.in_force(request.policy, tokens, request.sampling.max_tokens)
         return BlocksWanted(donor, store.identity.document(), keys, tails, budgets.needs_column_sums(policy, tokens))
 
-    def _unpack(self, parcels: Sequence[BlockPayload]) -> list[StoredBlock]:
+    def _unpack(self, payloads: Sequence[BlockPayload]) -> list[StoredBlock]:
         """Blocks as the first tier keeps them, in a thread beside the engine's. Raises PayloadError."""
         place, identity = self._engine.store.places[0], self._engine.store.identity
-        blocks = [unseal(parcel, identity, ("model", place.tier.storage)) for parcel in parcels]
+        blocks = [unseal(payload, identity, ("model", place.tier.storage)) for payload in payloads]
         return [(header, place.converted(packed)) for header, packed in blocks]
 
     def _count(self, result: Result) -> None:
@@ -161,8 +161,8 @@ class Transfers:
         choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
         async with self._lending:
             blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
-            parcels = await asyncio.to_thread(_sealed, blocks)
-        return BlockPayloads(parcels, more)
+            payloads = await asyncio.to_thread(_sealed, blocks)
+        return BlockPayloads(payloads, more)
 
     # --- who leaves, and who stays
 
@@ -187,9 +187,9 @@ class Transfers:
                 count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= config.piece_bytes, sizes)))
                 piece = [blocks[key] for key, _ in keys[:count]]
                 try:
-                    parcels = await asyncio.to_thread(_sealed, piece)
+                    payloads = await asyncio.to_thread(_sealed, piece)
                     async with asyncio.timeout(config.timeout_seconds):
-                        taken += await offer(BlocksOffered(peer, store.identity.document(), parcels))
+                        taken += await offer(BlocksOffered(peer, store.identity.document(), payloads))
                 except Exception as error:
                     log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
                     return list(dict.fromkeys(chain for _, chain in keys))
@@ -221,9 +221,9 @@ class Transfers:
         store = self._engine.store
         if not store.enabled or store.identity.differs(offered.identity):
             return 0
-        blocks = await asyncio.to_thread(self._unpack, offered.parcels)
+        blocks = await asyncio.to_thread(self._unpack, offered.payloads)
         taken = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
-        self._recorder.add(telemetry.HANDED_BYTES, sum(parcel.nbytes for parcel in offered.parcels))
+        self._recorder.add(telemetry.HANDED_BYTES, sum(payload.nbytes for payload in offered.payloads))
         return taken
 
 

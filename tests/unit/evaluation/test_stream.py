@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.evaluation.conftest import CONTEXT
-from tests.unit.replicas.test_sliding import sliding_model
+from tests.unit.replicas.slots.test_sliding import sliding_model
 from warmkv.evaluation import stream
 from warmkv.evaluation.plan import bounded, read_policy
 from warmkv.evaluation.results import RECOMPUTED

@@ -218,14 +218,14 @@ async def nothing(wanted: BlocksWanted) -> BlockPayloads:
 def spoilt(replicas: Pair) -> Callable[[BlocksWanted], Any]:
     async def lend(wanted: BlocksWanted) -> BlockPayloads:
         lent = await replicas.a.lend(wanted)
-        return replace(lent, parcels=tuple(replace(one, arrays=(one.arrays[0][:-1],)) for one in lent.parcels))
+        return replace(lent, payloads=tuple(replace(one, arrays=(one.arrays[0][:-1],)) for one in lent.payloads))
 
     return lend
 
 
 def shuffled(replicas: Pair) -> Callable[[BlocksWanted], Any]:
     async def lend(wanted: BlocksWanted) -> BlockPayloads:
-        return replace(lent := await replicas.a.lend(wanted), parcels=lent.parcels[::-1], more=True)
+        return replace(lent := await replicas.a.lend(wanted), payloads=lent.payloads[::-1], more=True)
 
     return lend
 
@@ -416,7 +416,7 @@ def test_what_another_replica_holds_is_left_out_and_the_rest_goes_there(models):
 
             seen: list[BlocksOffered] = []
             assert await replicas.a.hand_over(["b", "c", "d"], holders, offers(replicas, seen)) == 4
-            assert [(one.replica, len(one.parcels)) for one in seen] == [("b", 4)]  # three blocks and the tail
+            assert [(one.replica, len(one.payloads)) for one in seen] == [("b", 4)]  # three blocks and the tail
             _, started = await replicas.run(1, make_request(TOKENS, reads=[61], name="read"))
             assert started.hit == 61
 

@@ -46,7 +46,7 @@ def word_split(word: str) -> Split:
 
 @cache
 def _library() -> tuple[tuple[str, str], ...]:
-    """(relative path, text) of every standard-library module that takes part, sorted by path."""
+    """Return (relative path, text) of every standard-library module that takes part, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -103,7 +103,7 @@ class World:
         return known
 
     def keys(self, rng: random.Random, count: int) -> list[str]:
-        """`count` distinct key words of the split.
+        """Draw `count` distinct key words of the split.
 
         In training a part of them is invented from two halves of words, so that matching pays and remembering does not.
         """

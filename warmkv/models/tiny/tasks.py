@@ -118,7 +118,7 @@ class TaskSample:
 
     @property
     def turns(self) -> tuple[QuestionTurn, ...]:
-        """All questions with their answers, the last one being the sample's own."""
+        """Return all questions with their answers, the last one being the sample's own."""
         return (*self.earlier, QuestionTurn(self.question, self.answer))
 
     def messages(self) -> list[dict[str, str]]:

@@ -81,13 +81,13 @@ async def resumed(
     """
     clock = asyncio.get_running_loop().time
     admitted, started, sent = False, False, 0  # characters
-    drawn: list[int] = []
+    output_ids: list[int] = []
     attempts: tuple[Attempt, ...] = ()
     failed = 0
     full: list[Exception] = []
     while True:
         name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
-        attempt = Attempt(replace(request, id=name, resume=tuple(drawn)), attempts, routing)
+        attempt = Attempt(replace(request, id=name, resume=tuple(output_ids)), attempts, routing)
         own: list[int] = []
         length = 0
         outcome: Outcome = "none"
@@ -105,7 +105,7 @@ async def resumed(
                             yield event
                     elif isinstance(event, Delta):
                         own += event.tokens
-                        drawn = max(drawn, own, key=len)
+                        output_ids = max(output_ids, own, key=len)
                         length += len(event.text)
                         if length > sent:
                             new, sent = event.text[sent - length :], length

@@ -20,7 +20,7 @@ class StepState(Protocol):
     """Where a step keeps its keys and values."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """q [batch, q_heads, n, head_dim], k and v [batch, kv_heads, n, head_dim]; returns the shape of q."""
+        """Attend q [batch, q_heads, n, head_dim] to k and v [batch, kv_heads, n, head_dim]; returns the shape of q."""
         ...
 
 

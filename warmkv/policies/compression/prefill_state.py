@@ -164,7 +164,9 @@ class PrefillState:
         self._masks = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """q [1, q_heads, n, head_dim], k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of q."""
+        """Attend q [1, q_heads, n, head_dim] to k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of
+        q.
+        """
         start, end = self.computed, self.computed + self._chunk
         softmax = self._softmaxes[layer] = replace(softmax, window=self.window(layer))
         self.keys[layer, :, start:end] = key[0]

@@ -26,12 +26,12 @@ StoredBlock = tuple[Header, Packed]
 
 
 class PayloadError(ValueError):
-    """A parcel that is not what it should be."""
+    """A payload that is not a block of this identity and format."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPayload:
-    """A block as it travels. Times in the header are seconds that are left."""
+    """A block on the wire. Times in the header are remaining seconds."""
 
     header: Header
     arrays: tuple[np.ndarray[Any, Any], ...]  # bytes of each part
@@ -43,9 +43,9 @@ class BlockPayload:
         return sum(array.nbytes for array in self.arrays)
 
 
-def seal(lent: StoredBlock) -> BlockPayload:
+def seal(stored: StoredBlock) -> BlockPayload:
     """Pack a block for transfer. It shares the memory of a block on a CPU, and copies from a GPU."""
-    header, packed = lent
+    header, packed = stored
     parts = [part.cpu().contiguous() for part in packed.parts]
     return BlockPayload(
         header,
@@ -55,23 +55,23 @@ def seal(lent: StoredBlock) -> BlockPayload:
     )
 
 
-def unseal(parcel: BlockPayload, identity: Identity, formats: Sequence[str]) -> StoredBlock:
+def unseal(payload: BlockPayload, identity: Identity, formats: Sequence[str]) -> StoredBlock:
     """Unpack a transferred block into memory of its own.
 
     Raises PayloadError unless it is a block of this identity in one of these formats, of exactly the right size.
     """
-    header = parcel.header
+    header = payload.header
     whole = 0 < header.tokens <= identity.block_size and header.plain == header.tokens * identity.shape.token_bytes
     if header.tokens and not (whole and header.storage in formats):
         raise PayloadError(f"{header.tokens} tokens in {header.plain} bytes as {header.storage} are no block of ours")
     for time in (header.ttl, header.expires_at, header.mark_ttl, header.mark_expires_at):
         if time is not None and not math.isfinite(time):
             raise PayloadError("its lives are no times")
-    kinds = tuple(zip(parcel.dtypes, parcel.shapes, strict=True))
+    kinds = tuple(zip(payload.dtypes, payload.shapes, strict=True))
     if kinds != _kinds(header, identity):
         raise PayloadError(f"{kinds} is not what {header.tokens} tokens up to {header.end} consist of")
     parts = []
-    for array, (dtype, shape) in zip(parcel.arrays, kinds, strict=True):
+    for array, (dtype, shape) in zip(payload.arrays, kinds, strict=True):
         size = math.prod(shape) * getattr(torch, dtype).itemsize
         if array.dtype != np.uint8 or array.shape != (size,):
             raise PayloadError(f"{array.shape} bytes are not {size}")
@@ -103,11 +103,11 @@ def lend(
     no more of the chain than there are column sums for, and these as well.
     """
     present = next((at for at, key in enumerate(keys) if store.find(key) is None), len(keys))
-    beside = [lent for key in tails if (lent := _find(store, key)) is not None]
+    beside = [stored for key in tails if (stored := _find(store, key)) is not None]
     if sums:
         ends = {key: at for at, key in enumerate(keys[:present])}
         ends |= {bytes.fromhex(tail.key): ends.get(tail.parent_key or b"", -1) for tail, _ in beside}
-        summed = {key: lent for key in ends if (lent := _find(store, sums_key(key))) is not None}
+        summed = {key: stored for key in ends if (stored := _find(store, sums_key(key))) is not None}
         present = 1 + max((ends[key] for key in summed), default=-1)
         beside += summed.values()
         if not summed:
@@ -115,13 +115,13 @@ def lend(
     found: list[StoredBlock] = []
     total = 0
     for key in keys[:present]:
-        lent = _find(store, key)
-        if lent is None:
+        stored = _find(store, key)
+        if stored is None:
             break
-        total += lent[1].nbytes
+        total += stored[1].nbytes
         if found and total > most:
             return found, True
-        found.append(lent)
+        found.append(stored)
     return found + beside, False
 
 
@@ -153,15 +153,15 @@ def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict
     for end in (end for index in indexes for end in index.by_worth()):
         chain = [entry.key for entry in end.path()]
         for held, key in enumerate(chain):
-            lent = found.get(key) or _find(store, key)
-            if lent is None:  # on disk alone, say: nothing can follow it
+            stored = found.get(key) or _find(store, key)
+            if stored is None:  # on disk alone, say: nothing can follow it
                 chain = chain[:held]
                 break
             if key not in found:
-                most -= lent[1].nbytes
+                most -= stored[1].nbytes
                 if most < 0:
                     return [*chains, tuple(chain[:held])] if held else chains, found
-                found[key] = lent
+                found[key] = stored
         if chain:
             chains.append(tuple(chain))
     return chains, found

@@ -66,13 +66,13 @@ class BlockStore:
         *,
         wake: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
-        lanes: IOThreads | None = None,
+        io_threads: IOThreads | None = None,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
         self.clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
-        self._lanes = lanes or Threads()
+        self._io_threads = io_threads or Threads()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
@@ -107,12 +107,12 @@ class BlockStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         return self.tier_bytes.get("device", 0)
 
     @property
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes in each tier."""
+        """Return the bytes in each tier."""
         return {
             t.name: tier_index.bytes
             for t, tier_index in zip(self._cache.tiers.tiers, self._cache.tiers.indexes, strict=True)
@@ -120,22 +120,22 @@ class BlockStore:
 
     @property
     def evicted(self) -> int:
-        """Blocks and tails that left a tier so far to make room, or were dropped."""
+        """Return the blocks and tails that left a tier so far to make room, or were dropped."""
         return sum(self.evictions.values())
 
     @property
     def expired(self) -> int:
-        """Blocks and tails that left a tier so far because their TTL had run out."""
+        """Return the blocks and tails that left a tier so far because their TTL had run out."""
         return sum(self.expiries.values())
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes in all tiers that requests are reading."""
+        """Return the bytes in all tiers that requests are reading."""
         return sum(tier_index.pinned_bytes for tier_index in self._cache.tiers.indexes)
 
     @property
     def moving(self) -> int:
-        """Blocks on their way to a lower tier."""
+        """Return the blocks on their way to a lower tier."""
         return sum(len(place.arriving) for place in self.places)
 
     def full_blocks(self) -> dict[str, list[bytes]]:
@@ -147,7 +147,7 @@ class BlockStore:
 
     @property
     def tiers(self) -> Tiers:
-        """The rules that it carries out."""
+        """Return the rules that it carries out."""
         return self._cache.tiers
 
     def leading(self, hashes: Sequence[bytes]) -> tuple[int, int]:
@@ -184,7 +184,9 @@ class BlockStore:
         return warm
 
     def ready(self, warm: WarmPrefix) -> bool:
-        """Whether everything has been read, or has been waited for long enough; the others may decode until then."""
+        """Return True if everything has been read, or has been waited for long enough; the others may decode until
+        then.
+        """
         return not warm.pending or self.clock() - warm.since >= self._wait_seconds
 
     def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
@@ -283,7 +285,7 @@ class BlockStore:
 
     def close(self) -> None:
         """Finish what is on its way and let the folder go to another process."""
-        self._lanes.close()
+        self._io_threads.close()
         self.settle()
         for place in self.places:
             if place.folder is not None:
@@ -505,4 +507,4 @@ class BlockStore:
             self._done.put(partial(finish, result))
             self._wake()
 
-        self._lanes.submit(lane, run)
+        self._io_threads.submit(lane, run)

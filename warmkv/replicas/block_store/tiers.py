@@ -1,4 +1,4 @@
-"""Where the bytes of one tier are. The engine's thread owns both kinds; what takes long is left to `lanes`."""
+"""Where the bytes of one tier are. The engine's thread owns both kinds; what takes long is left to `io_threads`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TierStorage:
         return self.tier.storage if packed.tokens else "model"
 
     def takes_as_it_is(self, packed: Packed) -> bool:
-        """Whether a block can be put here without a copy."""
+        """Return True if a block can be put here without a copy."""
         alike = packed.storage == self.storage_of(packed)
         return self.folder is None and alike and packed.parts[0].device == self.device
 

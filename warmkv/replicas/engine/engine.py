@@ -405,7 +405,7 @@ class Engine:
 
     def _decode(self) -> None:
         """Decode one token of every running sequence. If the step fails, only the sequences that it fails with end."""
-        drawn = decode(
+        outcome = decode(
             self.scheduler.decoding,
             self.pool,
             self._next_tokens,
@@ -414,12 +414,12 @@ class Engine:
             leave=self._end_here,
             retrying=self._turn,
         )
-        if drawn.tokens:
+        if outcome.tokens:
             self.faults.succeeded()
-        for sequence, token in drawn.tokens:
+        for sequence, token in outcome.tokens:
             self._deliver(sequence, token)
-        if drawn.failed or drawn.left:
-            self._end_failed(drawn.failed, works=bool(drawn.tokens))
+        if outcome.failed or outcome.left:
+            self._end_failed(outcome.failed, works=bool(outcome.tokens))
 
     def _next_tokens(self, state: DecodeState, sequences: list[Sequence]) -> list[int]:
         device = self.model.device
@@ -438,8 +438,8 @@ class Engine:
             temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
             top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
             tokens = sample(logits, temperature, top_p, top_k, uniform)
-        drawn: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
-        return drawn
+        ids: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
+        return ids
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         """Report a drawn token, and end the sequence where it ends.
@@ -525,5 +525,5 @@ class Engine:
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decode steps are compiled on a device."""
+    """Return True if decode steps are compiled on a device."""
     return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")

@@ -32,7 +32,7 @@ class Output:
         self.started: asyncio.Future[Started | None] = loop.create_future()
         self.ended: asyncio.Future[Finished | Failed] = loop.create_future()
         self.beat, self.turns = beat, 0  # when it is due to give a sign of life, and the engine's turns so far
-        self.drawn, self.tokens, self.text = 0, list[int](), ""  # the latter two since the last Delta
+        self.num_output_tokens, self.tokens, self.text = 0, list[int](), ""  # the latter two since the last Delta
         self.end: Finished | Failed | None = None
 
     def fail(self, error: Exception) -> None:
@@ -50,7 +50,7 @@ class Output:
         elif not isinstance(event, int):
             self.end = event
         elif self.detokenizer.stopped_by is None:
-            self.drawn += 1
+            self.num_output_tokens += 1
             self.tokens.append(event)
             self.text += self.detokenizer.push(event)
 
@@ -58,13 +58,13 @@ class Output:
         """Deliver what was taken; returns whether there was any text."""
         stop, end = self.detokenizer.stopped_by, self.end
         if stop is not None:
-            end = Finished("stop", self.drawn, stop)
+            end = Finished("stop", self.num_output_tokens, stop)
         elif isinstance(end, Finished):
             self.text += self.detokenizer.finish()
-            self.drawn = end.output_tokens
+            self.num_output_tokens = end.output_tokens
         told = bool(self.text)
         if told:
-            self.deliver(Delta(self.text, self.drawn, tuple(self.tokens)))
+            self.deliver(Delta(self.text, self.num_output_tokens, tuple(self.tokens)))
             self.text, self.tokens = "", []
         if end is not None:
             self.deliver(end)

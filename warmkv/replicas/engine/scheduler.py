@@ -57,14 +57,14 @@ class Sequence:
 
     @property
     def uniform(self) -> float:
-        """The random number of the next token, in [0, 1)."""
+        """Return the random number of the next token, in [0, 1)."""
         if self.number is None:
             self.number = self.random.random()
         return self.number
 
     @property
     def slot_request(self) -> SlotRequest | None:
-        """What its slot must hold; None if it draws at most the token that follows from the prompt itself."""
+        """Return what its slot must hold; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
         return SlotRequest(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
 
@@ -140,7 +140,7 @@ class Scheduler:
         return None
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether a request has its slot now, and is the one to compute."""
+        """Return True if a request has its slot now, and is the one to compute."""
         if len(self.decoding) >= self.config.max_slots:
             return False
         if sequence.swapped:

@@ -73,12 +73,12 @@ def model_path(config: ModelConfig) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """Resolve `auto` to the first CUDA device where there is one, else the CPU."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Resolve `auto` to bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -163,7 +163,7 @@ def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: 
 
 
 def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
-    """Whether a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
+    """Return True if a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
     if isinstance(rotary.rope_type, dict):  # a rotation for each layer type
         return False
     if rotary.rope_type == "longrope" or 2 * len(rotary.inv_freq) != head_dim:

@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights of a type; it does in float32 on CPUs, where oneDNN is built in."""
+    """Return True if this build of torch packs weights of a type: float32 on CPUs, where oneDNN is built in."""
     operators = torch.ops.mkldnn
     return (
         device.type == "cpu"

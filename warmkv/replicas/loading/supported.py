@@ -1,7 +1,7 @@
 """Model families by transformers `model_type`: those that are served, and why the others are refused.
 
 Only data. A family is listed as served after a random model of it gave the logits of its own plain forward through
-chunked prefill, a reused prefix and decode (`tests/unit/replicas/test_families.py`).
+chunked prefill, a reused prefix and decode (`tests/unit/replicas/loading/test_families.py`).
 """
 
 from __future__ import annotations

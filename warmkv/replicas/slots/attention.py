@@ -22,7 +22,7 @@ def attend_rows(
     bias: Tensor | None,
     softmax: Softmax,
 ) -> Tensor:
-    """q [n, group, d] against keys and values [n, C, d], bias [n, C] (0 is seen, -inf not); returns the shape of q.
+    """Attend q [n, group, d] to keys and values [n, C, d], bias [n, C] (0 is seen, -inf not); returns the shape of q.
 
     K and V are not repeated: the query heads of a group take the place of the query length. Sinks are [n, group].
     """

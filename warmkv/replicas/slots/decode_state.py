@@ -136,7 +136,7 @@ class DecodeState:
                 self._parts[layer].append(part)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """q [batch, q_heads, 1, head_dim], k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
+        """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
         head_dim = query.shape[-1]
         queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)

@@ -362,5 +362,5 @@ def _put(parts: Parts, index: tuple[Any, ...], fresh: Parts) -> None:
 
 
 def _replaced(old: Tensor, entries: Tensor, new: Tensor) -> Tensor:
-    """old [m, n, d] with `entries` [m, k] of each row replaced by new [m, k, d]."""
+    """Replace `entries` [m, k] of each row of old [m, n, d] by new [m, k, d]."""
     return old.scatter(1, entries[..., None].expand(-1, -1, old.shape[-1]), new.to(old.dtype))

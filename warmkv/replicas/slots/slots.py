@@ -53,7 +53,9 @@ class SlotRequest:
         return min(kept, window) if slid else kept
 
     def is_endless(self, most: int) -> bool:
-        """Whether decoding may go on beyond `most` positions: those of a streaming cache are bounded by its size."""
+        """Return True if decoding may go on beyond `most` positions: those of a streaming cache are bounded by its
+        size.
+        """
         return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
 
 
@@ -110,7 +112,7 @@ class SlotPool:
 
     @property
     def rows(self) -> RowTable:
-        """The bookkeeping of all rows, slab after slab."""
+        """Return the bookkeeping of all rows, slab after slab."""
         if self._rows is None:
             self._rows, parts = RowTable.join([slab.state for slab in self.slabs])
             for slab, part in zip(self.slabs, parts, strict=True):
@@ -119,7 +121,7 @@ class SlotPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all slabs, and those set aside."""
+        """Return the bytes of all slabs, and those set aside."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
     def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
@@ -180,7 +182,8 @@ class SlotPool:
         return True
 
     def _growth(self, needed: int, wanted: int, each: int, limit: int) -> int:
-        """How many to allocate of what takes `each` bytes: as many as wanted, within a quarter of the room left.
+        """Return the number to allocate of what takes `each` bytes: as many as wanted, within a quarter of the room
+        left.
 
         So one size does not starve the others; what is needed is allocated in any case.
         """
@@ -238,7 +241,8 @@ class SlotPool:
         slot.places.append((slab, rows))
 
     def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
-        """Whether all slabs take at most `limit` bytes; if need be, empty ones and idle rows are given back first.
+        """Return True if all slabs take at most `limit` bytes; if need be, empty ones and idle rows are given back
+        first.
 
         Slabs in `but` are left as they are.
         """

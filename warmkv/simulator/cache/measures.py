@@ -65,7 +65,7 @@ class Percentiles:
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> Percentiles:
-    """p50, p90, p95 and p99 with linear interpolation; zeros if there are no values."""
+    """Return p50, p90, p95 and p99 with linear interpolation; zeros if there are no values."""
     import numpy as np
 
     if not len(values):

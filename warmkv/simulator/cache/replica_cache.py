@@ -68,12 +68,12 @@ class ReplicaCache:
 
     @property
     def bytes(self) -> int:
-        """Of all tiers together."""
+        """Return the bytes of all tiers together."""
         return sum(tier_index.bytes for tier_index in self._cache.tiers.indexes)
 
     @property
     def due(self) -> float:
-        """Nothing expires before this time."""
+        """Return the earliest time at which something can expire."""
         return self._cache.tiers.next_deadline
 
     def expire(self, now: float) -> None:
@@ -143,14 +143,14 @@ class ReplicaCache:
         nbytes += sum(entry.size for _, entry in beside)
         return BlockTransfer(nbytes, len(path), False, [chain for chain in chains if chain])
 
-    def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
+    def adopt(self, record: RequestRecord, transfer: BlockTransfer, now: float) -> None:
         """Insert fetched blocks that a request is about to read, with a full TTL."""
-        self.take_over(parcel.chains, now)
+        self.take_over(transfer.chains, now)
         for tier_index in self._cache.tiers.indexes:
             tier_index.prolong(record.hashes, self._ttl, now)
 
     def holds(self, chain: Sequence[Entry], now: float) -> bool:
-        """Whether all of a chain is in memory."""
+        """Return True if all of a chain is in memory."""
         return len(self._found([entry.key for entry in chain], now)) == len(chain)
 
     def take_over(self, chains: Sequence[Sequence[Entry]], now: float) -> None:

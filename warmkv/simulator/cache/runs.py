@@ -244,9 +244,9 @@ class RunCache:
             nbytes += size
         return BlockTransfer(nbytes, end)
 
-    def adopt(self, record: RequestRecord, parcel: BlockTransfer, now: float) -> None:
+    def adopt(self, record: RequestRecord, transfer: BlockTransfer, now: float) -> None:
         """Insert fetched blocks that a request is about to read, with a full TTL."""
-        runs, count = self._begun(self._runs[record.id], parcel.blocks)
+        runs, count = self._begun(self._runs[record.id], transfer.blocks)
         for tier in range(len(self._places)):
             if self._keep(tier, runs, count):
                 break

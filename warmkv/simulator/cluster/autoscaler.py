@@ -53,7 +53,7 @@ class Autoscaler:
 
     @property
     def due(self) -> float:
-        """When it will decide otherwise, unless a report comes before."""
+        """Return the time of its next decision, unless a report comes before."""
         return self._scaling.due(self._config)
 
     def changed(self, by: int, now: float) -> None:

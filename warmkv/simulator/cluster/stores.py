@@ -61,12 +61,12 @@ class Stores:
 
     @property
     def block_bytes(self) -> int:
-        """Of a full block in the first tier."""
+        """Return the bytes of a full block in the first tier."""
         return self._weight(self._tiers[0])
 
     @property
     def tier_seconds(self) -> tuple[float, float]:
-        """What reading a token from host memory, and from disk, takes."""
+        """Return the seconds of reading a token from host memory, and from disk."""
         weights = {tier.name: self._weight(tier) / self._block_size for tier in self._tiers}
         host, disk = (weights.get(name, 0.0) / rate if rate else 0.0 for name, rate in self._bandwidths.items())
         return host, disk
@@ -112,7 +112,9 @@ class Stores:
 
 
 def follows_runs(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> bool:
-    """Whether a `RunCache` does with the blocks of the prompts what the indexes do, if they can be laid out as runs."""
+    """Return True if a `RunCache` does with the blocks of the prompts what the indexes do, if they can be laid out as
+    runs.
+    """
     settings = config.prefix_cache
     plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
     if not plain or len({job.record.block_size for job in jobs}) != 1:

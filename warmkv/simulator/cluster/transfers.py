@@ -133,16 +133,16 @@ class SimulatedTransfers:
                     break
                 donor.cache.expire(env.now)
                 most, sums = int(config.piece_bytes), bool(job.sum_bytes)
-                parcel = donor.cache.lend(job.record, first, plan.blocks, most, sums, env.now)
-                seconds, wait = wait + parcel.nbytes * config.byte_seconds, 0.0
+                transfer = donor.cache.lend(job.record, first, plan.blocks, most, sums, env.now)
+                seconds, wait = wait + transfer.nbytes * config.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
-                if late or not self._open or not parcel.nbytes or self._donors(plan.donor) is not donor:
+                if late or not self._open or not transfer.nbytes or self._donors(plan.donor) is not donor:
                     break
                 cache.expire(env.now)
-                cache.adopt(job.record, parcel, env.now)
-                total += parcel.nbytes
-                more = parcel.more and cache.leading(job.record, parcel.blocks, env.now)[2] == parcel.blocks
+                cache.adopt(job.record, transfer, env.now)
+                total += transfer.nbytes
+                more = transfer.more and cache.leading(job.record, transfer.blocks, env.now)[2] == transfer.blocks
         self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
             self._times = self._times.fetched(total, env.now - began)

@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 
 
 def during(a: Floats, b: Floats, start: Floats, end: Floats, amount: Floats) -> Floats:
-    """How much falls between each a and b of all the amounts, each spread evenly from its start to its end."""
+    """Sum what falls between each a and b of all the amounts, each spread evenly from its start to its end."""
     used = (end > start) & (amount > 0)
     rate = amount[used] / (end - start)[used]
     times, rates = np.concatenate([start[used], end[used]]), np.concatenate([rate, -rate])

@@ -75,7 +75,7 @@ def timeseries(run: Run) -> dict[str, Any]:
     times = np.linspace(0.0, run.result.seconds, POINTS + 1)
 
     def until(moments: list[float], amounts: list[int] | None = None) -> Any:
-        """How many of the moments have come at each time, or what their amounts add up to."""
+        """Count the moments up to each time, or sum their amounts."""
         order = np.argsort(np.array(moments), kind="stable")
         total = np.arange(len(moments) + 1)
         if amounts is not None:

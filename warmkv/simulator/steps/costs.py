@@ -94,7 +94,7 @@ class StepKind(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The short form of a policy without its budget, as in `snapkv+kivi4`."""
+        """Return the short form of a policy without its budget, as in `snapkv+kivi4`."""
         spec = PolicySpec(name=self.method, decode=self.decode, storage=self.storage)
         return spec.label.replace(f"@{spec.budget}", "", 1)
 
@@ -104,7 +104,7 @@ class StepTimes(Protocol):
 
     @property
     def overhead(self) -> float:
-        """Seconds of every request outside its replica: HTTP, tokenizing, routing, the way there and back."""
+        """Return the seconds of every request outside its replica: HTTP, tokenizing, routing, the network."""
         ...
 
     def of(self, kind: StepKind) -> PhaseCosts: ...

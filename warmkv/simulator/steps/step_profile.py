@@ -85,7 +85,7 @@ class ProfiledModel(Section):
     dtype_bytes: int
 
     def matches(self, shape: KVShape) -> bool:
-        """Whether a KV cache of this shape could be the model's."""
+        """Return True if a KV cache of this shape could be the model's."""
         sizes = (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype_bytes)
         return sizes == (self.layers, self.kv_heads, self.head_dim, self.dtype_bytes)
 
@@ -110,13 +110,15 @@ class StepProfile(Section):
 
     @property
     def disturbance(self) -> float:
-        """By how much the median of repeats exceeded the least, as a share, on average: near 0 on an idle machine."""
+        """Return by how much the median of repeats exceeded the least, as a share, on average: near 0 on an idle
+        machine.
+        """
         shares = [one.seconds / one.least - 1 for one in self.measurements if one.least]
         return sum(shares) / len(shares) if shares else 0.0
 
     @property
     def summary(self) -> str:
-        """Where the times come from, in a line."""
+        """Name the origin of the times in a line."""
         where = self.machine.get("gpu") or self.machine.get("cpu") or "an unnamed machine"
         errors = ", ".join(
             f"{phase} {max(getattr(p, phase).out_of_sample.mean for p in self.policies):.0%}"

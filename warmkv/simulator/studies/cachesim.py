@@ -78,7 +78,7 @@ class LruCurve:
 
     @property
     def enough(self) -> float:
-        """The least capacity that finds all that can be found; 0 if nothing can."""
+        """Return the least capacity that finds all that can be found; 0 if nothing can."""
         needed, _ = self._by_capacity(math.inf)
         return float(needed[-1]) if len(needed) else 0.0
 
@@ -178,7 +178,7 @@ def _grouped(trace: Trace, scope: Scope) -> Trace:
 
 
 def _worth(trace: Trace, sizes: Ints, correction: Correction) -> Ints:
-    """[m] prompt tokens that finding each block adds to what the blocks before it give."""
+    """Return the [m] prompt tokens that finding each block adds to what the blocks before it give."""
     counts = np.diff(trace.offsets)
     request = np.repeat(np.arange(len(trace)), counts)
     first = trace.offsets[:-1][request]
@@ -194,6 +194,6 @@ def _worth(trace: Trace, sizes: Ints, correction: Correction) -> Ints:
 
 
 def round_capacities(most: float) -> list[float]:
-    """10k, 20k, 50k, 100k, ... up to the first that is enough."""
+    """List 10k, 20k, 50k, 100k, ... up to the first that is enough."""
     steps = [digit * 10.0**power for power in range(4, 16) for digit in (1, 2, 5)]
     return [step for step in steps if step < most] + [next((step for step in steps if step >= most), steps[-1])]

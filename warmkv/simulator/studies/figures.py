@@ -20,7 +20,7 @@ _NEITHER = (
 
 
 def sense(name: str) -> int:
-    """1 where more of a figure is better, -1 where less is, 0 where neither."""
+    """Return 1 where more of a figure is better, -1 where less is, 0 where neither."""
     if name in _NEITHER:
         return 0
     return 1 if name.startswith(_MORE_IS_BETTER) else -1

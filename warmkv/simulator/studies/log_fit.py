@@ -48,12 +48,12 @@ def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def measured_times(records: Sequence[RequestRecord]) -> Times:
-    """How long clients waited, by the log."""
+    """Return the latencies of clients, by the log."""
     return _times((0.0, record.ttft, record.e2e, record.output_tokens) for record in records)
 
 
 def simulated_times(jobs: Sequence[Job]) -> Times:
-    """How long they waited in a simulation; all were served."""
+    """Return the latencies in a simulation; all were served."""
     return _times((job.arrival, job.first, job.finished, job.record.output_tokens) for job in jobs)
 
 

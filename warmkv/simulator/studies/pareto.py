@@ -8,7 +8,7 @@ import numpy as np
 
 
 def front(rows: Sequence[Sequence[float | None]], senses: Sequence[int]) -> list[bool]:
-    """Whether each row is on the front; `senses` has 1 for an axis on which more is better and -1 where less is.
+    """Return True for each row on the front; `senses` has 1 for an axis on which more is better and -1 where less is.
 
     A row is off it if another is at least as good on every axis and better on one, or if one of its own values is
     unknown. Equal rows are on it together.

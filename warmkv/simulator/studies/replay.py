@@ -84,18 +84,18 @@ class Result:
 
     @property
     def goodput(self) -> float:
-        """Requests a second that were served within the SLO."""
+        """Return the requests a second that were served within the SLO."""
         return self.in_slo / self.seconds if self.seconds else 0.0
 
     @property
     def gpu_dollars_per_million_tokens(self) -> float:
-        """Of prompts and answers together."""
+        """Return the dollars of prompts and answers together."""
         tokens = self.prompt_tokens + self.usage.output
         return self.gpu_dollars / tokens * 1e6 if tokens else 0.0
 
     @property
     def saving(self) -> float:
-        """Share of the tenants' bills that caching took off."""
+        """Return the share of the tenants' bills that caching took off."""
         return 1 - self.dollars / self.dollars_uncached if self.dollars_uncached else 0.0
 
 
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def usages(self) -> list[Usage]:
-        """Of those that were served, in that order."""
+        """Return the usages of served requests, in that order."""
         return [billed(job, self.lifetimes) for job in self.jobs if job.replica]
 
 

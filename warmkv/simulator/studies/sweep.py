@@ -212,7 +212,7 @@ def sweep(
 
 
 def prompt_lengths(requests: Requests) -> Counter[int]:
-    """How many prompts there are of each length in tokens."""
+    """Count the prompts of each length in tokens."""
     return Counter(request.input_tokens for request in requests.records)
 
 

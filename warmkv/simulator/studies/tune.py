@@ -52,7 +52,7 @@ class Constraint:
         ]
 
     def excess(self, figures: Values) -> float:
-        """How far a figure is beyond the limit, as a share of it; not above 0 where it is within."""
+        """Return a figure's excess over the limit, as a share of it; not above 0 where it is within."""
         value = figures.get(self.name)
         if value is None:
             return UNKNOWN

@@ -36,14 +36,14 @@ class Verdict:
 
     @property
     def hit_error(self) -> float:
-        """Of all reused tokens, as a share of the live run's."""
+        """Return the error of reused tokens, as a share of the live run's."""
         if not self.live_hit_tokens:
             return float(self.simulated_hit_tokens > 0)
         return self.simulated_hit_tokens / self.live_hit_tokens - 1
 
     @property
     def misses(self) -> list[str]:
-        """What is farther off than a replay should be, in words."""
+        """List in words what is farther off than a replay should be."""
         found = []
         if self.refused:
             found.append(f"{self.refused} requests are refused that were served")

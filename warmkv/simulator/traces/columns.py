@@ -70,7 +70,7 @@ class Trace:
         return self.blocks[self.offsets[request] : self.offsets[request + 1]]
 
     def block_tokens(self) -> Ints:
-        """[m] tokens of each block: the block size, but for a prompt's last block where that is partial."""
+        """Return the [m] tokens of each block: the block size, but for a prompt's last block where that is partial."""
         sizes = np.full(len(self.blocks), self.block_size, dtype=np.int64)
         counts = np.diff(self.offsets)
         some = counts > 0

@@ -48,7 +48,7 @@ def mapping(text: str) -> Mapping[str, Any]:
 
 
 def has_keys(line: str, keys: Collection[str]) -> bool:
-    """Whether a line looks like a JSON object with these keys. It may be cut off: lines can be very long."""
+    """Return True if a line looks like a JSON object with these keys. It may be cut off: lines can be very long."""
     return line.lstrip().startswith("{") and all(f'"{key}"' in line for key in keys)
 
 

@@ -41,7 +41,7 @@ def sizes_of(
 
 
 def _whole_sizes(records: Sequence[RequestRecord], kind: StepKind, shape: KVShape) -> Iterable[Sizes]:
-    """As `_size`, where all is kept as it is: closed forms, of all requests at once."""
+    """Compute sizes as `_size`, where all is kept as it is: closed forms, of all requests at once."""
     prompts = np.array([record.input_tokens for record in records], dtype=np.int64)
     allowed = np.array([max(record.output_tokens, record.max_tokens) for record in records], dtype=np.int64)
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
@@ -54,7 +54,7 @@ def _whole_sizes(records: Sequence[RequestRecord], kind: StepKind, shape: KVShap
 
 
 def size_classes(entries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`slot_sizes.size_class` of each."""
+    """Return `slot_sizes.size_class` of each."""
     _, bits = np.frexp(entries)
     steps = np.maximum(16, np.left_shift(1, np.maximum(bits - 1, 0).astype(np.int64)) // 4)
     classes: NDArray[np.int64] = -(-entries // steps) * steps

@@ -32,7 +32,7 @@ class ReplayInputs:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The prompts' blocks as runs."""
+        """Return the prompts' blocks as runs."""
         return layout([record.hashes for record in self.records], self._blocks)
 
     def sizes(
@@ -43,7 +43,7 @@ class ReplayInputs:
         shape: KVShape,
         max_context: int,
     ) -> Iterable[Sizes]:
-        """As `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None.
+        """Compute sizes as `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None.
 
         Of `marks` only their numbers count, which are those of the records or all 0.
         """

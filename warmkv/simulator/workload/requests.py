@@ -99,7 +99,7 @@ def turns(trace: Trace) -> dict[int, FollowUp]:
 
 
 def _full_blocks(trace: Trace, scope: str) -> tuple[Ints, Ints]:
-    """How many full blocks each prompt has, and all of them one after the other, numbered from 0 without gaps."""
+    """Count each prompt's full blocks, and number all of them from 0 without gaps, one prompt after the other."""
     if not trace.block_size:
         return np.zeros(len(trace), dtype=np.int64), np.empty(0, dtype=np.int64)
     counts, full = np.diff(trace.offsets), trace.input_tokens // trace.block_size

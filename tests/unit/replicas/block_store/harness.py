@@ -103,7 +103,7 @@ class Harness:
         # After a restart the monotonic clock shows something else.
         self.store = BlockStore(
             self.config, IDENTITY, CPU, lambda: self.now + 1e6 * self.restarts, self._published,
-            wall_clock=lambda: self.now + 1e9, lanes=self.lanes, wait_seconds=self.wait_seconds,
+            wall_clock=lambda: self.now + 1e9, io_threads=self.lanes, wait_seconds=self.wait_seconds,
         )  # fmt: skip
         self.directory = self.full_blocks()
 

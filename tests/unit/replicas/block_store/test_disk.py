@@ -243,7 +243,7 @@ def test_a_tier_that_cannot_be_used_is_told_at_the_start(tmp_path):
     disk = {"memory_bytes": 1 << 20, "path": tmp_path / "file"}
     config = PrefixCacheConfig.model_validate({"memory_bytes": 1 << 20, "disk": disk})
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        BlockStore(config, IDENTITY, CPU, lambda: 0.0, lanes=ByHand())
+        BlockStore(config, IDENTITY, CPU, lambda: 0.0, io_threads=ByHand())
 
 
 def test_a_packed_block_knows_its_bytes():

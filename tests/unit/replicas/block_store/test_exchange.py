@@ -236,37 +236,37 @@ def test_a_donor_without_column_sums_has_nothing_for_whoever_needs_them():
 def test_a_header_that_does_not_fit_is_refused(wrong):
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
-    parcel = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
+    payload = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
     with pytest.raises(PayloadError):
-        unseal(replace(parcel, header=replace(parcel.header, **wrong)), IDENTITY, ("model",))
+        unseal(replace(payload, header=replace(payload.header, **wrong)), IDENTITY, ("model",))
 
 
 def test_bytes_that_do_not_fit_are_refused():
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
-    parcel = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
-    (array,) = parcel.arrays
+    payload = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
+    (array,) = payload.arrays
     for wrong in (
-        replace(parcel, arrays=(array[:-1],)),
-        replace(parcel, arrays=(array.astype(np.float32),)),
-        replace(parcel, arrays=(array, array)),
-        replace(parcel, shapes=((2, 2, 1, 4, 5),)),
-        replace(parcel, dtypes=("float16",)),
+        replace(payload, arrays=(array[:-1],)),
+        replace(payload, arrays=(array.astype(np.float32),)),
+        replace(payload, arrays=(array, array)),
+        replace(payload, shapes=((2, 2, 1, 4, 5),)),
+        replace(payload, dtypes=("float16",)),
     ):
         with pytest.raises((PayloadError, ValueError)):
             unseal(wrong, IDENTITY, ("model",))
     other = replace(IDENTITY, head_dim=8)
     with pytest.raises(PayloadError):
-        unseal(parcel, other, ("model",))
+        unseal(payload, other, ("model",))
 
 
 def test_what_arrived_shares_no_memory_with_what_carried_it():
     prompt, donor, other = Prompt("t", [1] * 8), make(), make()
     write(donor, prompt)
-    parcels = [seal(one) for one in lend(donor, prompt.hashes, [], 1 << 30)[0]]
-    for parcel in parcels:
-        parcel.arrays[0].flags.writeable = False
-    take(other, [unseal(parcel, IDENTITY, ("model",)) for parcel in parcels])
+    payloads = [seal(one) for one in lend(donor, prompt.hashes, [], 1 << 30)[0]]
+    for payload in payloads:
+        payload.arrays[0].flags.writeable = False
+    take(other, [unseal(payload, IDENTITY, ("model",)) for payload in payloads])
     for place in donor.places:
         for packed in place.blocks.values():
             packed.parts[0].zero_()

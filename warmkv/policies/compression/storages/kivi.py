@@ -78,7 +78,7 @@ class Kivi(StorageFormat):
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[*lead, n, head_dim] as float32 [*lead, n/32, 32, head_dim]."""
+    """Reshape [*lead, n, head_dim] to float32 [*lead, n/32, 32, head_dim]."""
     import torch
 
     entries = x.shape[-2]
@@ -89,7 +89,8 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 codes of float32 `x`, and a float16 zero point and step for each group, which is all of dimension `dim`.
+    """Return uint8 codes of float32 `x`, and a float16 zero point and step for each group, which is all of dimension
+    `dim`.
 
     Codes are computed with the zero point and the step as stored, so that the rounding of these adds next to no error.
     The least number has code 0 and the greatest the highest, so encoding what was decoded finds the same range.

@@ -56,7 +56,10 @@ class TurboQuant(StorageFormat):
         return 2 * (head_dim * self.bits / 8 + SCALE_BYTES)
 
     def encode_keys(self, keys: Tensor) -> tuple[Tensor, ...]:
-        """As `StorageFormat.encode_keys`. Raises ValueError if the codes of a vector do not fill whole bytes."""
+        """Encode keys as `StorageFormat.encode_keys`.
+
+        Raises ValueError if the codes of a vector do not fill whole bytes.
+        """
         import torch
 
         head_dim, multiple = keys.shape[-1], self.head_dim_multiple

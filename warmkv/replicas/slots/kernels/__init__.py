@@ -22,7 +22,7 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether kernels run on tensors of a device: on CUDA, and with TRITON_INTERPRET=1, slowly, on the CPU.
+    """Return True if kernels run on tensors of a device: on CUDA, and with TRITON_INTERPRET=1, slowly, on the CPU.
 
     Triton decides when it is first imported whether it interprets, so the variable must be set by then.
     """
@@ -31,7 +31,7 @@ def is_available(device: torch.device) -> bool:
 
 
 def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels read a storage format, for queries of that type, on that device."""
+    """Return True if the kernels read a storage format, for queries of that type, on that device."""
     return storage.kernel is not None and dtype in _TYPES and is_available(device)
 
 
@@ -47,7 +47,7 @@ def attend(
     received: Tensor | None = None,
     adds: bool = False,
 ) -> Tensor:
-    """q [n, group, d] against entries as they are stored; returns the shape of q, zeros where a row sees nothing.
+    """Attend q [n, group, d] to entries as they are stored; returns the shape of q, zeros where a row sees nothing.
 
     keys, values: parts [n, packed / group, ...] of the format, of which row i sees the first `lengths`[i] entries;
     `uncompressed_tail`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may

@@ -51,7 +51,7 @@ def _codes(part, entries, seen, BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: t
 
 @triton.jit
 def _per_channel(x, CHANNELS: tl.constexpr, D: tl.constexpr):
-    """[BLOCK, D / CHANNELS] to [BLOCK, D]."""
+    """Repeat [BLOCK, D / CHANNELS] to [BLOCK, D]."""
     wide = tl.broadcast_to(x[:, :, None], (x.shape[0], D // CHANNELS, CHANNELS))
     return tl.reshape(wide, (x.shape[0], D))
 

@@ -44,7 +44,7 @@ def attend(
     pages: tuple[Tensor, Tensor, int] | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`warmkv.replicas.slots.kernels.attend` by the kernels, in `splits` or as many splits as suit the device.
+    """Run `warmkv.replicas.slots.kernels.attend` by the kernels, in `splits` or as many splits as suit the device.
 
     pages: chosen int [n, most], how many of them count [n], and the entries of a page; only these are read.
     """

@@ -18,7 +18,7 @@ from tests.engine_stream import BEAT
 from tests.tokenizers import of_words
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway import replies as streams
 from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError

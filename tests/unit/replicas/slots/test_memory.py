@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.replicas.conftest import Driver, make_request
-from tests.unit.replicas.test_engine import prompt
-from tests.unit.replicas.test_matrix import POLICIES
+from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.engine.test_matrix import POLICIES
 from warmkv.policies import budgets
 from warmkv.policies.compression import build
 from warmkv.policies.compression.prefill_state import PrefillState

@@ -7,9 +7,9 @@ import torch
 
 from tests.unit.replicas import slow_methods
 from tests.unit.replicas.conftest import random_model
+from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.engine.test_matrix import POLICIES
 from tests.unit.replicas.reference import Reference
-from tests.unit.replicas.test_engine import prompt
-from tests.unit.replicas.test_matrix import POLICIES
 from warmkv.policies.compression import build, kept_positions
 from warmkv.policy_spec import PolicySpec
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import Driver, make_request
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import Failed, GenerateRequest
 from warmkv.replicas.slots import slabs

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
+from tests.unit.replicas.engine.test_matrix import driven
 from tests.unit.replicas.reference import Reference
-from tests.unit.replicas.test_matrix import driven
 from warmkv.policies import budgets
 from warmkv.replicas.slots.slots import SlotPool
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.replicas import slow_methods
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
+from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.reference import Reference
-from tests.unit.replicas.test_engine import prompt
 from warmkv.policies import budgets
 from warmkv.policy_spec import STORAGES, PolicySpec
 

@@ -15,7 +15,7 @@ from tests.polling import PATIENCE, until
 from warmkv.platform.gateway.apis.content import AssistantMessage, Tool, UserMessage, turns
 from warmkv.platform.tenants import open_tenant
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LONG = "for key in keys:\n    total += weights[key]\n" * 30
 
 

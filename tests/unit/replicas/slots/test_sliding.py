@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.unit.replicas import slow_methods
 from tests.unit.replicas.conftest import _SHAPE, VOCABULARY, Driver, make_request
+from tests.unit.replicas.engine.test_matrix import driven
+from tests.unit.replicas.engine.test_preemption import busy, crowd, of, undisturbed
 from tests.unit.replicas.reference import Reference
 from tests.unit.replicas.slow_methods import LayerView, SlowCache
-from tests.unit.replicas.test_matrix import driven
-from tests.unit.replicas.test_preemption import busy, crowd, of, undisturbed
 from warmkv.policies import budgets
 from warmkv.policies.sliding import in_layer, row_limit
 from warmkv.policies.slot_sizes import size_class, slot_bytes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import make_request
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.platform.gateway.apis.errors import retry_after
 from warmkv.replicas.completions import WINDOW, Completions
 from warmkv.replicas.engine.inbox import ClosedError, Inbox

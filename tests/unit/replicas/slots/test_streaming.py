@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
-from tests.unit.replicas.test_engine import prompt
-from tests.unit.replicas.test_matrix import driven
+from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.engine.test_matrix import driven
 from warmkv.replicas.protocol import UnservableRequestError
 
 TRAINED, LIMIT, LAYERS = 64, 16, 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.replicas.conftest import Driver, make_request
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import STORAGES
@@ -358,7 +358,7 @@ JITFunction.run = lambda self, *args, grid, warmup, **given: compiled.append(
     run(self, *args, grid=grid, warmup=True, **given)
 )
 
-from tests.unit.replicas.test_kernels import Case, make
+from tests.unit.replicas.slots.test_kernels import Case, make
 
 for storage in sys.argv[1:]:
     case = Case(storage, torch.float16, 2, 4, 128, 128, (128, 96), 5, 2, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.replicas.engine.faults import FAILURES_IN_A_ROW, FailureCounts, is_out_of_memory, is_sticky
 from warmkv.replicas.engine.inbox import ClosedError
 from warmkv.replicas.protocol import Failed, Finished

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.replicas.conftest import Driver, make_request, random_model
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
 from warmkv.replicas.engine.engine import compiles
 from warmkv.replicas.engine.forward import CompiledForward

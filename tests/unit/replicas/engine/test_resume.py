@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
-from tests.unit.replicas.test_engine import prompt
-from tests.unit.replicas.test_matrix import POLICIES
+from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.engine.test_matrix import POLICIES
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
 

@@ -20,7 +20,7 @@ from tests.engine_stream import stream
 from tests.polling import until
 from tests.tokenizers import of_bytes
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
-from tests.unit.replicas.test_engine import prompt
+from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
