@@ -1,4 +1,4 @@
-"""How fast is the service through HTTP, and what does a token cost outside the engine? With a light client of its own.
+"""How fast is the service through HTTP, and what does a token cost outside the engine? Against vLLM's own server.
 
 See README.md.
 """
@@ -7,59 +7,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import math
 import os
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 if not __package__:  # started as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.served.load import LOADS, Load, Measured, Server, measure, single_token_words
+
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-TICKS = os.sysconf("SC_CLK_TCK")
-PARTS = {"gateway": "warmkv:gateway", "proxy": "ProxyActor", "replica": "warmkv:replica"}
-"""Processes of the service, by a part of their titles."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """So many clients, each with one request after the other."""
-
-    name: str
-    clients: int
-    words: int  # of a prompt; with the shipped model a word is a token or two
-    new_tokens: int
-    requests: int  # of every client
-    tokens_target: float | None = None  # tokens/s
-    first_target: float | None = None  # seconds, median
-
-
-LOADS = (
-    Load("16x20/250", 16, 20, 250, 2, tokens_target=2000),
-    Load("16x400/7", 16, 400, 7, 8, first_target=0.105),
-    Load("1x800/64", 1, 800, 64, 4, first_target=0.014),
-)
 CPU_TARGET = 60.0
 """Microseconds of CPU for a token in gateways and proxies."""
-
-
-@dataclass(slots=True)
-class Measured:
-    """What the clients of a load saw, in seconds, and what the service's processes used."""
-
-    wall: float = 0.0
-    tokens: int = 0
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)  # two chunks of an answer
-    cpu: dict[str, float] = field(default_factory=dict)  # seconds, by the names in PARTS
+KV_BYTES = 1 << 30  # of slots, and as many of prefixes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,133 +41,99 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.live.service import progress
     from warmkv.measuring import machine
 
-    identity, say = machine.identity(torch.device("cpu")), progress()
-    loads = [load for load in LOADS if options.only in (None, load.name)]
+    say = progress()
+    loads = [load for load in LOADS if not options.only or load.name in options.only]
     if options.quick:
-        loads = [Load(load.name, 2, load.words, min(load.new_tokens, 8), 1) for load in loads]
-    if options.url:
-        figures = asyncio.run(_race(options.url, options.model, loads, say))
-    else:
-        figures = _race_here(loads, options.threads, say)
+        loads = [replace(load, clients=2, requests=1 + load.again, new_tokens=8) for load in loads]
+    seen: dict[str, dict[str, list[Measured]]] = {}
+    with ExitStack() as stack:
+        servers = _servers(options, stack, say)
+        words = single_token_words(options.model)
+        for server in servers:
+            asyncio.run(measure(server, Load("warm-up", 2, 20, 8, 1), words, -1))
+        for repeat in range(options.repeats):
+            for load in loads:
+                for server in servers:  # in turn: a machine is not as fast at all times
+                    say(f"{load.name}, {server.name}")
+                    measured = asyncio.run(measure(server, load, words, repeat))
+                    seen.setdefault(load.name, {}).setdefault(server.name, []).append(measured)
+    figures = [each for load in loads for each in figures_of(load, seen[load.name], servers)]
     if options.json is not None:
+        identity = machine.identity(torch.device("cpu"))
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
-        settings = {"threads": options.threads, "url": options.url}
+        settings = {"threads": options.threads, "repeats": options.repeats, "servers": [each.name for each in servers]}
         report.write(options.json, report.document(identity, machine.versions(), commit, settings, figures, []))
     report.show("served through HTTP", figures, [])
     return 1 if not options.quick and any(each.met is False for each in figures) else 0
 
 
-def _race_here(loads: Sequence[Load], threads: int, say: Any) -> list[Figure]:
-    """Start the service and race it."""
-    from warmkv.config import parse
-    from warmkv.platform.local import running
+def _servers(options: argparse.Namespace, stack: ExitStack, say: Callable[[str], None]) -> list[Server]:
+    from benchmarks.served import servers
+    from warmkv.platform.local import free_port
 
-    config = parse({"engine": {"threads": threads}, "gateway": {"port": 0}})
-    with running(config, say) as service:
-        return asyncio.run(_race(service.url, config.model.name, loads, say))
-
-
-async def _race(url: str, model: str, loads: Sequence[Load], say: Any) -> list[Figure]:
-    figures: list[Figure] = []
-    await measure(url, model, Load("warm-up", 2, 20, 8, 1), 0)
-    for number, load in enumerate(loads, 1):
-        say(load.name)
-        figures += _figures(load, await measure(url, model, load, number))
-    return figures
+    if options.url:
+        return [Server("server", options.url, options.name, {}, dict, ())]
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model = servers.longer(options.model, folder / "model")
+    started = [stack.enter_context(servers.warmkv(model, options.threads, KV_BYTES, say))]
+    if options.vllm:
+        port = free_port("127.0.0.1")
+        started.append(stack.enter_context(servers.vllm(options.vllm, model, port, KV_BYTES, folder / "vllm.log")))
+    return started
 
 
-def _figures(load: Load, seen: Measured) -> list[Figure]:
-    from benchmarks.report import figure
+def figures_of(load: Load, seen: dict[str, list[Measured]], servers: Sequence[Server]) -> list[Figure]:
+    """Return a load's figures for every server; targets are for the first, and so are the ratios to the second."""
+    from benchmarks.report import figure, ratios
 
-    found = [
-        figure(f"{load.name}_tokens_per_second", [seen.tokens / seen.wall], load.tokens_target, "higher"),
-        figure(f"{load.name}_requests_per_second", [load.clients * load.requests / seen.wall], None, "higher"),
-        figure(f"{load.name}_first_token_seconds", [statistics.median(seen.first)], load.first_target, "lower"),
-        figure(f"{load.name}_between_seconds", [statistics.median(seen.between or [0.0])], None, "lower"),
-    ]
-    costs = {part: seconds / seen.tokens * 1e6 for part, seconds in seen.cpu.items()}
-    found += [figure(f"{load.name}_{part}_cpu_us_per_token", [cost], None, "lower") for part, cost in costs.items()]
-    if costs and load.new_tokens > 100:  # with short answers it is the requests that cost
-        outside = [costs["gateway"] + costs["proxy"]]
-        found.append(figure(f"{load.name}_outside_cpu_us_per_token", outside, CPU_TARGET, "lower"))
+    found = []
+    values: dict[str, dict[str, list[float]]] = {}
+    for server in servers:
+        runs = seen[server.name]
+        values[server.name] = {
+            "tokens_per_second": [run.tokens / run.wall for run in runs],
+            "requests_per_second": [load.clients * load.requests / run.wall for run in runs],
+            "first_token_seconds": [statistics.median(run.first) for run in runs],
+            "between_seconds": [statistics.median(run.between or [math.nan]) for run in runs],
+        }
+    targets = (load.tokens_target, load.requests_target, load.first_target, load.between_target)
+    for name, target in zip(values[servers[0].name], targets, strict=True):
+        better = "higher" if "per_second" in name else "lower"
+        ours = values[servers[0].name][name]
+        found.append(figure(f"{load.name}_{name}", ours, target, better))
+        for peer in servers[1:]:
+            theirs = values[peer.name][name]
+            found.append(figure(f"{load.name}_{name}_{peer.name}", theirs, None, better))
+            found.append(figure(f"{load.name}_{name}_vs_{peer.name}", ratios(ours, theirs), 1.0, better))
+    for server in servers:
+        label = "" if server is servers[0] else f"_{server.name}"
+        for part in seen[server.name][0].cpu:
+            costs = [run.cpu[part] / run.tokens * 1e6 for run in seen[server.name]]
+            found.append(figure(f"{load.name}_{part}_cpu_us_per_token{label}", costs, None, "lower"))
+        if server.outside and load.new_tokens > 100:  # with short answers it is the requests that cost
+            spent = [sum(run.cpu.get(part, 0.0) for part in server.outside) for run in seen[server.name]]
+            costs = [seconds / run.tokens * 1e6 for seconds, run in zip(spent, seen[server.name], strict=True)]
+            target = CPU_TARGET if server is servers[0] else None
+            found.append(figure(f"{load.name}_outside_cpu_us_per_token{label}", costs, target, "lower"))
     return found
 
 
-async def measure(url: str, model: str, load: Load, number: int) -> Measured:
-    """Have all clients ask. Prompts begin with a number of their own, so that nothing is shared but the last load's."""
-    seen, before, began = Measured(), processes(), time.perf_counter()
-
-    async def client(name: int) -> None:
-        shared = load.clients == 1
-        for turn in range(load.requests):
-            words = [f"{number} {name} {'' if shared else turn}", *(f"word{at % 97}" for at in range(load.words))]
-            await _ask(url, model, " ".join(words), load.new_tokens, seen)
-
-    await asyncio.gather(*(client(name) for name in range(load.clients)))
-    seen.wall = time.perf_counter() - began
-    seen.cpu = {part: used - before[part] for part, used in processes().items() if part in before}
-    return seen
-
-
-async def _ask(url: str, model: str, prompt: str, new_tokens: int, seen: Measured) -> None:
-    """Stream one completion over a connection of its own. Raises RuntimeError where it is no whole answer."""
-    at = urlsplit(url)
-    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "stream": True, "temperature": 0}
-    body |= {"stream_options": {"include_usage": True}, "warmkv": {"ignore_eos": True}}
-    data = json.dumps(body).encode()
-    head = f"POST {at.path.rstrip('/')}/v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    began = last = time.perf_counter()
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    writer.write(head.encode() + data)
-    received = b""
-    while chunk := await reader.read(1 << 16):
-        if b'"text"' in chunk:
-            now = time.perf_counter()
-            (seen.between if b'"text"' in received else seen.first).append(now - (last if received else began))
-            last = now
-        received += chunk
-    writer.close()
-    usages = [line for line in received.split(b"\n") if b'"completion_tokens"' in line]
-    if b"[DONE]" not in received or not usages:
-        raise RuntimeError(f"no whole answer: {received[-500:]!r}")
-    usage = usages[-1]
-    seen.tokens += json.loads(usage[usage.index(b"{") : usage.rindex(b"}") + 1])["usage"]["completion_tokens"]
-
-
-def processes() -> dict[str, float]:
-    """Return the CPU seconds used so far by processes that this one has started, by the names in PARTS."""
-    parents: dict[str, str] = {}
-    found: dict[str, tuple[str, float]] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            title = (folder / "cmdline").read_bytes().decode(errors="replace")
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        parents[folder.name] = fields[1]
-        if part := next((part for part, word in PARTS.items() if title.startswith("ray::") and word in title), None):
-            found[folder.name] = part, (int(fields[11]) + int(fields[12])) / TICKS
-    used: dict[str, float] = {}
-    for process, (part, seconds) in found.items():
-        above: str | None = process
-        while above is not None and above != str(os.getpid()):
-            above = parents.get(above)
-        if above is not None:
-            used[part] = used.get(part, 0.0) + seconds
-    return used
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from warmkv.models.tiny import PATH
+
     parser = argparse.ArgumentParser(prog="served_race", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     parser.add_argument("--quick", action="store_true", help="few and short requests: whether it runs, not how well")
-    parser.add_argument("--only", metavar="LOAD", choices=[load.name for load in LOADS], help="one of the loads")
+    names = [load.name for load in LOADS]
+    parser.add_argument("--only", action="append", metavar="LOAD", choices=names, help="one of the loads, repeatable")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of every load and server, in turn (1)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of the replica (1)")
-    parser.add_argument("--url", metavar="URL", help="a server that runs, such as vLLM's, in place of one of our own")
-    parser.add_argument("--model", default="tiny", metavar="NAME", help="what that server calls its model (tiny)")
+    parser.add_argument("--model", type=Path, default=PATH, metavar="FOLDER", help="served by both (the shipped one)")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="COMMAND", help="race vLLM too: what `peers.sh vllm` has installed"
+    )
+    parser.add_argument("--url", metavar="URL", help="a server that runs, in place of ours")
+    parser.add_argument("--name", default="tiny", metavar="NAME", help="what that server calls its model (tiny)")
     return parser.parse_args(arguments)
 
 

