@@ -40,7 +40,7 @@ def warmkv(model: Path, threads: int, kv_bytes: int, say: Callable[[str], None])
     from warmkv.platform.local import running
 
     settings = {
-        "model": {"path": str(model), "name": "raced"},
+        "model": {"path": str(model), "served_name": "raced"},
         "engine": {"threads": threads, "kv_bytes": kv_bytes},
         "prefix_cache": {"memory_bytes": kv_bytes},
         "gateway": {"port": 0},
