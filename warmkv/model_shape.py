@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from warmkv.faults import UserError
 
 KV = ("layers", "kv_heads", "head_dim", "dtype_bytes")
 """Figures that decide the size of the KV cache."""
+
+_LATER = ("tied", "context")
+"""Figures that what was dumped by an earlier version does not have."""
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 _UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "state_size")
@@ -41,6 +45,8 @@ class ModelShape(BaseModel):
     dtype_bytes: int = Field(ge=1, description="of weights and KV")
     experts: int = Field(1, ge=1, description="in each layer")
     experts_per_token: int = Field(1, ge=1)
+    tied: bool = Field(False, description="the matrix before the logits is that of the embeddings")
+    context: int | None = Field(None, ge=1, description="most tokens of prompt and answer; null: not known")
 
     @model_validator(mode="before")
     @classmethod
@@ -49,7 +55,7 @@ class ModelShape(BaseModel):
             value = {"path": value}
         if not isinstance(value, dict) or not value.get("path"):
             return value
-        if all(field in value for field in cls.model_fields):  # as dumped: the file is not needed any more
+        if all(field in value for field in cls.model_fields if field not in _LATER):  # as dumped: no file is needed
             return value
         return {**figures(Path(value["path"])), **value}
 
@@ -99,7 +105,7 @@ def _taken(path: Path, take: Any) -> dict[str, int]:
         raise ModelShapeError(f"{file} is no configuration of a model that is known here: it lacks {error}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelShapeError(f"{file} is no configuration of a model: {error}") from None
-    if not all(isinstance(number, int) and number > 0 for number in found.values()):
+    if not all(isinstance(number, int) and (number > 0 or number is False) for number in found.values()):
         raise ModelShapeError(f"{file} describes a model without a KV cache")
     return found
 
@@ -129,4 +135,29 @@ def _all(config: dict[str, Any]) -> dict[str, int]:
         "vocabulary": config["vocab_size"],
         "experts": experts,
         "experts_per_token": config["num_experts_per_tok"] if experts > 1 else 1,
+        "tied": bool(config.get("tie_word_embeddings")),
+        **({"context": context} if (context := config.get("max_position_embeddings")) else {}),
     }
+
+
+def config_file(name: str) -> Path:
+    """Return the config.json of a model: of a folder or file, of `tiny`, or of a hub model that was downloaded before.
+
+    Raises ModelShapeError that says what to give instead; nothing is downloaded.
+    """
+    from warmkv.models import tiny
+
+    if name == "tiny":
+        return tiny.PATH / "config.json"
+    path = Path(name).expanduser()
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    if find_spec("huggingface_hub") and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            return Path(cached)
+    raise ModelShapeError(
+        f"there is no folder {name}, and no hub model of that name was downloaded to this machine: download its "
+        "config.json (a few kilobytes, beside the weights on the hub) and give that file"
+    )

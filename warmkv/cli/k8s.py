@@ -1,21 +1,81 @@
-"""`warmkv k8s`: the parts of the Kubernetes manifests that follow from settings."""
+"""`warmkv k8s`: the parts of the Kubernetes manifests that follow from settings, and what is wrong with the rest."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from warmkv.cli.command import add_command, writing
 from warmkv.cli.options import JsonOptions
+from warmkv.terminal import console
 
-app = typer.Typer(no_args_is_help=True, help="Write the parts of the Kubernetes manifests that follow from settings.")
+if TYPE_CHECKING:
+    from warmkv.platform.kubernetes.rendered import Rendered
+    from warmkv.platform.kubernetes.rules import Finding
+
+STANDARD_INPUT = Path("-")
+CRDS = Path("crds")
+
+app = typer.Typer(no_args_is_help=True, help="Write what of the Kubernetes manifests follows from settings, check all.")
 
 
-@app.callback()
-def _group() -> None:
-    """Keep `render` a subcommand: Typer would otherwise make the only command the group itself."""
+@add_command(app, code=2)
+def check(
+    output: JsonOptions,
+    overlay: Annotated[
+        Path, typer.Argument(help="Folder with a kustomization.yaml, a rendered file, or - for standard input.")
+    ] = Path("."),
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of the model, or its config.json: its sizes.", show_default="the settings' model"),
+    ] = None,
+    crds: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the operators' CustomResourceDefinitions, as *.yaml or *.yaml.gz.",
+            show_default="crds here, if there is one; else those in the package",
+        ),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for notes, too.")] = False,
+) -> None:
+    """Explain what is wrong with manifests that are about to be applied, and what to do about it.
+
+    Exits 1 if anything is. Notes name what has to be in the cluster first, and what could not be checked.
+
+    Examples: `warmkv k8s check k8s/overlays/demo`, `kubectl kustomize k8s/overlays/demo | warmkv k8s check -`
+    """
+    from warmkv.platform.kubernetes import fields, rendered, rules
+
+    kinds = fields.known()
+    if crds is not None or CRDS.is_dir():
+        kinds |= fields.read_crds(crds or CRDS)
+    text = sys.stdin.read() if overlay == STANDARD_INPUT else rendered.render(overlay)
+    manifests = rendered.with_model(rendered.read(text, kinds), model)
+    findings = rules.check(manifests)
+    document = {
+        "source": str(overlay),
+        "objects": len(manifests.objects),
+        "findings": [asdict(one) for one in findings],
+    }
+    output.give(document, lambda: _show(manifests, findings))
+    raise typer.Exit(int(any(strict or finding.level == "error" for finding in findings)))
+
+
+def _show(manifests: Rendered, findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        console.print(f"{finding.level}: ", style="red" if finding.level == "error" else "yellow", end="")
+        console.print(f"{finding.what}\n    where: {finding.where}\n    to do: {finding.todo}")
+    counts = Counter(finding.level for finding in findings)
+    console.print(
+        f"{len(manifests.objects)} objects: {counts['error'] or 'no'} error{'s' * (counts['error'] != 1)}, "
+        f"{counts['note'] or 'no'} note{'s' * (counts['note'] != 1)}"
+    )
 
 
 @add_command(app, code=1)

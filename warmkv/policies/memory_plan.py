@@ -14,6 +14,7 @@ from pydantic import ByteSize
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.faults import UserError
+from warmkv.model_shape import ModelShape
 from warmkv.policies.slot_sizes import KVShape
 
 CUDA_CONTEXT_BYTES = 512 << 20
@@ -79,6 +80,23 @@ class ModelSizes:
     hidden: int
     intermediate: int
     vocabulary: int
+
+    @classmethod
+    def of(cls, model: ModelShape, dtype_bytes: int | None = None, *, packed: bool = False) -> ModelSizes:
+        """Return the sizes that a model's config.json tells; `dtype_bytes` are those it is served in, if other ones.
+
+        Packed, as on a CPU, the matrix before the logits is there twice where the embeddings share it. Norms and biases
+        are left out: a thousandth of the rest.
+        """
+        size = dtype_bytes or model.dtype_bytes
+        matrices = 1 if model.tied and not packed else 2  # before the first layer and behind the last
+        return cls(
+            size * (model.layer_weights + matrices * model.head_weights),
+            KVShape(model.layers, model.kv_heads, model.head_dim, size, model.heads),
+            model.hidden,
+            model.experts_per_token * model.intermediate,
+            model.vocabulary,
+        )
 
 
 @dataclass(frozen=True, slots=True)

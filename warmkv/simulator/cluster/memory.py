@@ -9,7 +9,6 @@ from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
 from warmkv.policies import memory_plan
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
-from warmkv.policies.slot_sizes import KVShape
 
 KV_BYTES = 1 << 30
 """Slots and workspace of a replica on no device in particular: `simulator.model` is not given."""
@@ -18,8 +17,8 @@ STORED_BYTES = 512 << 20
 """Stored prefixes of such a replica."""
 
 CONTEXT = 131_072
-"""Tokens up to which prompts are planned for where `engine.max_context` is not given: a config.json promises more than
-people serve."""
+"""Most tokens of prompts that are planned for where `engine.max_context` is not given: a config.json may promise more
+than people serve."""
 
 
 def gpus_per_replica(config: Config) -> float:
@@ -50,14 +49,8 @@ def resolved(config: Config) -> Config:
 
 def plan(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:
     """Plan a replica's memory from a GPU's data sheet and a model's sizes. Replicas that name no GPU have one."""
-    shape = KVShape(model.layers, model.kv_heads, model.head_dim, model.dtype_bytes, model.heads)
-    sizes = ModelSizes(
-        model.dtype_bytes * (model.layer_weights + 2 * model.head_weights),  # embeddings, too
-        shape,
-        model.hidden,
-        model.experts_per_token * model.intermediate,
-        model.vocabulary,
-    )
+    sizes = ModelSizes.of(model)
     total, share = int(gpu.memory), gpus_per_replica(config)
     memory = DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES)
-    return memory_plan.plan(memory, sizes, config.engine, config.prefix_cache, config.engine.max_context or CONTEXT)
+    context = config.engine.max_context or min(model.context or CONTEXT, CONTEXT)
+    return memory_plan.plan(memory, sizes, config.engine, config.prefix_cache, context)

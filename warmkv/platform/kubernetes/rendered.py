@@ -1,0 +1,298 @@
+"""Rendered Kubernetes manifests as plain objects, and what of them belongs to a RayService."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from warmkv.config import Config, ConfigError, parse
+from warmkv.faults import UserError
+from warmkv.model_shape import ModelShape, ModelShapeError, config_file, figures
+from warmkv.platform.document import IMPORT_PATH
+from warmkv.platform.kubernetes.fields import Fields
+
+Object = Mapping[str, Any]
+
+GPU = "nvidia.com/gpu"
+TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|[kMGTPE]|[KMGTPE]i)?")
+_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3} | {
+    f"{prefix}{i}": float(base) ** power
+    for power, prefix in enumerate("KMGTPE", 1)
+    for i, base in (("i", 1024), ("", 1000))
+}
+
+
+class RenderError(UserError):
+    """Manifests that cannot be rendered or read; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Pods of one kind: their specification and where it stands."""
+
+    where: str
+    spec: Object
+    labels: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = ""
+
+    def containers(self) -> Iterator[tuple[str, Object]]:
+        """Yield every container, those that run first included, with its place."""
+        for key in ("initContainers", "containers"):
+            for number, box in enumerate(self.spec.get(key) or ()):
+                yield f"{self.where}.{key}[{box.get('name', number)}]", box
+
+
+@dataclass(frozen=True)
+class Group:
+    """The head or a worker group of a Ray cluster. Its first container is the one that runs Ray."""
+
+    name: str
+    head: bool
+    pods: Pods
+    spec: Object
+    autoscaled: bool  # Ray's own autoscaler may go up to maxReplicas
+
+    @property
+    def box(self) -> Object:
+        boxes: Sequence[Object] = self.pods.spec.get("containers") or ({},)
+        return boxes[0]
+
+    @property
+    def where(self) -> str:
+        """Return the place of the container that runs Ray."""
+        return f"{self.pods.where}.containers[{self.box.get('name', 0)}]"
+
+    @property
+    def most_pods(self) -> int:
+        """Return the most pods that the group can have: `replicas`, unless Ray's autoscaler may add some."""
+        if self.head:
+            return 1
+        key = "maxReplicas" if self.autoscaled else "replicas"
+        return int(self.spec.get(key, self.spec.get("replicas", 1)) or 0)
+
+    def limit(self, resource: str) -> float | None:
+        """Return a resource's limit, else its request, as KubeRay tells Ray; None where neither can be read."""
+        resources = self.box.get("resources") or {}
+        for bound in ("limits", "requests"):
+            if (text := (resources.get(bound) or {}).get(resource)) is not None:
+                return quantity(text)
+        return None
+
+    @property
+    def cpus(self) -> float:
+        """Return the CPUs that Ray gives out on a pod: those of rayStartParams, else the limit, rounded up."""
+        return self._given("num-cpus", math.ceil(self.limit("cpu") or 0))
+
+    @property
+    def gpus(self) -> float:
+        """Return the GPUs that Ray gives out on a pod."""
+        return self._given("num-gpus", self.limit(GPU) or 0)
+
+    def _given(self, parameter: str, otherwise: float) -> float:
+        text = str((self.spec.get("rayStartParams") or {}).get(parameter, ""))
+        return float(text) if text.replace(".", "", 1).isdigit() else otherwise
+
+    def replicas_on_a_pod(self, config: Config) -> int:
+        """Return how many replicas find room on a pod of this group."""
+        cluster = config.cluster
+        rooms = [config.cluster.most_replicas]
+        if cluster.cpus_per_replica:
+            rooms.append(int(self.cpus / cluster.cpus_per_replica))
+        if 0 < cluster.gpus_per_replica < 1:  # a replica lies on one GPU
+            rooms.append(int(self.gpus) * int(1 / cluster.gpus_per_replica))
+        elif cluster.gpus_per_replica:
+            rooms.append(int(self.gpus / cluster.gpus_per_replica))
+        return min(rooms)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A RayService: its groups, and the configuration inside its Serve document."""
+
+    resource: Object
+    where: str
+
+    @cached_property
+    def cluster(self) -> Object:
+        return _mapping(_mapping(self.resource.get("spec")).get("rayClusterConfig"))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Return the head and the worker groups."""
+        at = f"{self.where}: spec.rayClusterConfig"
+        scales = bool(self.cluster.get("enableInTreeAutoscaling"))
+        found = []
+        if head := _mapping(self.cluster.get("headGroupSpec")):
+            found.append(self._group("head", True, head, f"{at}.headGroupSpec", scales))
+        for number, group in enumerate(self.cluster.get("workerGroupSpecs") or ()):
+            name = str(group.get("groupName", number))
+            found.append(self._group(name, False, group, f"{at}.workerGroupSpecs[{name}]", scales))
+        return tuple(found)
+
+    @property
+    def workers(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if not group.head)
+
+    def _group(self, name: str, head: bool, spec: Object, at: str, scales: bool) -> Group:
+        template = _mapping(spec.get("template"))
+        labels = _mapping(_mapping(template.get("metadata")).get("labels"))
+        namespace = str(_mapping(self.resource.get("metadata")).get("namespace", ""))
+        pods = Pods(f"{at}.template.spec", _mapping(template.get("spec")), labels, namespace)
+        return Group(name, head, pods, spec, scales)
+
+    @cached_property
+    def document(self) -> Object:
+        """Return the Serve document. Raises ConfigError where there is none, or it cannot be read."""
+        text = _mapping(self.resource.get("spec")).get("serveConfigV2")
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError("there is none")
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"it is not YAML: {error}") from None
+        if not isinstance(document, dict) or not document.get("applications"):
+            raise ConfigError("it has no applications")
+        return document
+
+    @cached_property
+    def config(self) -> Config:
+        """Return the configuration of the application that is warmkv's. Raises ConfigError."""
+        for application in self.document["applications"]:
+            if application.get("import_path") == IMPORT_PATH:
+                return parse(application.get("args") or {})
+        raise ConfigError(f"no application has the import_path {IMPORT_PATH}")
+
+    @property
+    def known_config(self) -> Config | None:
+        """Return the configuration; None where it cannot be read, which a rule of its own tells."""
+        try:
+            return self.config
+        except ConfigError:
+            return None
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All objects that are about to be applied, the fields that each kind has, and the model's sizes where known."""
+
+    objects: tuple[Object, ...]
+    fields: Mapping[str, Fields]
+    model: ModelShape | None = None
+
+    @cached_property
+    def services(self) -> tuple[Service, ...]:
+        return tuple(Service(one, name_of(one)) for one in self.objects if one["kind"] == "RayService")
+
+    @cached_property
+    def pods(self) -> tuple[Pods, ...]:
+        """Return the pods of every object that makes some."""
+        found = [group.pods for service in self.services for group in service.groups]
+        for one in self.objects:
+            spec, namespace = _mapping(one.get("spec")), str(_mapping(one.get("metadata")).get("namespace", ""))
+            if one["kind"] == "Pod":
+                found.append(Pods(f"{name_of(one)}: spec", spec, _labels(one), namespace))
+            if one["kind"] in TEMPLATED:
+                template = _mapping(spec.get("template"))
+                at = f"{name_of(one)}: spec.template.spec"
+                found.append(Pods(at, _mapping(template.get("spec")), _labels(template), namespace))
+        return tuple(found)
+
+    def find(self, kind: str, name: str) -> Object | None:
+        """Return an object by kind and name; None if it is not among those rendered."""
+        for one in self.objects:
+            if one["kind"] == kind and one["metadata"].get("name") == name:
+                return one
+        return None
+
+
+def render(source: Path) -> str:
+    """Render a folder with kustomize, or read a file that is rendered. Raises RenderError."""
+    try:
+        if source.is_file():
+            return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RenderError(f"cannot read {source}: {error}") from None
+    if not source.is_dir():
+        raise RenderError(f"there is no {source}; name an overlay's folder, a rendered file, or - for standard input")
+    if shutil.which("kubectl"):
+        command = ["kubectl", "kustomize", str(source)]
+    elif shutil.which("kustomize"):
+        command = ["kustomize", "build", str(source)]
+    else:
+        raise RenderError(
+            f"rendering the folder {source} needs kubectl or kustomize, and neither is installed: install kubectl "
+            "(kubernetes.io/docs/tasks/tools), or render it elsewhere and give the file"
+        )
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RenderError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = None) -> Rendered:
+    """Read rendered YAML. Raises RenderError where it holds no Kubernetes objects."""
+    try:
+        found = [one for one in yaml.safe_load_all(text) if one is not None]
+    except yaml.YAMLError as error:
+        raise RenderError(f"this is not YAML: {error}") from None
+    objects: list[Object] = []
+    for number, one in enumerate(found, start=1):
+        if not isinstance(one, dict) or not isinstance(one.get("kind"), str):
+            raise RenderError(f"document {number} is no Kubernetes object: it has no kind")
+        objects += one["items"] if one["kind"] == "List" else [one]
+    if not objects:
+        raise RenderError("there is nothing in it")
+    for one in objects:
+        if not _mapping(one.get("metadata")).get("name"):
+            raise RenderError(f"a {one['kind']} has no metadata.name")
+        if one["kind"] == "Kustomization":
+            raise RenderError("this is a Kustomization, which is not rendered yet: give its folder")
+    return Rendered(tuple(objects), fields, model)
+
+
+def with_model(rendered: Rendered, name: str | None = None) -> Rendered:
+    """Add the sizes of a model, else of the one that the first RayService serves, where they can be found here.
+
+    Raises ModelShapeError where a named model's cannot.
+    """
+    if name is not None:
+        return replace(rendered, model=_shape(name))
+    config = rendered.services[0].known_config if rendered.services else None
+    try:
+        return replace(rendered, model=None if config is None else _shape(config.model.path))
+    except ModelShapeError:  # a rule tells that memory was not checked
+        return rendered
+
+
+def _shape(name: str) -> ModelShape:
+    path = config_file(name)
+    return ModelShape(path=path, **figures(path))
+
+
+def name_of(one: Object) -> str:
+    """Return kind and name, as kubectl writes them."""
+    return f"{one['kind']}/{one['metadata'].get('name', '')}"
+
+
+def quantity(text: object) -> float | None:
+    """Read `16Gi`, `500m` or `2`; None for what is no quantity."""
+    match = _QUANTITY.fullmatch(str(text))
+    return float(match[1]) * _UNITS[match[2] or ""] if match else None
+
+
+def _mapping(value: object) -> Object:
+    return value if isinstance(value, dict) else {}
+
+
+def _labels(template: Object) -> Mapping[str, str]:
+    return _mapping(_mapping(template.get("metadata")).get("labels"))

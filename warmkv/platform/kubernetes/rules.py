@@ -1,0 +1,420 @@
+"""What can be wrong with rendered manifests: one function a rule, over the objects, in the list `RULES`.
+
+A rule yields findings. A new one is a function here, its name in `RULES`, and a test that breaks a good overlay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from warmkv.config import Config, ConfigError
+from warmkv.gpus import CATALOGUE, Gpu
+from warmkv.platform.kubernetes import fields, memory
+from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
+from warmkv.platform.kubernetes.rendered import GPU, Group, Object, Pods, Rendered, Service, name_of, quantity
+from warmkv.platform.listening import check_listening, is_loopback
+from warmkv.platform.tenants import SALT_ENV
+from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
+
+DEFAULT_GRACE = 30  # seconds, where a pod says nothing
+OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not have
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about manifests. An error must be mended; a note says what is not set yet, or could not be checked."""
+
+    rule: str
+    where: str
+    what: str
+    todo: str
+    level: Literal["error", "note"] = "error"
+
+
+Told = Iterator[tuple[str, str, str] | tuple[str, str, str, Literal["error", "note"]]]
+"""Where, what is wrong, what to do, and the level where it is a note."""
+
+Rule = Callable[[Rendered], Told]
+
+
+def check(rendered: Rendered) -> list[Finding]:
+    """Return what all rules find, errors first."""
+    found = [Finding(rule.__name__, *told) for rule in RULES for told in rule(rendered)]
+    return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _configured(rendered: Rendered) -> Iterator[tuple[Service, Config]]:
+    for service in rendered.services:
+        if (config := service.known_config) is not None:
+            yield service, config
+
+
+# --- fields, and what the document says
+
+
+def unknown_fields(rendered: Rendered) -> Told:
+    """Find fields that a kind does not have, and say which kinds no schema was given for."""
+    unchecked = set()
+    for one in rendered.objects:
+        if one["kind"] not in rendered.fields:
+            unchecked.add(one["kind"])
+            continue
+        for place, near in fields.unknown(one, rendered.fields[one["kind"]]):
+            todo = f"write {near}" if near else "remove it, or look up its name with `kubectl explain`"
+            yield f"{name_of(one)}: {place}", f"{one['kind']} has no such field, and it would do nothing", todo
+    for kind in sorted(unchecked):
+        todo = "give a folder with its CustomResourceDefinition: --crds FOLDER"
+        yield kind, "its fields were not checked: no schema of it is known", todo, "note"
+
+
+def quantities(rendered: Rendered) -> Told:
+    """Find amounts of resources that Kubernetes cannot read."""
+    for pods in rendered.pods:
+        for where, box in pods.containers():
+            for bound, named in (box.get("resources") or {}).items():
+                for resource, text in named.items() if isinstance(named, dict) else ():
+                    if quantity(text) is None:
+                        yield f"{where}.resources.{bound}.{resource}", f"{text!r} is no quantity", "write it as in 16Gi"
+
+
+def serve_document(rendered: Rendered) -> Told:
+    """Find a RayService whose Serve document warmkv could not start from."""
+    if not rendered.services:
+        yield "all objects", "there is no RayService, so nothing would serve", "render an overlay, not a part of one"
+    for service in rendered.services:
+        try:
+            _ = service.config
+        except ConfigError as error:
+            todo = "change warmkv.yaml beside the kustomization, then `warmkv k8s render -c warmkv.yaml`"
+            for line in str(error).splitlines():
+                yield f"{service.where}: spec.serveConfigV2", line, todo
+
+
+# --- references
+
+
+def references(rendered: Rendered) -> Told:
+    """Find Secrets, ConfigMaps and others that pods name and that nothing here brings."""
+    seen = set()
+    for pods in rendered.pods:
+        for where, kind, name, key, optional in chain(*map(_of_container, _boxes(pods)), _of_pod(pods)):
+            brought = rendered.find(kind, name)
+            if brought is None and not optional and (kind, name) not in seen:
+                seen.add((kind, name))
+                yield _missing(where, kind, name, key, pods.namespace)
+            if brought is not None and key and not optional and key not in _keys(brought):
+                yield (
+                    where,
+                    f"{kind}/{name} has no key {key}",
+                    f"there are {', '.join(sorted(_keys(brought))) or 'none'}",
+                )
+
+
+Reference = tuple[str, str, str, str, bool]  # where, kind, name, key or ``, optional
+
+
+def _boxes(pods: Pods) -> list[tuple[str, Object]]:
+    return list(pods.containers())
+
+
+def _of_container(placed: tuple[str, Object]) -> Iterator[Reference]:
+    where, box = placed
+    for number, entry in enumerate(box.get("env") or ()):
+        source = entry.get("valueFrom") or {}
+        for field, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
+            if (ref := source.get(field)) is not None:
+                at = f"{where}.env[{entry.get('name', number)}]"
+                yield at, kind, ref.get("name", ""), ref.get("key", ""), bool(ref.get("optional"))
+    for number, entry in enumerate(box.get("envFrom") or ()):
+        for field, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
+            if (ref := entry.get(field)) is not None:
+                yield f"{where}.envFrom[{number}]", kind, ref.get("name", ""), "", bool(ref.get("optional"))
+
+
+def _of_pod(pods: Pods) -> Iterator[Reference]:
+    for volume in pods.spec.get("volumes") or ():
+        at = f"{pods.where}.volumes[{volume.get('name')}]"
+        for one in [volume, *((volume.get("projected") or {}).get("sources") or ())]:
+            if (ref := one.get("secret")) is not None:
+                yield at, "Secret", ref.get("secretName", ref.get("name", "")), "", bool(ref.get("optional"))
+            if (ref := one.get("configMap")) is not None:
+                yield at, "ConfigMap", ref.get("name", ""), "", bool(ref.get("optional"))
+        if (ref := volume.get("persistentVolumeClaim")) is not None:
+            yield at, "PersistentVolumeClaim", ref.get("claimName", ""), "", False
+    for ref in pods.spec.get("imagePullSecrets") or ():
+        yield f"{pods.where}.imagePullSecrets", "Secret", ref.get("name", ""), "", False
+    if (account := pods.spec.get("serviceAccountName", "default")) != "default":
+        yield f"{pods.where}.serviceAccountName", "ServiceAccount", account, "", False
+    priority = pods.spec.get("priorityClassName", "")
+    if priority and not priority.startswith("system-"):
+        yield f"{pods.where}.priorityClassName", "PriorityClass", priority, "", False
+
+
+def _missing(
+    where: str, kind: str, name: str, key: str, namespace: str
+) -> tuple[str, str, str, Literal["error", "note"]]:
+    """Tell what is not among the objects. Secrets are made apart from manifests; so may a claim or a class be."""
+    inside = f" -n {namespace}" if namespace else ""
+    if kind == "Secret":
+        todo = f"if it is not there yet: kubectl{inside} create secret generic {name}" + (
+            f" --from-literal={key}=..." if key else " --from-file=..."
+        )
+        return where, f"Secret {name} must be in the cluster before the pods start", todo, "note"
+    if kind in ("PersistentVolumeClaim", "PriorityClass"):
+        todo = f"if it is not there yet, add it to the overlay; `kubectl{inside} get {kind.lower()} {name}` tells"
+        return where, f"{kind} {name} must be in the cluster, and is not among these objects", todo, "note"
+    return (
+        where,
+        f"there is no {kind} {name}",
+        "add it to the resources of the kustomization, or mend the name",
+        "error",
+    )
+
+
+def _keys(brought: Object) -> set[str]:
+    return {key for part in ("data", "stringData", "binaryData") for key in brought.get(part) or ()}
+
+
+def selectors(rendered: Rendered) -> Told:
+    """Find budgets, monitors, policies and services that select no pod."""
+    for one in rendered.objects:
+        spec = one.get("spec") or {}
+        chosen = spec.get("podSelector") if one["kind"] == "NetworkPolicy" else spec.get("selector")
+        if one["kind"] == "Service":
+            labels: Mapping[str, Any] = chosen or {}
+        elif one["kind"] in ("PodDisruptionBudget", "PodMonitor", "NetworkPolicy"):
+            labels = (chosen or {}).get("matchLabels") or {}
+        else:
+            continue
+        own = {key: value for key, value in labels.items() if not key.startswith(OPERATORS_LABELS)}
+        if own and not any(own.items() <= pods.labels.items() for pods in rendered.pods):
+            wanted = ", ".join(f"{key}={value}" for key, value in own.items())
+            yield name_of(one), f"it selects no pod: none has {wanted}", "use the labels of the pods' template"
+
+
+def images(rendered: Rendered) -> Told:
+    """Find images whose content may change from one start to the next."""
+    for pods in rendered.pods:
+        for where, box in pods.containers():
+            image = str(box.get("image", ""))
+            tag = image.rpartition("/")[2].partition(":")[2]
+            if "@sha256:" in image or (tag and tag != "latest"):
+                continue
+            what = f"the image {image} is whatever is newest when a pod starts" if image else "no image is named"
+            todo = "name a version or a digest under images: in the kustomization (newTag, digest)"
+            yield f"{where}.image", what, todo
+
+
+# --- room
+
+
+def gpu_workers(rendered: Rendered) -> Told:
+    """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
+    for service, config in _configured(rendered):
+        asked = config.cluster.gpus_per_replica
+        with_gpu = [group for group in service.workers if group.gpus]
+        if asked and not with_gpu:
+            yield (
+                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+                f"a replica asks for {asked:g} GPU (cluster.gpus_per_replica), and no worker group has one",
+                f"give a worker group a limit for {GPU}, or set cluster.gpus_per_replica to 0",
+            )
+        for group in with_gpu:
+            if not asked:
+                what = f"the group has {group.gpus:g} GPU a pod, and replicas ask for none, so they would stay unused"
+                yield group.where, what, "set cluster.gpus_per_replica to 1 in warmkv.yaml, and render again"
+
+
+def group_sizes(rendered: Rendered) -> Told:
+    """Find worker groups whose numbers contradict each other."""
+    for service in rendered.services:
+        for group in service.workers:
+            sizes = [group.spec.get(key) for key in ("minReplicas", "replicas", "maxReplicas")]
+            known = [size for size in sizes if size is not None]
+            if known != sorted(known):
+                where = group.pods.where.removesuffix(".template.spec")
+                what = "minReplicas, replicas and maxReplicas are {}, {} and {}".format(*sizes)
+                yield where, what, "none may be less than the one before it"
+
+
+def replicas_fit(rendered: Rendered) -> Told:
+    """Find more replicas than the worker groups hold."""
+    for service, config in _configured(rendered):
+        cluster = config.cluster
+        if cluster.gpus_per_replica and not any(group.gpus for group in service.groups):
+            continue  # gpu_workers tells
+        rooms = {group.name: group.most_pods * group.replicas_on_a_pod(config) for group in service.groups}
+        held = sum(rooms.values())
+        if cluster.most_replicas > held:
+            asked = f"{cluster.cpus_per_replica:g} CPU" + (
+                f" and {cluster.gpus_per_replica:g} GPU" if cluster.gpus_per_replica else ""
+            )
+            groups = ", ".join(f"{name} {room}" for name, room in rooms.items())
+            setting = "cluster.autoscaling.max_replicas" if cluster.autoscaling else "cluster.replicas"
+            scales = any(group.autoscaled for group in service.groups)
+            yield (
+                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+                f"{cluster.most_replicas} replicas are asked for ({setting}), each with {asked}, and the pods have "
+                f"room for {held} ({groups})",
+                f"raise {'maxReplicas' if scales else 'replicas'} of a worker group, or the CPUs and GPUs of its pods",
+            )
+
+
+def memory_fits(rendered: Rendered) -> Told:
+    """Find pods and GPUs without memory for the model, slots and tiers, by the replicas' own plan."""
+    for service, config in _configured(rendered):
+        if rendered.model is None:
+            todo = "give its config.json, or a folder that has it: --model FILE"
+            yield service.where, f"memory was not checked: the sizes of {config.model.path} are not known", todo, "note"
+            continue
+        for group in service.groups:
+            replicas, limit = group.replicas_on_a_pod(config), group.limit("memory")
+            if not replicas or not group.most_pods:
+                continue
+            at = f"{group.where}.resources.limits.memory"
+            if limit is None:
+                yield at, "there is no limit, so a replica may take the node's memory", "set one, as in 16Gi"
+            elif config.cluster.gpus_per_replica:
+                lines = memory.host_lines(config, rendered.model, replicas)
+                if (needed := sum(line.bytes for line in lines)) > limit:
+                    parts = ", ".join(f"{line.name} {amount(line.bytes)}" for line in lines)
+                    what = f"the pod may take {amount(int(limit))} of host memory, and needs {amount(needed)}: {parts}"
+                    yield at, what, f"raise it to {_whole(needed)}Gi or more"
+            else:
+                planned = memory.plan_in_pod(config, rendered.model, int(limit), replicas)
+                try:
+                    planned.check()
+                except MemoryPlanError as error:
+                    todo = f"raise it to {_whole(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
+                    yield at, str(error).splitlines()[0] + f" ({planned.summary})", todo
+            yield from _on_gpu(group, config, rendered)
+
+
+def _on_gpu(group: Group, config: Config, rendered: Rendered) -> Told:
+    """Plan the memory of the GPU that the pods' node selector names, if it is in the catalogue."""
+    product = (group.pods.spec.get("nodeSelector") or {}).get(GPU_PRODUCT)
+    name = next((name for name, label in PRODUCTS.items() if label == product), None)
+    if name is None or rendered.model is None or not config.cluster.gpus_per_replica:
+        return
+    planned = memory.plan_on_gpu(config, rendered.model, Gpu.model_validate(CATALOGUE[name] | {"name": name}))
+    if planned.needed > planned.most:
+        what = f"a replica does not fit its share of an {name}: {planned.summary}"
+        todo = "choose a GPU with more memory, a smaller model, or lower engine.kv_bytes and prefix_cache.memory_bytes"
+        yield f"{group.pods.where}.nodeSelector", what, todo
+
+
+def _whole(size: float) -> int:
+    return -(-int(size) // GIB)
+
+
+def disk_tier(rendered: Rendered) -> Told:
+    """Find a disk tier whose folder is not mounted, or has no room for it."""
+    for service, config in _configured(rendered):
+        disk = config.prefix_cache.disk
+        if disk.path is None or not config.prefix_cache.enabled:
+            continue
+        for group in service.workers:
+            replicas = group.replicas_on_a_pod(config)
+            if not replicas:
+                continue
+            volume = _mounted(group, str(disk.path))
+            if volume is None:
+                todo = "mount a volume there, as the component disk-cache does"
+                yield group.where, f"nothing is mounted at prefix_cache.disk.path, {disk.path}", todo
+                continue
+            size = quantity(_size(volume))
+            if size is not None and size < (needed := replicas * int(disk.memory_bytes)):
+                what = f"the volume {volume['name']} has {amount(int(size))}, and the disk tier takes {amount(needed)}"
+                yield f"{group.pods.where}.volumes[{volume['name']}]", what, f"make it {_whole(needed)}Gi or more"
+
+
+def _size(volume: Object) -> str:
+    """Return the size that a volume of its pod's own is asked for with; `` where there is none."""
+    claim = ((volume.get("ephemeral") or {}).get("volumeClaimTemplate") or {}).get("spec") or {}
+    asked = ((claim.get("resources") or {}).get("requests") or {}).get("storage", "")
+    return str((volume.get("emptyDir") or {}).get("sizeLimit", asked))
+
+
+def _mounted(group: Group, path: str) -> Object | None:
+    """Return the volume that holds a path in the container that runs Ray; None if it is in the image."""
+    place = PurePosixPath(path)
+    mounts = [m for m in group.box.get("volumeMounts") or () if place.is_relative_to(m.get("mountPath", ""))]
+    if not mounts:
+        return None
+    nearest = max(mounts, key=lambda mount: len(str(mount["mountPath"])))
+    return next((v for v in group.pods.spec.get("volumes") or () if v.get("name") == nearest.get("name")), None)
+
+
+# --- ends and access
+
+
+def grace_periods(rendered: Rendered) -> Told:
+    """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
+    for service, config in _configured(rendered):
+        drain, handover = config.cluster.drain_seconds, config.transfer.handover_seconds
+        for group in service.workers:
+            grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
+            if grace <= drain + handover:
+                yield (
+                    f"{group.pods.where}.terminationGracePeriodSeconds",
+                    f"a pod is killed after {grace} s, and its replicas may take {drain + handover:g}: "
+                    f"cluster.drain_seconds {drain:g} and transfer.handover_seconds {handover:g}",
+                    f"set it to {int(drain + handover) + 20} or more",
+                )
+
+
+def tenants(rendered: Rendered) -> Told:
+    """Find a service that lets nobody in, or everybody."""
+    for service, config in _configured(rendered):
+        at, gateway = f"{service.where}: spec.serveConfigV2, gateway", config.gateway
+        if is_loopback(gateway.host):
+            yield f"{at}.host", f"{gateway.host} is reached from within the pod only", "set gateway.host to 0.0.0.0"
+        try:
+            check_listening(gateway)
+        except ConfigError:
+            todo = "list who may call in gateway.tenants_file (a Secret), or set gateway.allow_open for a trial"
+            yield at, "no tenants are configured, and it would not start: every key would be accepted", todo
+        if gateway.is_open and gateway.allow_open:
+            what = "every key is accepted, from wherever the pods can be reached (gateway.allow_open)"
+            yield f"{at}.allow_open", what, "list tenants in gateway.tenants_file before others can reach it", "note"
+        if (file := gateway.tenants_file) is not None:
+            for group in service.groups:
+                if _mounted(group, str(file)) is None:
+                    todo = "mount the Secret with the tenants there, in every pod: a gateway may run in any"
+                    yield group.where, f"gateway.tenants_file is {file}, and nothing is mounted there", todo
+
+
+def salt(rendered: Rendered) -> Told:
+    """Find pods without the secret that salts prefix hashes, or with one in plain sight."""
+    for service in rendered.services:
+        for group in service.groups:
+            entries = [entry for entry in group.box.get("env") or () if entry.get("name") == SALT_ENV]
+            sources = [*(group.box.get("envFrom") or ()), *entries]
+            if not sources:
+                what = f"{SALT_ENV} is not set: every pod would salt with its own, and find no other's prefixes"
+                yield f"{group.where}.env", what, "take it from a Secret, as the base does"
+            if any("value" in entry for entry in entries):
+                what = f"{SALT_ENV} stands in the manifest, where whoever reads it can guess prefixes"
+                yield f"{group.where}.env[{SALT_ENV}]", what, "take it from a Secret: valueFrom.secretKeyRef"
+
+
+RULES: tuple[Rule, ...] = (
+    unknown_fields,
+    quantities,
+    serve_document,
+    references,
+    selectors,
+    images,
+    gpu_workers,
+    group_sizes,
+    replicas_fit,
+    memory_fits,
+    disk_tier,
+    grace_periods,
+    tenants,
+    salt,
+)
