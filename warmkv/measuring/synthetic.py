@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
-from warmkv.policies import budgets, compression
+from warmkv.policies import compression
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policy_spec import PolicySpec
@@ -48,14 +48,7 @@ def random_prompt(model: LoadedModel, spec: PolicySpec, keys_and_values: Tensor)
     """Make a random PrefillState as prefill would leave it under a policy, observations included."""
     generator = torch.Generator(model.device).manual_seed(1)
     tokens = keys_and_values.shape[3]
-    prompt = PrefillState(
-        *keys_and_values,
-        q_heads=model.q_heads,
-        observed=min(tokens, budgets.observed_queries(spec, tokens)),
-        column_sums=budgets.needs_column_sums(spec, tokens),
-        inv_freq=model.inv_freq,
-        windows=model.kv_shape.windows,
-    )
+    prompt = model.prefill_state(range(tokens), [spec], keys_and_values=keys_and_values)
     if prompt.queries is not None:
         prompt.queries.normal_(generator=generator)
     if prompt.column_sums is not None:

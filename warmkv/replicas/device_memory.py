@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -227,7 +227,10 @@ def measure_attention(model: LoadedModel, chunk: int, peak: Peak) -> float:
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, shape.head_dim, dtype=model.dtype, device=model.device)
 
-    prompt = PrefillState(zeros(1, shape.kv_heads, tokens), zeros(1, shape.kv_heads, tokens), q_heads=shape.q_heads)
+    one = replace(shape, layers=1, windows=())
+    prompt = PrefillState.allocate(
+        one, range(tokens), (), dtype=model.dtype, device=model.device, inv_freq=model.inv_freq
+    )
     prompt.reuse(tokens - chunk)
     query, key, value = (zeros(1, heads, chunk) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads))
     before = peak.allocated()

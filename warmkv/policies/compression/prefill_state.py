@@ -78,13 +78,18 @@ class PrefillState:
         device: torch.device,
         inv_freq: Tensor,
         classes: TokenClasses | None = None,
+        keys_and_values: Iterable[Tensor] | None = None,
     ) -> PrefillState:
-        """Allocate the state of a prompt, with all that any of the policies observes while it is computed."""
+        """Allocate the state of a prompt, with all that any of the policies observes while it is computed.
+
+        Keys and values are taken as they are where they are given.
+        """
         tokens, specs = len(token_ids), list(specs)
-        keys = torch.empty((shape.layers, shape.kv_heads, tokens, shape.head_dim), dtype=dtype, device=device)
+        if keys_and_values is None:
+            keys = torch.empty((shape.layers, shape.kv_heads, tokens, shape.head_dim), dtype=dtype, device=device)
+            keys_and_values = keys, torch.empty_like(keys)
         return cls(
-            keys,
-            torch.empty_like(keys),
+            *keys_and_values,
             q_heads=shape.q_heads,
             observed=min(tokens, max((budgets.observed_queries(spec, tokens) for spec in specs), default=0)),
             column_sums=any(budgets.needs_column_sums(spec, tokens) for spec in specs),

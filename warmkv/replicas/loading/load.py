@@ -42,14 +42,14 @@ class LoadedModel:
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
 
-    @property
-    def q_heads(self) -> int:
-        return self.kv_shape.q_heads
-
     def prefill_state(
-        self, token_ids: Sequence[int], specs: Iterable[PolicySpec], classes: TokenClasses | None = None
+        self,
+        token_ids: Sequence[int],
+        specs: Iterable[PolicySpec],
+        classes: TokenClasses | None = None,
+        keys_and_values: Iterable[torch.Tensor] | None = None,
     ) -> PrefillState:
-        """Allocate the state of a prompt, with all that any of the policies observes."""
+        """Allocate the state of a prompt, with all that any of the policies observes; keys and values may be given."""
         return PrefillState.allocate(
             self.kv_shape,
             token_ids,
@@ -58,6 +58,7 @@ class LoadedModel:
             device=self.device,
             inv_freq=self.inv_freq,
             classes=classes,
+            keys_and_values=keys_and_values,
         )
 
     def weight_bytes(self) -> int:

@@ -50,7 +50,7 @@ def test_limits_and_shape_follow_from_the_model():
     assert model.max_context == 128
     assert model.kv_shape.windows == (64, 64)
     assert model.kv_shape.token_bytes == 2 * 2 * 2 * 16 * 4
-    assert (model.vocabulary, model.q_heads, model.fixed_rotation) == (50, 4, True)
+    assert (model.vocabulary, model.kv_shape.q_heads, model.fixed_rotation) == (50, 4, True)
     assert model.eos_ids == frozenset()
 
 
