@@ -7,7 +7,7 @@ from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
 from warmkv.config.directory import DirectoryConfig
 from warmkv.config.engine import EngineConfig
-from warmkv.config.gateway import GatewayConfig, IntakeConfig
+from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import BlockStorage, DiskConfig, Eviction, PrefixCacheConfig, TierConfig
 from warmkv.config.pricing import ModelPrices, Prices, PricingConfig
@@ -44,7 +44,6 @@ __all__ = [
     "Eviction",
     "FailureConfig",
     "GatewayConfig",
-    "IntakeConfig",
     "KeyConfig",
     "KeyHolder",
     "LimitsConfig",

@@ -10,24 +10,6 @@ from warmkv.config.base import Section
 from warmkv.config.tenants import LimitsConfig, OperatorConfig, Right, TenantConfig, check_key_holders
 
 
-class IntakeConfig(Section):
-    """What a gateway reads, parses and tokenizes at most; what exceeds a limit is refused by the limit's name."""
-
-    total_bytes: ByteSize = Field(
-        ByteSize(256 << 20), description="bodies that are read, parsed and tokenized at a time, together (529)"
-    )
-    read_seconds: float = Field(120.0, gt=0, description="time in which a body must have come (408)")
-    max_depth: int = Field(200, ge=1, le=200, description="how deep a body may be nested; the JSON parser ends at 200")
-    max_values: int = Field(
-        500_000, ge=1, description="JSON values of a body, keys included; in a prompt each takes a token or more"
-    )
-    max_messages: int = Field(100_000, ge=1, description="messages of a request; more are refused (400)")
-    max_blocks: int = Field(200_000, ge=1, description="content blocks of a request, in all its messages together")
-    max_tools: int = Field(10_000, ge=1, description="tools of a request; more are refused (400)")
-    max_stop_characters: int = Field(16_384, ge=1, description="of all stop sequences of a request together")
-    parse_seconds: float = Field(60.0, gt=0, description="time to parse and tokenize a body, waiting included")
-
-
 class GatewayConfig(Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
@@ -48,26 +30,24 @@ class GatewayConfig(Section):
         "configured, else none",
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="of every tenant; a tenant may have its own")
-    max_body_bytes: ByteSize = Field(ByteSize(32 << 20), description="body of a request; more is refused (413)")
-    intake: IntakeConfig = IntakeConfig()
-    max_requests: int | None = Field(
-        None,
-        ge=1,
-        description="requests open at a time in one gateway (529); null: what replicas and queues hold, and some more",
+    max_body_bytes: ByteSize = Field(
+        ByteSize(32 << 20),
+        description="body of a request; more is refused (413). How much structure it may have follows from it (400), "
+        "and how many bodies are read at a time (529)",
     )
     max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
     default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
     request_timeout_seconds: float = Field(600.0, gt=0, description="longest time until the end of an answer (504)")
-    retries: int = Field(3, ge=0, description="how often a request is sent again because a replica failed")
-    resume: bool = Field(True, description="whether an answer that had begun goes on in another replica; else it ends")
+    retries: int = Field(
+        3, ge=0, description="how often a request is sent again because a replica failed; what had begun goes on there"
+    )
     stall_seconds: float = Field(
         60.0, gt=0, description="silence of a replica after which it counts as failed; more than the longest step"
     )
     access_log: Path | None = Field(None, description="file for one JSON line per request")
     access_log_bytes: ByteSize = Field(
-        ByteSize(1 << 30), description="size at which it becomes access_log.1, and that access_log.2; 0: never"
+        ByteSize(1 << 30), description="size at which it becomes access_log.1, and that access_log.2, to .4; 0: never"
     )
-    access_log_files: int = Field(4, ge=1, description="files that are kept besides the one that is written")
 
     @property
     def beat_seconds(self) -> float:

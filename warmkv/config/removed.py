@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "control.apply_seconds": "it is 5 s",
     "control.follow_seconds": "it is 10 s",
     "control.history": "100 versions are kept",
+    "control.max_body_bytes": "it is gateway.max_body_bytes",
     "control.silence_seconds": "it is 15 s",
     "control.start_seconds": "it is 60 s",
     "dashboards.token_env": "put the token into GRAFANA_TOKEN",
@@ -27,13 +28,27 @@ REMOVED: dict[str, str] = {
     "directory.silence_seconds": "it is 15 s",
     "engine.beat_seconds": "it is a twelfth of gateway.stall_seconds",
     "engine.stall_seconds": "it is five times gateway.stall_seconds",
+    "gateway.access_log_files": "4 files are kept besides the one that is written",
     "gateway.access_log_queue": "10000 lines may wait",
     "gateway.error_logs_per_minute": "it is 60",
     "gateway.intake.large_bytes": "it is 1 MiB",
+    "gateway.intake.max_blocks": "it is two fifths of the JSON values, which follow from gateway.max_body_bytes",
+    "gateway.intake.max_depth": "it is 200, where the JSON parser ends",
+    "gateway.intake.max_messages": "it is a fifth of the JSON values, which follow from gateway.max_body_bytes",
+    "gateway.intake.max_stop_characters": "it is a thirtieth of the JSON values, which follow from "
+    "gateway.max_body_bytes",
+    "gateway.intake.max_tools": "it is a fiftieth of the JSON values, which follow from gateway.max_body_bytes",
+    "gateway.intake.max_values": "it is one for 64 bytes of gateway.max_body_bytes, and 500000 at least",
     "gateway.intake.max_waiting": "it is cluster.max_queued_requests",
+    "gateway.intake.parse_seconds": "it is 60 s, or gateway.request_timeout_seconds where that is less",
+    "gateway.intake.read_seconds": "it is 120 s",
     "gateway.intake.threads": "there are 2, and one for large bodies",
+    "gateway.intake.total_bytes": "it is 8 times gateway.max_body_bytes",
     "gateway.limited_tenants": "10000 are remembered",
+    "gateway.max_requests": "it is engine.max_slots + engine.max_queue of all replicas, and twice "
+    "cluster.max_queued_requests",
     "gateway.ping_seconds": "it is 5 s",
+    "gateway.resume": "answers that had begun always go on in another replica; gateway.retries: 0 sends nothing again",
     "gateway.retry_seconds": "it is 0.5 s",
     "gateway.salt_env": "put the secret into WARMKV_SALT",
     "gateway.tenants_file_seconds": "it is 5 s",
@@ -82,8 +97,9 @@ def _without(tree: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, An
     key, *rest = place
     if key not in tree:
         return tree
-    if not rest:
-        return {name: value for name, value in tree.items() if name != key}
     below = tree[key]
-    inner = _without(below, tuple(rest)) if isinstance(below, Mapping) else below
-    return tree if inner is below else {**tree, key: inner}
+    inner = _without(below, tuple(rest)) if rest and isinstance(below, Mapping) else below
+    if rest and inner is below:
+        return tree
+    others = {name: value for name, value in tree.items() if name != key}
+    return {**others, key: inner} if rest and inner else others  # a section that is empty now may be gone, too

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 QUEUE = 10_000  # lines that may wait for the disk; more are dropped, and counted
 COMPLAINTS_PER_MINUTE = 60  # lines about faults of the disk
 BATCH = 256  # most lines that are written under one lock
+OLD_FILES = 4  # that are kept besides the one that is written
 
 
 class AccessLog:
@@ -39,7 +40,7 @@ class AccessLog:
     def __init__(self, config: GatewayConfig, dropped: Callable[[int], None] = lambda lines: None) -> None:
         assert config.access_log is not None
         self._path, self._dropped = config.access_log, dropped
-        self._file_bytes, self._files = int(config.access_log_bytes), config.access_log_files
+        self._file_bytes = int(config.access_log_bytes)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open(self._path)
         self._lock: int | None = None
@@ -120,7 +121,7 @@ class AccessLog:
             line = line[os.write(self._file, line) :]
 
     def _rotate(self) -> None:
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n + 1}") for n in range(self._files))]
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n + 1}") for n in range(OLD_FILES))]
         for newer, older in reversed(list(itertools.pairwise(names))):
             if newer.exists():
                 newer.replace(older)

@@ -15,6 +15,7 @@ from warmkv.platform.control import LiveConfigControl, StoreError
 from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, values
 from warmkv.platform.tenants import Caller
@@ -40,11 +41,10 @@ def add_policy_endpoints(
     app: FastAPI, service: Service, intake: Intake, control: LiveConfigControl, operator_of: Callable[[Request], Caller]
 ) -> None:
     """Add `/v1/warmkv/policy` and what is below it. `operator_of` raises ApiError for who may not."""
-    start, limits = service.config, service.config.gateway.intake
+    start, limits = service.config, BodyLimits.of(service.config.gateway)
 
     async def read(request: Request, model: type[B]) -> B:
-        most = start.control.max_body_bytes
-        return await intake.take(request, lambda data, _: parse(data, model, limits), most, "control.max_body_bytes")
+        return await intake.take(request, lambda data, _: parse(data, model, limits))
 
     def shown(status: dict[str, Any]) -> Response:
         current = status["current"].model_dump(mode="json")

@@ -127,7 +127,7 @@ async def resumed(
                 raise
             outcome = "failed"
             failed += 1
-            if failed > config.retries or (started and not config.resume):
+            if failed > config.retries:
                 raise
         finally:
             attempt.ended(outcome)

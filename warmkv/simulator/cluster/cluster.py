@@ -230,7 +230,7 @@ class Cluster:
         for job in sorted(jobs, key=lambda job: job.number):
             begun = job.first != NEVER
             attempts = 1 + job.retries + job.resumptions
-            if attempts > gateway.retries or (begun and not gateway.resume):
+            if attempts > gateway.retries:
                 job.failed = True
                 self._refuse(job)
                 continue

@@ -15,10 +15,12 @@ import pytest
 
 from tests.unit.platform.exchanges import Gateway
 from tests.unit.platform.work import work_of
+from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages import MessagesRequest
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _json_places
 from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live_config import ChangeBody, RollbackBody
 from warmkv.replicas.loading.load import load_tokenizer
@@ -84,14 +86,14 @@ def understand(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Call
     gateway = asyncio.run(make_gateway(tmp_path_factory.mktemp("policy")))
     service = gateway.service
     parsing = Parsing(service, tokenizer, 100_000)
-    policy, intake = service.policy, gateway.config.gateway.intake
+    policy, limits = service.policy, BodyLimits.of(gateway.config.gateway)
     made = {
         "messages": lambda data: parsing.message(policy, data, tokenizer),
         "count": lambda data: parsing.count(policy, data, tokenizer),
         "chat": lambda data: parsing.chat(policy, data, tokenizer),
         "completions": lambda data: parsing.completion(policy, data, tokenizer),
-        "change": lambda data: parse(data, ChangeBody, intake),
-        "rollback": lambda data: parse(data, RollbackBody, intake),
+        "change": lambda data: parse(data, ChangeBody, limits),
+        "rollback": lambda data: parse(data, RollbackBody, limits),
     }
     return lambda api, data: made[api](data)
 
@@ -287,11 +289,10 @@ def test_a_large_body_is_parsed_in_memory_of_its_own_size():
     import tracemalloc
 
     data = json.dumps({**whole("messages"), "messages": [said(*[TEXT] * 20_000)]}).encode()
-    from warmkv.config import IntakeConfig
 
     tracemalloc.start()
     try:
-        parse(data, MessagesRequest, IntakeConfig())
+        parse(data, MessagesRequest, BodyLimits.of(GatewayConfig()))
         assert tracemalloc.get_traced_memory()[1] < 60 * len(data)
     finally:
         tracemalloc.stop()

@@ -52,7 +52,7 @@ def test_serve_never_refuses_what_the_gateway_would(monkeypatch):
     """Serve's refusals are plain text: it queues without limit, and lets more in than the gateway takes."""
     monkeypatch.setattr(application, "start_directory", lambda *_: [])
     monkeypatch.setattr(application, "start_control", lambda *_: None)
-    for flags in ((), ("cluster.replicas=5",), ("gateway.max_requests=10",)):
+    for flags in ((), ("cluster.replicas=5",), ("cluster.max_queued_requests=10",)):
         config = load(flags=flags)
         bound: Any = application.build(config.model_dump(mode="json", exclude_defaults=True))
         deployment = bound._bound_deployment
@@ -65,4 +65,3 @@ def test_a_gateway_takes_what_replicas_and_queues_hold():
     config = load(flags=["cluster.replicas=3"])
     cluster = config.cluster
     assert most_open(config) >= 3 * config.ongoing_requests + cluster.max_queued_requests
-    assert most_open(load(flags=["gateway.max_requests=7"])) == 7

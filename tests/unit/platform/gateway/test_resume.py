@@ -180,14 +180,6 @@ def test_after_so_many_retries_the_last_fault_is_raised(engines):
         answer(make_request(prompt(20)), cluster(engines, [("ends", 2)], []), retries=0)
 
 
-def test_without_resuming_only_what_had_not_begun_is_sent_again(engines):
-    whole, _ = answer(make_request(prompt(20)), cluster(engines, [], []))
-    events, retried = answer(make_request(prompt(20)), cluster(engines, [("fails", 0)], []), resume=False)
-    assert (text(events), retried) == (text(whole), ["waiting"])
-    with pytest.raises(ReplicaFailedError, match="silent"):
-        answer(make_request(prompt(20)), cluster(engines, [("hangs", 1)], []), resume=False)
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(QueueFullError("3 wait"), QueueFullError), (type("BackPressureError", (Exception,), {})(), Exception)],

@@ -135,14 +135,14 @@ def test_a_request_is_sent_again_as_often_and_as_soon_as_the_gateway_does():
         assert outcome.slots.value == 0
 
 
-def test_answers_that_are_not_resumed_fail_with_their_replica():
-    flags = ("simulator.failures=[{at: 0.1}]", "gateway.resume=false")
+def test_what_is_not_sent_again_fails_with_its_replica_also_where_it_had_begun():
+    flags = ("simulator.failures=[{at: 0.1}]", "gateway.retries=0")
     records = [record(0.0, [number] * 8, output=50, name=str(number)) for number in range(4)]
     jobs, _ = run(records, failing(*flags, "engine.max_slots=1"))
-    assert [(job.failed, job.retries) for job in jobs] == [(True, 0), (False, 0), (False, 1), (False, 0)]
+    assert [(job.failed, job.retries) for job in jobs] == [(True, 0), (False, 0), (True, 0), (False, 0)]
     result = replay(records, failing(*flags, "engine.max_slots=1"), [Variant()], EXACT)[0]
-    assert (result.failed, result.refused, result.retries) == (1, 0, 1)
-    assert result.usage.output == 3 * 50
+    assert (result.failed, result.refused, result.retries) == (2, 0, 0)
+    assert result.usage.output == 2 * 50
 
 
 def test_requests_wait_while_no_replica_is_there_and_as_many_as_may():

@@ -8,10 +8,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from warmkv.config import IntakeConfig
 from warmkv.platform.gateway.apis.errors import from_validation, invalid
 from warmkv.platform.gateway.apis.prompt import Prompt
 from warmkv.platform.gateway.intake import body_limits
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import SamplingParams
 
@@ -73,16 +73,16 @@ class ParsedRequest:
 B = TypeVar("B", bound=Body)
 
 
-def parse(data: bytes, model: type[B], intake: IntakeConfig) -> B:
+def parse(data: bytes, model: type[B], limits: BodyLimits) -> B:
     """Parse a JSON body in linear time and space. Raises ApiError (400) where it is not what the API takes."""
-    body_limits.check_bytes(data, intake)
+    body_limits.check_bytes(data, limits)
     try:
         tree = from_json(data)
     except ValueError as error:
         if "recursion limit" in str(error):
-            raise body_limits.too_deep(intake.max_depth) from None
+            raise invalid(f"the body is nested deeper than {body_limits.PARSER_DEPTH}") from None
         raise invalid(f"Invalid JSON: {error}") from None
-    body_limits.check_counts(tree, intake)
+    body_limits.check_counts(tree, limits)
     try:
         return model.model_validate(tree)
     except ValidationError as error:

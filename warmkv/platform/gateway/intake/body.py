@@ -24,6 +24,8 @@ from warmkv.platform.gateway.intake.overload import Backlog
 
 THREADS = 2  # that parse and tokenize; large bodies have one more of their own
 LARGE_BYTES = 1 << 20  # from this size on a body is large
+LARGEST_BODIES = 8  # of gateway.max_body_bytes, which may be held at a time
+READ_SECONDS, PARSE_SECONDS = 120.0, 60.0  # for a body to come, and to be parsed and tokenized, waiting included
 
 T = TypeVar("T")
 Work = Callable[[bytes, Any], T]  # of a body and a tokenizer that no other thread uses
@@ -34,34 +36,29 @@ class Intake:
 
     def __init__(self, config: GatewayConfig, waiting: int, tokenizer: Any, clock: Callable[[], float]) -> None:
         self._config = config
-        self._budget = Budget(config.intake.total_bytes)
+        self._budget = Budget(LARGEST_BODIES * config.max_body_bytes)
         self._small = Lane("small", THREADS, waiting, tokenizer, clock)
         self._large = Lane("large", 1, waiting, tokenizer, clock)
 
-    async def take(
-        self, request: Request, work: Work[T], limit: int | None = None, setting: str = "gateway.max_body_bytes"
-    ) -> T:
+    async def take(self, request: Request, work: Work[T]) -> T:
         """Read the body of a request and return what `work` makes of it in a thread.
 
-        `limit` is the most bytes of this body: by default, and by its name in a refusal, `setting`. Raises ApiError:
-        408, 413, 504, 529, and what `work` raises; ClientDisconnect if the client leaves, and work that has not begun
-        is dropped.
+        Raises ApiError: 408, 413, 504, 529, and what `work` raises; ClientDisconnect if the client leaves, and work
+        that has not begun is dropped.
         """
-        gateway = self._config
-        most = limit or gateway.max_body_bytes
         with self._budget.share() as share:
             try:
-                async with asyncio.timeout(gateway.intake.read_seconds):
-                    body = await self._read(request, share, most, setting)
+                async with asyncio.timeout(READ_SECONDS):
+                    body = await self._read(request, share, self._config.max_body_bytes)
                 lane = self._large if len(body) >= LARGE_BYTES else self._small
-                seconds = min(gateway.intake.parse_seconds, gateway.request_timeout_seconds)
+                seconds = min(PARSE_SECONDS, self._config.request_timeout_seconds)
                 return await unless_left(request, lane.run(lambda tokenizer: work(body, tokenizer), seconds))
             except TimeoutError:
-                message = f"The body did not come within {gateway.intake.read_seconds:g} s"
-                raise ApiError("timeout_error", f"{message} (gateway.intake.read_seconds).", status=408) from None
+                message = f"The body did not come within {READ_SECONDS:g} s."
+                raise ApiError("timeout_error", message, status=408) from None
 
-    async def _read(self, request: Request, share: Share, limit: int, setting: str) -> bytes:
-        too_large = ApiError("request_too_large", f"The request body exceeds {limit} bytes ({setting}).")
+    async def _read(self, request: Request, share: Share, limit: int) -> bytes:
+        too_large = ApiError("request_too_large", f"The request body exceeds {limit} bytes (gateway.max_body_bytes).")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
             raise too_large
@@ -72,7 +69,8 @@ class Intake:
             if not share.grow(len(chunk)):
                 raise ApiError(
                     "overloaded_error",
-                    f"The bodies that are read now exceed {self._budget.total} bytes (gateway.intake.total_bytes).",
+                    f"The bodies that are read now exceed {self._budget.total} bytes, "
+                    f"{LARGEST_BODIES} times gateway.max_body_bytes.",
                     reason="body_bytes",
                     retry_after=max(self._small.backlog.retry_after(), self._large.backlog.retry_after()),
                 )
@@ -107,9 +105,9 @@ class Share:
         self._budget, self.held = budget, 0
 
     def grow(self, size: int) -> bool:
-        """Take more. False if the budget does not allow it; who holds alone may always have more."""
+        """Take more. False if the budget does not allow it."""
         budget = self._budget
-        if budget.used + size > budget.total and budget.used > self.held:
+        if budget.used + size > budget.total:
             return False
         budget.used += size
         self.held += size
@@ -149,8 +147,7 @@ class Lane:
             kind: Any = "overloaded_error" if future.cancelled() else "timeout_error"
             raise ApiError(
                 kind,
-                f"Parsing and tokenizing took longer than {seconds:g} s, waiting included "
-                "(gateway.intake.parse_seconds, gateway.request_timeout_seconds).",
+                f"Parsing and tokenizing took longer than {seconds:g} s, waiting included.",
                 reason="parse_seconds",
                 retry_after=self.backlog.retry_after(),
             ) from None

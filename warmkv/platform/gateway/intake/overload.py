@@ -58,9 +58,7 @@ def retry_header(seconds: float) -> str:
 
 def most_open(config: Config) -> int:
     """Return the most requests that a gateway has open: those in replicas, those that wait, and those being parsed."""
-    cluster, gateway = config.cluster, config.gateway
-    held = config.ongoing_requests * cluster.most_replicas
-    return gateway.max_requests or held + 2 * cluster.max_queued_requests
+    return config.ongoing_requests * config.cluster.most_replicas + 2 * config.cluster.max_queued_requests
 
 
 class OpenRequests:
@@ -81,7 +79,8 @@ class OpenRequests:
         elif self._open >= self._most:
             error = ApiError(
                 "overloaded_error",
-                f"{self._open} requests are open, as many as this gateway takes (gateway.max_requests).",
+                f"{self._open} requests are open, as many as this gateway takes "
+                "(engine.max_slots, engine.max_queue, cluster.max_queued_requests).",
                 reason="open_requests",
                 retry_after=self._backlog.retry_after(),
             )

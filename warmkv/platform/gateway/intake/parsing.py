@@ -10,6 +10,7 @@ from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.prompt import Prompt, Turn, render, render_text
 from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import LiveConfig, Service
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
@@ -24,12 +25,12 @@ class Parsing:
 
     def __init__(self, service: Service, tokenizer: Any, max_context: int) -> None:
         self._service, self._max_context = service, max_context
-        self._gateway = service.config.gateway
+        self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     def message(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
-        body = parse(data, messages.MessagesRequest, self._gateway.intake)
+        body = parse(data, messages.MessagesRequest, self._limits)
         self._service.check_model(body.model)
         if body.max_tokens == 0 and body.stream:
             raise invalid("stream: must be false when max_tokens is 0")
@@ -39,19 +40,19 @@ class Parsing:
 
     def count(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> int:
         """Parse a body of /v1/messages/count_tokens and count its tokens."""
-        body = parse(data, messages.CountRequest, self._gateway.intake)
+        body = parse(data, messages.CountRequest, self._limits)
         self._service.check_model(body.model)
         return len(self._prompt(policy, body, tokenizer).tokens)
 
     def chat(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
-        body = parse(data, openai.ChatRequest, self._gateway.intake)
+        body = parse(data, openai.ChatRequest, self._limits)
         self._service.check_model(body.model)
         return self._completion(body, self._rendered(tokenizer, openai.turns(body)))
 
     def completion(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/completions."""
-        body = parse(data, openai.CompletionRequest, self._gateway.intake)
+        body = parse(data, openai.CompletionRequest, self._limits)
         self._service.check_model(body.model)
         self._check_room([body.prompt], tokenizer, special=True)
         return self._completion(body, self._fitting(render_text(tokenizer, body.prompt)))
