@@ -22,15 +22,17 @@ pytestmark = pytest.mark.cluster
 
 NUMBERS = itertools.count()
 TEXT = "class Window:\n    def __init__(self, size):\n        self.size = size\n" * 40
-# What the replicas believe of their speed here does not depend on the machine: fetching is faster.
-TRANSFER = {"token_seconds": 1e6, "timeout_seconds": 30.0, "handover_seconds": PATIENCE}
+# Whether blocks move here does not depend on the machine: 30 s for a fetch, PATIENCE to hand over, and no comparison.
+OWN: dict[str, dict[str, Any]] = {
+    "routing": {"overload": 2, "transfer": "always"},
+    "gateway": {"stall_seconds": 900},
+    "cluster": {"drain_seconds": 3 * PATIENCE},
+}
 
 
 @pytest.fixture(scope="module")
 def two(cluster: Cluster) -> Iterator[Application]:
-    with application(
-        cluster, "transfer", cluster={"replicas": 2}, routing={"overload": 2}, transfer=TRANSFER
-    ) as started:
+    with application(cluster, "transfer", **OWN | {"cluster": OWN["cluster"] | {"replicas": 2}}) as started:
         yield started
 
 
@@ -116,11 +118,10 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster):
     scaling = {
         "max_replicas": 2,
         "target_ongoing_requests": 0.5,
-        "look_back_seconds": 5,  # a few reports of the gateway, which come every second here
-        "upscale_delay_seconds": 0,
+        "upscale_delay_seconds": 5,  # a few reports of the gateway, which come every second here
         "downscale_delay_seconds": 2,
     }
-    with application(cluster, "scaling", cluster={"autoscaling": scaling}, transfer=TRANSFER) as scaled:
+    with application(cluster, "scaling", **OWN | {"cluster": OWN["cluster"] | {"autoscaling": scaling}}) as scaled:
         assert scaled.running() == 1
         enough, done = threading.Event(), threading.Event()
 

@@ -17,24 +17,32 @@ class AutoscalingConfig(Section):
     downscale_delay_seconds: float = Field(
         600.0, ge=0, description="how long there must be fewer before one is stopped"
     )
-    look_back_seconds: float = Field(30.0, gt=0, description="time over which the requests are averaged")
+
+    @property
+    def look_back_seconds(self) -> float:
+        """Return the time over which requests are averaged: the delay of starting one, or a second."""
+        return max(1.0, self.upscale_delay_seconds)
 
 
 class ClusterConfig(Section):
     application: str = Field("warmkv", pattern=r"^[a-z0-9-]+$", description="name of the Serve application")
     replicas: int = Field(1, ge=1, description="with autoscaling, those at the start")
     autoscaling: AutoscalingConfig | None = Field(None, description="null: there are always as many replicas")
-    drain_seconds: float = Field(30.0, ge=0, description="time for the requests in flight when a replica is stopped")
+    drain_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="time for the requests in flight when a replica is stopped; then it hands its blocks over, within "
+        "a third of that",
+    )
     gateways: int = Field(1, ge=1, description="gateways in the cluster")
     cpus_per_replica: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica")
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
-    health_timeout_seconds: float = Field(
-        30.0,
-        gt=0,
-        description="how long Serve waits for a replica or gateway to say that it is well; three in a row without an "
-        "answer, and it is replaced. Serve asks three times as often",
-    )
+
+    @property
+    def handover_seconds(self) -> float:
+        """Return the longest time in which a replica that is stopped hands its blocks over; 0: it does not."""
+        return self.drain_seconds / 3
 
     @property
     def most_replicas(self) -> int:

@@ -60,6 +60,16 @@ class GatewayConfig(Section):
         return 5 * self.stall_seconds
 
     @property
+    def health_seconds(self) -> float:
+        """Return the time in which Serve's health check must be answered; three in a row are not, and it replaces."""
+        return self.stall_seconds / 2
+
+    @property
+    def fetch_seconds(self) -> float:
+        """Return the longest time that a request waits for blocks of another replica."""
+        return self.stall_seconds / 30
+
+    @property
     def is_open(self) -> bool:
         """Return True where no tenants are configured, so that any key is accepted."""
         return not self.tenants and self.tenants_file is None

@@ -12,7 +12,9 @@ from warmkv.config.values import Place
 log = logging.getLogger(__name__)
 
 REMOVED: dict[str, str] = {
-    "cluster.health_check_seconds": "Serve asks three times in cluster.health_timeout_seconds",
+    "cluster.autoscaling.look_back_seconds": "it is cluster.autoscaling.upscale_delay_seconds, and 1 s at least",
+    "cluster.health_check_seconds": "it is a sixth of gateway.stall_seconds",
+    "cluster.health_timeout_seconds": "it is half of gateway.stall_seconds",
     "cluster.max_ongoing_requests": "it is engine.max_slots + engine.max_queue; lower engine.max_queue instead",
     "control.apply_seconds": "it is 5 s",
     "control.follow_seconds": "it is 10 s",
@@ -58,11 +60,13 @@ REMOVED: dict[str, str] = {
     "prefix_cache.host.eviction": "it is prefix_cache.eviction",
     "prefix_cache.lookback": "it is 20 content blocks",
     "prefix_cache.memory_share": "it is a third; set prefix_cache.memory_bytes for another size",
+    "routing.breaker_failures": "it is 3",
     "routing.breaker_max_seconds": "it is 60 s",
     "routing.breaker_seconds": "it is 5 s",
     "routing.disk_credit": "it is 0.25",
     "routing.host_credit": "it is 0.75",
     "routing.prefill_weight": "it is 0.5 blocks",
+    "routing.queue_weight": "it is 8 blocks",
     "routing.recent_weight": "it is 0.1 blocks",
     "routing.session_blocks": "it is 4 blocks",
     "routing.transfer_block": "it is 0.25 blocks",
@@ -71,7 +75,12 @@ REMOVED: dict[str, str] = {
     "simulator.roofline.overhead_seconds": "it is 1 ms",
     "transfer.concurrent": "it is 4",
     "transfer.half_life": "it is 8 measurements",
-    "transfer.handover_bytes": "it is 256 MiB; transfer.handover_seconds: 0 turns handing over off",
+    "transfer.handover_bytes": "it is 256 MiB; cluster.drain_seconds: 0 turns handing over off",
+    "transfer.handover_seconds": "it is a third of cluster.drain_seconds",
+    "transfer.piece_bytes": "it is 32 MiB",
+    "transfer.start_seconds": "it is 20 ms",
+    "transfer.timeout_seconds": "it is a thirtieth of gateway.stall_seconds",
+    "transfer.token_seconds": "it is 100 us until a replica has measured; routing.transfer: always does not ask",
 }
 """What each became, or what to do instead."""
 

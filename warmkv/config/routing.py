@@ -19,14 +19,12 @@ class RoutingConfig(Section):
         allow_inf_nan=False,
         description="blocks of prefill that one request in flight counts as; less, the busier the replicas are",
     )
-    queue_weight: float = Field(
-        8.0, ge=0, allow_inf_nan=False, description="further blocks that one counts as which waits for a decode slot"
-    )
     overload: int = Field(
         8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
     )
-    breaker_failures: int = Field(
-        3, ge=0, description="failures of a replica in a row after which it gets no requests for a while; 0: never"
-    )
     allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
-    transfer: bool = Field(True, description="whether a replica may fetch blocks that another one holds in memory")
+    transfer: bool | Literal["always"] = Field(
+        True,
+        description="whether a replica may fetch blocks that another one holds in memory, where it expects that to be "
+        "faster than to compute them; always: also where it does not",
+    )

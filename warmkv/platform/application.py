@@ -40,10 +40,8 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
     start_control(cluster.application, config.control)
-    health = {
-        "health_check_period_s": cluster.health_timeout_seconds / 3,
-        "health_check_timeout_s": cluster.health_timeout_seconds,
-    }
+    patience = config.gateway.health_seconds
+    health = {"health_check_period_s": patience / 3, "health_check_timeout_s": patience}
     replicas = serve.deployment(
         Replica,
         name="replica",
@@ -51,7 +49,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         max_ongoing_requests=config.ongoing_requests,
         max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
-        graceful_shutdown_timeout_s=cluster.drain_seconds + config.transfer.handover_seconds,
+        graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
         **health,
         request_router_config=router,
     ).bind(args, directory)

@@ -113,7 +113,7 @@ class PrefixRouter(RequestRouter):
             loop.call_soon_threadsafe(in_flight.began, key)
 
         def ended(outcome: Outcome) -> None:
-            loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome, attempt.routing)
+            loop.call_soon_threadsafe(self._dispatcher.ended, key, attempt.replica, outcome)
 
         attempt.began, attempt.ended = began, ended
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)

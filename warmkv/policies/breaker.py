@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from warmkv.config import RoutingConfig
-
 RETRY_SECONDS = 0.5  # before the second retry of a request, twice as long before each further one
+FAILURES = 3  # of a replica in a row after which its circuit opens
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0  # that a circuit is open; twice as long after each trial that fails
 
 Outcome = Literal["ok", "failed", "none"]
@@ -20,7 +19,7 @@ Outcome = Literal["ok", "failed", "none"]
 
 @dataclass(slots=True)
 class _Circuit:
-    """A replica that has failed since its last success; open from `breaker_failures` on."""
+    """A replica that has failed since its last success; open from `FAILURES` on."""
 
     failures: int = 0
     wait: float = 0.0  # seconds; 0 while it is closed
@@ -63,7 +62,7 @@ class Breaker:
         if circuit is not None and circuit.wait and (now := self._clock()) >= circuit.until:
             circuit.trial, circuit.until = request, now + circuit.wait
 
-    def ended(self, request: Hashable, replica: str | None, outcome: Outcome, config: RoutingConfig) -> None:
+    def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Take the end of an attempt into account; `replica` is where it was, None if it came to none."""
         for name, circuit in self._circuits.items():
             if circuit.trial == request and (name != replica or outcome == "none"):  # it tells nothing of that one
@@ -78,7 +77,7 @@ class Breaker:
         if circuit.wait:
             if circuit.trial == request:
                 self._open(circuit, min(2 * circuit.wait, LONGEST_SECONDS))
-        elif config.breaker_failures and circuit.failures >= config.breaker_failures:
+        elif circuit.failures >= FAILURES:
             self._open(circuit, FIRST_SECONDS)
 
     def _open(self, circuit: _Circuit, seconds: float) -> None:

@@ -217,11 +217,9 @@ class Dispatcher:
         self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
         return Choice(order, reason, matched, fetch)
 
-    def ended(
-        self, request: Hashable, replica: str | None, outcome: Outcome, config: RoutingConfig | None = None
-    ) -> None:
+    def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""
-        self.breaker.ended(request, replica, outcome, config or self._config)
+        self.breaker.ended(request, replica, outcome)
 
     def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""

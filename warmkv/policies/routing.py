@@ -18,6 +18,7 @@ from warmkv.prefixes.index import Depths
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 BEHIND = 1e9  # blocks: more than anything else costs
 PREFILL_WEIGHT = 0.5  # blocks that each counts as which is still to compute for a request in flight
+QUEUE_WEIGHT = 8.0  # blocks that a request which waits for a decode slot counts as, beside its load
 RECENT_WEIGHT = 0.1  # blocks of prefill that having been given all work of late counts as
 HOST_CREDIT = 0.75  # worth of a warm block in host memory; 1 on the device
 DISK_CREDIT = 0.25  # worth of a warm block on disk
@@ -93,7 +94,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     most, limit = max(loads, default=0), min(loads, default=0) + config.overload
     if most >= limit or most > slots:
         for replica, busy in zip(replicas, loads, strict=True):
-            costs[replica] += config.queue_weight * max(0, busy - slots) + BEHIND * (busy >= limit)
+            costs[replica] += QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * (busy >= limit)
     return sorted(replicas, key=costs.__getitem__)
 
 

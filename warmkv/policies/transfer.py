@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from warmkv.config import RoutingConfig, TransferConfig
+from warmkv.config import Config, RoutingConfig
 from warmkv.prefixes.index import Depths
 
 TRANSFER_BLOCK, TRANSFER_START = 0.25, 4.0  # blocks of prefill that fetching one counts as, and any fetch besides
 CONCURRENT = 4  # fetches that a replica makes, and answers, at a time
+PIECE_BYTES = 32 << 20  # most that a replica hands out at a time
 HANDOVER_BYTES = 256 << 20  # most that a replica which is stopped hands over
+TOKEN_SECONDS = 0.0001  # of prefill, a token: a guess, which holds until a replica has measured
+START_SECONDS = 0.02  # of a fetch, whatever its size: likewise, and in a replay
 TRANSFER_MIN_BLOCKS = 8  # fewest that are worth a fetch
 PRIOR_TOKENS, PRIOR_BYTES = 512, 8 << 20
 """Of a usual prefill and a usual fetch: how far from a guessed line measurements must spread to outweigh its slope."""
@@ -35,6 +38,7 @@ class Fetch(NamedTuple):
 
     donor: str
     blocks: int  # leading full blocks that the donor holds in memory
+    always: bool = False  # fetch also where computing is expected to be faster
 
 
 def plan(
@@ -54,7 +58,7 @@ def plan(
         held = depths[1]
         if held > blocks or (held == blocks and load.get(name, 0) < least):
             donor, blocks, least = name, held, load.get(name, 0)
-    return Fetch(donor, blocks) if blocks and blocks >= worth_fetching() else None
+    return Fetch(donor, blocks, config.transfer == "always") if blocks and blocks >= worth_fetching() else None
 
 
 def worth_fetching() -> float:
@@ -120,25 +124,43 @@ class RunningLine:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferTerms:
+    """Time limits of fetching and handing over, bytes of a piece, and the seconds that are guessed or simulated."""
+
+    timeout_seconds: float
+    handover_seconds: float
+    piece_bytes: int
+    token_seconds: float
+    start_seconds: float
+    byte_seconds: float
+
+    @classmethod
+    def of(cls, config: Config) -> TransferTerms:
+        gateway, cluster = config.gateway, config.cluster
+        times = (TOKEN_SECONDS, START_SECONDS, config.transfer.byte_seconds)
+        return cls(gateway.fetch_seconds, cluster.handover_seconds, PIECE_BYTES, *times)
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTimes:
     """What a replica knows of its own speed: seconds of prefill by tokens, seconds of a fetch by bytes."""
 
-    config: TransferConfig
+    terms: TransferTerms
     prefill: RunningLine
     fetch: RunningLine
 
     @classmethod
-    def of(cls, config: TransferConfig) -> TransferTimes:
+    def of(cls, terms: TransferTerms) -> TransferTimes:
         return cls(
-            config,
-            RunningLine.guessed(0.0, config.token_seconds, PRIOR_TOKENS),
-            RunningLine.guessed(config.start_seconds, config.byte_seconds, PRIOR_BYTES),
+            terms,
+            RunningLine.guessed(0.0, terms.token_seconds, PRIOR_TOKENS),
+            RunningLine.guessed(terms.start_seconds, terms.byte_seconds, PRIOR_BYTES),
         )
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
         """After a prefill of `tokens` tokens."""
         prefill = self.prefill.measured(tokens, seconds, HALF_LIFE)
-        return TransferTimes(self.config, prefill, self.fetch)
+        return replace(self, prefill=prefill)
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
         """After a fetch of `nbytes` bytes."""
@@ -146,7 +168,7 @@ class TransferTimes:
 
     def declined(self) -> TransferTimes:
         """Decay the estimate after a declined fetch, so that fetching is tried again."""
-        guess = self.config.start_seconds + self.config.byte_seconds * PRIOR_BYTES
+        guess = self.terms.start_seconds + self.terms.byte_seconds * PRIOR_BYTES
         return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * HALF_LIFE))
 
     def gain(self, tokens: int, nbytes: int) -> float:

@@ -16,6 +16,7 @@ import torch
 
 from warmkv import logs, telemetry
 from warmkv.config import Config, parse
+from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.engine.engine import Engine
@@ -78,9 +79,8 @@ class Replica:
         self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
         peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
         self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
-        self._transfers = Transfers(
-            self._engine, self._name, config.transfer, self._ask, self._recorder, clock=time.monotonic
-        )
+        terms = TransferTerms.of(config)
+        self._transfers = Transfers(self._engine, self._name, terms, self._ask, self._recorder, clock=time.monotonic)
         self._links = Links(ray_tls("client"))
         self._outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
         self._leaving = False
@@ -166,7 +166,7 @@ class Replica:
 
     async def _hand_over(self) -> None:
         """Leave the hottest blocks to the other replicas, if any will go on."""
-        if not self._config.transfer.handover_seconds or not await asyncio.to_thread(self._others_run):
+        if not self._config.cluster.handover_seconds or not await asyncio.to_thread(self._others_run):
             return
         self._leaving = True  # whoever leaves as well counts on this replica no more
         await asyncio.gather(*(shard.publish.remote(self._name, [], self._status()) for shard in self._directory))

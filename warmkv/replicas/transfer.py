@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any, Literal
 
 from warmkv import telemetry
-from warmkv.config import TransferConfig
 from warmkv.policies import budgets
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, TransferTimes, choose_successor
+from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
 from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
@@ -56,17 +55,17 @@ class Transfers:
         self,
         engine: Engine,
         name: str,
-        config: TransferConfig,
+        terms: TransferTerms,
         ask: Callable[[BlocksWanted], Awaitable[BlockPayloads]],
         recorder: telemetry.Recorder,
         *,
         clock: Callable[[], float],
     ) -> None:
-        self._engine, self._name, self._config, self._ask = engine, name, config, ask
+        self._engine, self._name, self._terms, self._ask = engine, name, terms, ask
         self._recorder, self._clock = recorder, clock
         self._flights: dict[bytes, asyncio.Task[bool]] = {}  # by the blocks that they are to bring
         self._fetching, self._lending = asyncio.Semaphore(CONCURRENT), asyncio.Semaphore(CONCURRENT)
-        self.times = TransferTimes.of(config)
+        self.times = TransferTimes.of(terms)
 
     # --- who fetches
 
@@ -81,10 +80,10 @@ class Transfers:
         if plan is None or plan.donor == self._name or not store.enabled:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.timeout_seconds):
-                await self._bring(request, plan.donor, request.hashes[: plan.blocks])
+            async with asyncio.timeout(self._terms.timeout_seconds):
+                await self._bring(request, plan, request.hashes[: plan.blocks])
 
-    async def _bring(self, request: GenerateRequest, donor: str, keys: Sequence[bytes]) -> None:
+    async def _bring(self, request: GenerateRequest, plan: Fetch, keys: Sequence[bytes]) -> None:
         """Wait for others who fetch the same, then fetch what is lacking still."""
         store = self._engine.store
         size = store.block_size
@@ -93,11 +92,12 @@ class Transfers:
             memory, held = known
             flight = self._flights.get(keys[memory])
             if flight is None:
-                if self.times.gain((len(keys) - held) * size, (len(keys) - memory) * block_bytes) <= 0:
+                gain = self.times.gain((len(keys) - held) * size, (len(keys) - memory) * block_bytes)
+                if gain <= 0 and not plan.always:
                     self.times = self.times.declined()
                     self._count("slower")
                 else:
-                    flight = asyncio.create_task(self._fly(request, donor, keys))
+                    flight = asyncio.create_task(self._fly(request, plan.donor, keys))
                     self._flights |= dict.fromkeys(keys[memory:], flight)
                     await asyncio.shield(flight)
                 return
@@ -110,7 +110,7 @@ class Transfers:
         began: float | None = None  # not before it is its turn
         result: Result
         try:
-            async with asyncio.timeout(self._config.timeout_seconds), self._fetching:
+            async with asyncio.timeout(self._terms.timeout_seconds), self._fetching:
                 began = self._clock()
                 while more and (first := store.leading(keys)[0]) < len(keys):
                     answer = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
@@ -157,8 +157,7 @@ class Transfers:
         store = self._engine.store
         if not store.enabled or store.identity.differs(wanted.identity):
             return BlockPayloads()
-        most = int(self._config.piece_bytes)
-        choose = partial(lend, store, wanted.keys, wanted.tails, most, sums=wanted.sums)
+        choose = partial(lend, store, wanted.keys, wanted.tails, self._terms.piece_bytes, sums=wanted.sums)
         async with self._lending:
             blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
             payloads = await asyncio.to_thread(_sealed, blocks)
@@ -176,7 +175,7 @@ class Transfers:
 
         `holders` tells which replicas hold the blocks that some hold. What one fails to take goes to the others.
         """
-        config, store, taken = self._config, self._engine.store, 0
+        terms, store, taken = self._terms, self._engine.store, 0
 
         async def give(peer: str, share: Sequence[tuple[Chain, int]]) -> list[Chain]:
             """Offer chains without their first entries, piece by piece; those that were not taken."""
@@ -184,11 +183,11 @@ class Transfers:
             keys = [(key, chain) for chain, known in share for key in chain[known:]]
             while keys:
                 sizes = itertools.accumulate(blocks[key][1].nbytes for key, _ in keys)
-                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= config.piece_bytes, sizes)))
+                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= terms.piece_bytes, sizes)))
                 piece = [blocks[key] for key, _ in keys[:count]]
                 try:
                     payloads = await asyncio.to_thread(_sealed, piece)
-                    async with asyncio.timeout(config.timeout_seconds):
+                    async with asyncio.timeout(terms.timeout_seconds):
                         taken += await offer(BlocksOffered(peer, store.identity.document(), payloads))
                 except Exception as error:
                     log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
@@ -197,7 +196,7 @@ class Transfers:
             return []
 
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(config.handover_seconds):
+            async with asyncio.timeout(terms.handover_seconds):
                 choose = partial(hottest, store, HANDOVER_BYTES)
                 chains, blocks = await asyncio.wrap_future(self._engine.between_steps(choose))
                 held = dict(await holders(list(blocks)))

@@ -101,7 +101,7 @@ def test_workers_have_room_for_the_replicas(rendered: list[dict[str, Any]], conf
         for box in group["template"]["spec"]["containers"]:
             cpus += group["maxReplicas"] * float(box["resources"]["limits"]["cpu"])
             gpus += group["maxReplicas"] * float(box["resources"]["limits"].get("nvidia.com/gpu", 0))
-        leaving = config.cluster.drain_seconds + config.transfer.handover_seconds
+        leaving = config.cluster.drain_seconds + config.cluster.handover_seconds
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > leaving
     assert cpus >= config.cluster.most_replicas * config.cluster.cpus_per_replica
     assert gpus >= config.cluster.most_replicas * config.cluster.gpus_per_replica

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.breaker import LONGEST_SECONDS, Breaker
+from warmkv.policies.breaker import FAILURES, LONGEST_SECONDS, Breaker
 from warmkv.policies.dispatcher import Dispatcher
 
 REPLICAS = ["a", "b", "c"]
@@ -18,9 +17,9 @@ REPLICAS = ["a", "b", "c"]
 class Routing:
     """A dispatcher whose clock the test sets; requests are named by number."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self) -> None:
         self.now, self.number = 0.0, 0
-        self.dispatcher = Dispatcher(RoutingConfig.model_validate(settings), 16, Random(0), lambda: self.now)
+        self.dispatcher = Dispatcher(RoutingConfig(), 16, Random(0), lambda: self.now)
 
     def send(self) -> tuple[int, str]:
         self.number += 1
@@ -54,25 +53,18 @@ def test_a_replica_that_fails_fast_does_not_draw_the_traffic():
             routing.end(request, replica, "failed")
         else:
             held.append((request, replica))
-    assert got["a"] == RoutingConfig().breaker_failures
+    assert got["a"] == FAILURES
 
 
-@pytest.mark.parametrize("failures", [1, 3, 5])
-def test_it_opens_after_so_many_failures_in_a_row(failures):
-    routing = Routing(breaker_failures=failures)
-    failing(routing, "a", failures - 1)
+def test_it_opens_after_so_many_failures_in_a_row():
+    routing = Routing()
+    failing(routing, "a", FAILURES - 1)
     assert "a" in routing.goes_to(12)
     routing.dispatcher.ended("whole", "a", "ok")
-    failing(routing, "a", failures - 1)  # they begin anew
+    failing(routing, "a", FAILURES - 1)  # they begin anew
     assert "a" in routing.goes_to(12)
     failing(routing, "a", 1)
     assert routing.goes_to(12) == {"b", "c"}
-
-
-def test_it_never_opens_where_that_is_turned_off():
-    routing = Routing(breaker_failures=0)
-    failing(routing, "a", 100)
-    assert "a" in routing.goes_to(12)
 
 
 def test_one_request_tries_it_after_a_while_and_its_answer_closes_it():
@@ -155,23 +147,23 @@ def test_replicas_that_are_gone_are_forgotten():
     )
 )
 def test_whatever_happens_every_replica_is_tried_again_within_the_limit(events):
-    now, config = [0.0], RoutingConfig()
+    now = [0.0]
     breaker = Breaker(lambda: now[0])
     for number, (replica, outcome, passed) in enumerate(events):
         now[0] += passed
         if replica not in breaker.shut(REPLICAS):
             breaker.sent(number, replica)
-        breaker.ended(number, replica, outcome, config)
+        breaker.ended(number, replica, outcome)
     now[0] += LONGEST_SECONDS
     assert breaker.shut(REPLICAS) == set()
 
 
 def test_a_replica_is_ready_unless_its_circuit_is_open():
     """`/readyz` asks from another thread, so nothing is forgotten; what may have a trial takes requests."""
-    routing = Routing(breaker_failures=2)
+    routing = Routing()
     breaker = routing.dispatcher.breaker
     assert breaker.taking(REPLICAS) == REPLICAS
-    failing(routing, "a", 1)
+    failing(routing, "a", FAILURES - 1)
     assert breaker.taking(REPLICAS) == REPLICAS
     failing(routing, "a", 1)
     assert breaker.taking(REPLICAS) == ["b", "c"]

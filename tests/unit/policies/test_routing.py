@@ -57,7 +57,7 @@ def test_a_block_in_a_slower_tier_saves_less():
 
 
 def test_waiting_for_a_slot_costs_more_than_decoding():
-    settings = {"load_weight": 1.0, "queue_weight": 9.0, "slots": 2}
+    settings = {"load_weight": 1.0, "QUEUE_WEIGHT": 9.0, "slots": 2}
     assert order(device(b=9), {"b": 2}, **settings)[0] == "b"  # 1 + 2 against 10
     assert order(device(b=9), {"b": 3}, **settings)[0] == "a"  # 1 + 3 + 9 against 10
 
@@ -145,7 +145,7 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
     st.floats(0, 1),
 )
 def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, idle_share):
-    weights = {"load_weight": 0.5, "queue_weight": 2.0, "PREFILL_WEIGHT": 0.25, "RECENT_WEIGHT": 3.0}
+    weights = {"load_weight": 0.5, "QUEUE_WEIGHT": 2.0, "PREFILL_WEIGHT": 0.25, "RECENT_WEIGHT": 3.0}
     settings = {**weights, "overload": 6, "transfer": transfer}
     ranking = order(
         warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, idle_share=idle_share, **settings

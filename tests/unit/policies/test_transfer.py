@@ -1,13 +1,14 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.config import RoutingConfig, TransferConfig
+from warmkv.config import Config, RoutingConfig, load
 from warmkv.policies.routing import View, rank
-from warmkv.policies.transfer import Fetch, RunningLine, TransferTimes, choose_successor, plan
+from warmkv.policies.transfer import Fetch, RunningLine, TransferTerms, TransferTimes, choose_successor, plan
 
 REPLICAS = ["a", "b", "c"]
 DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
@@ -31,6 +32,7 @@ def test_nobody_fetches_what_is_not_worth_it():
     assert planned(few, RoutingConfig()) == Fetch("a", 8)
     assert planned({"a": (7, 7, 7)}, RoutingConfig()) is None
     assert planned(few, RoutingConfig(transfer=False)) is None
+    assert planned(few, RoutingConfig(transfer="always")) == Fetch("a", 8, always=True)
 
 
 @given(st.dictionaries(st.sampled_from([*REPLICAS, "gone"]), DEPTHS), st.sampled_from(["prefix_cost", "round_robin"]))
@@ -119,8 +121,15 @@ def test_where_all_amounts_are_equal_that_amount_is_predicted_right():
     assert line.start + line.each * 4e6 == pytest.approx(0.25)
 
 
+def test_terms_follow_the_settings():
+    flags = ("transfer.byte_seconds=2e-9", "cluster.drain_seconds=60", "gateway.stall_seconds=90")
+    terms = TransferTerms.of(load(flags=flags, environ={}))
+    assert (terms.byte_seconds, terms.handover_seconds, terms.timeout_seconds) == (2e-9, 20, 3)
+
+
 def test_a_fetch_is_worth_it_while_computing_takes_longer():
-    times = TransferTimes.of(TransferConfig(token_seconds=1e-3, start_seconds=0.1, byte_seconds=1e-8))
+    terms = TransferTerms.of(Config())
+    times = TransferTimes.of(replace(terms, token_seconds=1e-3, start_seconds=0.1, byte_seconds=1e-8))
     assert times.gain(1000, 1 << 20) == pytest.approx(1 - 0.1 - 1e-8 * (1 << 20))
     slow_link = times
     for nbytes in (1 << 10, 1 << 20) * 20:
@@ -134,7 +143,7 @@ def test_a_fetch_is_worth_it_while_computing_takes_longer():
 
 
 def test_what_went_badly_is_tried_again_after_a_while():
-    times = TransferTimes.of(TransferConfig()).fetched(0, 60.0)
+    times = TransferTimes.of(TransferTerms.of(Config())).fetched(0, 60.0)
     assert times.gain(4096, 1 << 20) < 0
     tries = 0
     while times.gain(4096, 1 << 20) < 0:

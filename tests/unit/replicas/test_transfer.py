@@ -19,8 +19,8 @@ from tests.engine_stream import stream
 from tests.tokenizers import of_words
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, make_request, random_model
 from warmkv import telemetry
-from warmkv.config import EngineConfig, PrefixCacheConfig, TransferConfig
-from warmkv.policies.transfer import CONCURRENT, Fetch
+from warmkv.config import Config, EngineConfig, PrefixCacheConfig
+from warmkv.policies.transfer import CONCURRENT, Fetch, TransferTerms
 from warmkv.replicas import transfer
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import prepare
@@ -28,6 +28,7 @@ from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
 
 TOKENS = random.Random(1).choices(range(VOCABULARY), k=61)
+DEFAULT = TransferTerms.of(Config())
 ALWAYS = {"token_seconds": 100.0, "start_seconds": 0.0, "byte_seconds": 0.0, "timeout_seconds": 60.0}
 
 
@@ -51,14 +52,14 @@ class Pair:
     """Replica "b" asks replica "a"; `ask` may be replaced by a fault."""
 
     def __init__(self, model: Any, transfer: dict[str, Any], caches: Sequence[dict[str, Any]]) -> None:
-        config, self.recorded, self.asked = TransferConfig(**ALWAYS | transfer), Recorded(), 0
+        terms, self.recorded, self.asked = replace(DEFAULT, **ALWAYS | transfer), Recorded(), 0
         settings = [PrefixCacheConfig(**{"block_size": BLOCK, "min_tokens": 1, **cache}) for cache in caches]
         self.engines = [
             Engine(model, EngineConfig(prefill_chunk=16, kv_bytes=1 << 26), one, clock=lambda: 0.0, name=name)
             for name, one in zip("ab", settings, strict=True)
         ]
         self.a, self.b = (
-            Transfers(engine, engine.name, config, self._ask, self.recorded, clock=asyncio.get_running_loop().time)
+            Transfers(engine, engine.name, terms, self._ask, self.recorded, clock=asyncio.get_running_loop().time)
             for engine in self.engines
         )
         self.ask: Callable[[BlocksWanted], Any] = self.a.lend
@@ -301,6 +302,8 @@ def test_a_replica_asks_nobody_for_what_it_has_or_computes_faster(models):
             await replicas.run(0, first())
             await replicas.b.prepare(second())
             assert (replicas.asked, replicas.recorded.fetches()) == (0, {"slower": 1})
+            await replicas.b.prepare(replace(second(), fetch=Fetch("a", 6, always=True)))
+            assert replicas.recorded.fetches() == {"slower": 1, "fetched": 1}
         async with pair(models, enabled=False) as replicas:
             await replicas.b.prepare(second())
             assert await replicas.a.lend(BlocksWanted("a", {}, (), (), False)) == BlockPayloads()

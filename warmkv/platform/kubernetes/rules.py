@@ -355,14 +355,14 @@ def _mounted(group: Group, path: str) -> Object | None:
 def grace_periods(rendered: Rendered) -> Told:
     """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
     for service, config in _configured(rendered):
-        drain, handover = config.cluster.drain_seconds, config.transfer.handover_seconds
+        drain, handover = config.cluster.drain_seconds, config.cluster.handover_seconds
         for group in service.workers:
             grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
             if grace <= drain + handover:
                 yield (
                     f"{group.pods.where}.terminationGracePeriodSeconds",
                     f"a pod is killed after {grace} s, and its replicas may take {drain + handover:g}: "
-                    f"cluster.drain_seconds {drain:g} and transfer.handover_seconds {handover:g}",
+                    f"cluster.drain_seconds {drain:g}, and a third of it to hand blocks over",
                     f"set it to {int(drain + handover) + 20} or more",
                 )
 

@@ -49,7 +49,7 @@ class Autoscaler:
     def __init__(self, config: AutoscalingConfig, replicas: int) -> None:
         self._config, self._scaling = config, Scaling(replicas)
         self._changes: deque[tuple[float, int]] = deque([(0.0, 0)])  # when there were how many, within the look-back
-        self._ongoing = 0.0  # on average, as last reported
+        self.ongoing = 0.0  # on average, as last reported
 
     @property
     def due(self) -> float:
@@ -70,10 +70,10 @@ class Autoscaler:
         for at, count in reversed(changes):
             total += count * (end - max(at, start))
             end = max(at, start)
-        self._ongoing = total / (now - start)
+        self.ongoing = total / (now - start)
         return self.decide(now)
 
     def decide(self, now: float) -> int:
         """Return the replicas wanted by the last report."""
-        self._scaling = decide(self._scaling, self._ongoing, self._config, now)
+        self._scaling = decide(self._scaling, self.ongoing, self._config, now)
         return self._scaling.target

@@ -10,6 +10,7 @@ from functools import partial
 import simpy
 
 from warmkv.config import Config, FailureConfig
+from warmkv.policies.transfer import TransferTerms
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cache.runs import RunCache
@@ -41,7 +42,7 @@ class Fleet:
     ) -> None:
         self._env, self._config, self._stores, self._new = env, config, stores, new
         self._on_ready, self._on_gone, self._on_lost = ready, gone, lost
-        self._wanted = config.cluster.replicas
+        self._wanted, self._terms = config.cluster.replicas, TransferTerms.of(config)
         scaling = config.cluster.autoscaling
         self._autoscaler = Autoscaler(scaling, self._wanted) if scaling is not None else None
         self._open = True
@@ -96,7 +97,7 @@ class Fleet:
     def _add(self, place: int, name: str) -> SimulatedReplica:
         replica = self._starting[name] = self._new(name, self._stores.new(name))
         self.transfers[name] = SimulatedTransfers(
-            self._env, replica, self._config.transfer, self._stores.block_bytes, self._donor, self.moved
+            self._env, replica, self._terms, self._stores.block_bytes, self._donor, self.moved
         )
         self._places[place] = name
         self.alive.change(1, self._env.now)
@@ -181,7 +182,7 @@ class Fleet:
 
     def _leave(self, replica: SimulatedReplica) -> None:
         """Go, and before that leave the hottest blocks to the others."""
-        if self._config.transfer.handover_seconds and self.serving and isinstance(replica.cache, ReplicaCache):
+        if self._terms.handover_seconds and self.serving and isinstance(replica.cache, ReplicaCache):
             self._env.process(self._hand_over(replica, replica.cache))
         else:
             self._gone(replica)
@@ -194,8 +195,8 @@ class Fleet:
             found = self.serving[name].cache if name in self.serving else None
             return found if isinstance(found, ReplicaCache) else None
 
-        names, index, config = sorted(self.serving), self._stores.index, self._config.transfer
-        yield from hand_over(self._env, cache, names, peer, index, config, self.moved, there)
+        names, index = sorted(self.serving), self._stores.index
+        yield from hand_over(self._env, cache, names, peer, index, self._terms, self.moved, there)
         if there():
             self._gone(replica)
 

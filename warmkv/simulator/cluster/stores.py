@@ -48,7 +48,7 @@ class Stores:
         delay = simulator.index_delay
         self.index = PrefixIndex()
         self._late = LateIndex(PUBLISH_SECONDS, delay) if delay else None
-        hands_over = config.cluster.autoscaling is not None and config.transfer.handover_seconds > 0
+        hands_over = config.cluster.autoscaling is not None and config.cluster.handover_seconds > 0
         self._layout = None
         if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):
             self._layout = lay_out() if lay_out is not None else layout([job.record.hashes for job in jobs])

@@ -1,7 +1,7 @@
 """Blocks on their way between simulated replicas: decided, fetched and handed over as the live replicas do it.
 
-A fetch takes `transfer.start_seconds` and `transfer.byte_seconds` for each byte, whatever else is on the way. What
-arrives lives its TTL from then on, for the request that it was fetched for is about to read it.
+A fetch takes `START_SECONDS` and `transfer.byte_seconds` for each byte, whatever else is on the way. What arrives lives
+its TTL from then on, for the request that it was fetched for is about to read it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import simpy
 
-from warmkv.config import TransferConfig
 from warmkv.policies.retention import Entry
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTimes, choose_successor
+from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
@@ -49,16 +48,16 @@ class SimulatedTransfers:
         self,
         env: simpy.Environment,
         replica: SimulatedReplica,
-        config: TransferConfig,
+        terms: TransferTerms,
         block_bytes: int,
         donors: Callable[[str], SimulatedReplica | None],
         moved: Moved,
     ) -> None:
-        self._env, self._replica, self._config = env, replica, config
+        self._env, self._replica, self._terms = env, replica, terms
         self._block_bytes, self._donors, self._moved = block_bytes, donors, moved
         self._flights: dict[bytes, Flight] = {}  # by the blocks that they are to bring
         self._room = simpy.Resource(env, CONCURRENT)
-        self._times = TransferTimes.of(config)
+        self._times = TransferTimes.of(terms)
         self._prefills: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds, not yet in `_times`
         self._open = True
         self.preparing: dict[Job, None] = {}  # requests that wait for blocks
@@ -85,7 +84,7 @@ class SimulatedTransfers:
 
     def _prepare(self, job: Job, plan: Fetch, flight: Flight | None) -> Process:
         """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""
-        deadline = self._env.now + self._config.timeout_seconds
+        deadline = self._env.now + self._terms.timeout_seconds
         while flight is not None and self._env.now < deadline:
             yield flight.process | self._env.timeout(deadline - self._env.now)
             if not self._open:
@@ -104,7 +103,7 @@ class SimulatedTransfers:
         keys = job.record.hashes[memory : plan.blocks]
         flight = self._flights.get(keys[0])
         if flight is None:
-            if self._gain(job, plan.blocks - held, len(keys)) <= 0:
+            if self._gain(job, plan.blocks - held, len(keys)) <= 0 and not plan.always:
                 self._times = self._times.declined()
                 self._moved.declined += 1
                 return None
@@ -120,11 +119,11 @@ class SimulatedTransfers:
 
     def _fly(self, job: Job, plan: Fetch) -> Process:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
-        env, config, cache = self._env, self._config, self._replica.cache
-        deadline, total = env.now + config.timeout_seconds, 0
+        env, terms, cache = self._env, self._terms, self._replica.cache
+        deadline, total = env.now + terms.timeout_seconds, 0
         with self._room.request() as room:
-            yield room | env.timeout(config.timeout_seconds)
-            began, wait, more = env.now, config.start_seconds, room.triggered
+            yield room | env.timeout(terms.timeout_seconds)
+            began, wait, more = env.now, terms.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
                 _, first, _ = cache.leading(job.record, plan.blocks, env.now)
@@ -132,9 +131,9 @@ class SimulatedTransfers:
                 if first == plan.blocks or donor is None:
                     break
                 donor.cache.expire(env.now)
-                most, sums = int(config.piece_bytes), bool(job.sum_bytes)
-                transfer = donor.cache.lend(job.record, first, plan.blocks, most, sums, env.now)
-                seconds, wait = wait + transfer.nbytes * config.byte_seconds, 0.0
+                sums = bool(job.sum_bytes)
+                transfer = donor.cache.lend(job.record, first, plan.blocks, terms.piece_bytes, sums, env.now)
+                seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
                 if late or not self._open or not transfer.nbytes or self._donors(plan.donor) is not donor:
@@ -184,7 +183,7 @@ def hand_over(
     names: Sequence[str],
     peer: Callable[[str], ReplicaCache | None],
     index: PrefixIndex,
-    config: TransferConfig,
+    terms: TransferTerms,
     moved: Moved,
     there: Callable[[], bool],
 ) -> Process:
@@ -193,7 +192,7 @@ def hand_over(
     `names` are those that take requests, `peer` finds the cache of one that still does, and `index` tells what they
     hold. What one fails to take goes to the others.
     """
-    deadline = env.now + config.handover_seconds
+    deadline = env.now + terms.handover_seconds
     cache.expire(env.now)
     chains: Sequence[Sequence[Entry]] = cache.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: index.holders(entry.key) for chain in chains for entry in chain}
@@ -202,12 +201,12 @@ def hand_over(
         """Offer piece after piece; the number of those that were taken."""
         for number, piece in enumerate(pieces):
             nbytes = sum(entry.size for part in piece for entry in part.chain[part.first : part.last])
-            seconds = config.start_seconds + nbytes * config.byte_seconds
-            yield env.timeout(min(seconds, config.timeout_seconds))
+            seconds = terms.start_seconds + nbytes * terms.byte_seconds
+            yield env.timeout(min(seconds, terms.timeout_seconds))
             if not there() or env.now > deadline:
                 return len(pieces)
             heir_cache = peer(name)
-            if seconds > config.timeout_seconds or heir_cache is None:
+            if seconds > terms.timeout_seconds or heir_cache is None:
                 return number
             heir_cache.expire(env.now)
             for part in piece:
@@ -224,7 +223,7 @@ def hand_over(
             shares[name].append(ChainSlice(chain, known, len(chain)))
             for key in keys[known:]:
                 holders[key] = [*holders[key], name]
-        pieces = {name: pieces_of(share, int(config.piece_bytes)) for name, share in shares.items()}
+        pieces = {name: pieces_of(share, terms.piece_bytes) for name, share in shares.items()}
         given = {name: env.process(give(name, share)) for name, share in pieces.items()}
         yield env.all_of(given.values()) | env.timeout(deadline - env.now)
         taken = {name: process.value if process.triggered else len(pieces[name]) for name, process in given.items()}

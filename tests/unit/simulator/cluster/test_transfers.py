@@ -13,32 +13,29 @@ from warmkv.policies import routing, transfer
 from warmkv.policies.retention import Entry
 from warmkv.simulator.cluster.transfers import ChainSlice, pieces_of
 
-EAGER = (
-    "routing.load_weight=100",
-    "transfer={token_seconds: 1000000, start_seconds: 0.0625, byte_seconds: 0.0009765625}",
-)
-SLOW = ("transfer.timeout_seconds=0.09375",)  # enough for 16 tokens
-PIECES = ("transfer.piece_bytes=12",)  # a block and a half
+EAGER = ("routing.load_weight=100", "routing.transfer=always", "transfer.byte_seconds=0.0009765625")
+SLOW = ("gateway.stall_seconds=2.8125",)  # a thirtieth is enough for 16 tokens
+PIECES = 12  # bytes: a block and a half
 SETTINGS = st.sampled_from(
     [
         (),
         SLOW,
-        PIECES,
-        (*SLOW, *PIECES),
         ("prefix_cache.memory_bytes=0",),
         ("prefix_cache.enabled=false",),
         ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "simulator.host_bandwidth=256"),
-        ("prefix_cache.memory_bytes=40B", "prefix_cache.eviction=lfu", *PIECES),
+        ("prefix_cache.memory_bytes=40B", "prefix_cache.eviction=lfu"),
         ("simulator.index_delay=0.25", "cluster.gateways=2"),
-        ("transfer.handover_seconds=0.2", "transfer.piece_bytes=20"),
+        ("cluster.drain_seconds=0.6",),
     ]
 )
+PIECE_BYTES = st.sampled_from([PIECES, 20, transfer.PIECE_BYTES])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cheap_fetches():
     """Any block is worth a fetch."""
-    with patch.multiple(transfer, TRANSFER_START=0, TRANSFER_MIN_BLOCKS=1), patch.object(routing, "TRANSFER_START", 0):
+    quick = {"TRANSFER_START": 0, "TRANSFER_MIN_BLOCKS": 1, "START_SECONDS": 0.0625}
+    with patch.multiple(transfer, **quick), patch.object(routing, "TRANSFER_START", 0):
         yield
 
 
@@ -57,14 +54,15 @@ def moved(outcome):
     return outcome.moved.fetches, outcome.moved.fetched_bytes, outcome.moved.handed_bytes
 
 
-@given(logs(POLICIES), SETTINGS, st.none() | FAILURES, st.none() | SCALING)
-def test_nothing_is_lost_and_fast_forward_equals_stepping(records, flags, failures, scaling):
+@given(logs(POLICIES), SETTINGS, PIECE_BYTES, st.none() | FAILURES, st.none() | SCALING)
+def test_nothing_is_lost_and_fast_forward_equals_stepping(records, flags, piece, failures, scaling):
     more = [failures] if failures else []
     if scaling:
         more = ["cluster.replicas=1", scaling, *(failure.replace("replica: 1", "replica: 0") for failure in more)]
     settings = eager(*flags, *more)
-    fast, outcome = run(records, settings)
-    slow, same = run(records, settings, fast_forward=False)
+    with patch.object(transfer, "PIECE_BYTES", piece):
+        fast, outcome = run(records, settings)
+        slow, same = run(records, settings, fast_forward=False)
     assert times(fast) == times(slow)
     assert (outcome.end, moved(outcome), outcome.stored.peak) == (same.end, moved(same), same.stored.peak)
     for job in fast:
@@ -113,18 +111,20 @@ def test_what_is_fetched_comes_once_for_all_who_wait():
     assert [job.reused for job in later] == [39] * 3
 
 
-def test_what_is_slower_to_fetch_is_computed():
-    dear = "transfer={token_seconds: 0.001, start_seconds: 5, byte_seconds: 1}"
-    (*_, later), outcome = run(busy_then([1] * 40), eager(dear))
+def test_what_is_slower_to_fetch_is_computed_unless_it_is_fetched_always():
+    dear = "transfer.byte_seconds=1"
+    (*_, later), outcome = run(busy_then([1] * 40), eager(dear, "routing.transfer=true"))
     assert (later.replica, later.reused, later.started) == ("replica-1", 0, later.arrival)
     assert (outcome.moved.fetches, outcome.moved.declined) == (0, 1)
+    (*_, later), outcome = run(busy_then([1] * 40), eager(dear, "gateway.stall_seconds=3000"))
+    assert (later.reused, outcome.moved.fetches, outcome.moved.declined) == (39, 1, 0)
 
 
-@pytest.mark.parametrize(("flags", "reused"), [((), 0), (PIECES, 12)])
-def test_a_fetch_that_takes_too_long_is_given_up_and_what_came_is_used(flags, reused):
+@pytest.mark.parametrize(("piece", "reused"), [(transfer.PIECE_BYTES, 0), (PIECES, 12)])
+def test_a_fetch_that_takes_too_long_is_given_up_and_what_came_is_used(monkeypatch, piece, reused):
     """The time is enough for three pieces of a block, and not for all of the prompt at once."""
-    limit = "transfer.timeout_seconds=0.09"
-    (*_, later), outcome = run(busy_then([1] * 40), eager(limit, *flags))
+    monkeypatch.setattr(transfer, "PIECE_BYTES", piece)
+    (*_, later), outcome = run(busy_then([1] * 40), eager("gateway.stall_seconds=2.7"))
     assert later.started == pytest.approx(later.arrival + 0.09)
     assert later.reused == reused
     assert moved(outcome)[1] == reused * 2
@@ -133,13 +133,13 @@ def test_a_fetch_that_takes_too_long_is_given_up_and_what_came_is_used(flags, re
 def test_what_a_replica_learns_decides(monkeypatch):
     """Prefill takes 3 ms a token here, more than it was told; so it fetches, once it has computed prompts itself."""
     monkeypatch.setattr(transfer, "HALF_LIFE", 1.0)
-    told = "transfer={token_seconds: 0.000001, start_seconds: 0.0625, byte_seconds: 0.0009765625}"
+    monkeypatch.setattr(transfer, "TOKEN_SECONDS", 0.000001)
     first, busy = record(0.0, [1] * 160, name="first"), record(2.0, [1] * 4, output=1400, name="busy")
     lengths = [100, 800, 200, 600, 150, 700]
     own = [record(5.0 + 3 * n, [5 + n] * tokens, name=f"own {n}") for n, tokens in enumerate(lengths)]
     later = record(30.0, [1] * 160, name="later")
     for records, fetches in (([first, busy, later], 0), ([first, busy, *own, later], 1)):
-        (*_, job), outcome = run(records, eager(told))
+        (*_, job), outcome = run(records, eager("routing.transfer=true"))
         assert job.replica == "replica-1"
         assert outcome.moved.fetches == fetches
 
@@ -164,10 +164,11 @@ def test_column_sums_come_with_the_blocks_that_need_them():
     assert outcome.moved.fetched_bytes > 80
 
 
-def test_a_donor_that_dies_lends_nothing_more():
+def test_a_donor_that_dies_lends_nothing_more(monkeypatch):
     """After the first piece; what came by then is used."""
+    monkeypatch.setattr(transfer, "PIECE_BYTES", PIECES)
     failure = "simulator.failures=[{at: 4.075, replica: 0}]"
-    jobs, outcome = run(busy_then([1] * 40), eager(*PIECES, failure))
+    jobs, outcome = run(busy_then([1] * 40), eager(failure))
     assert jobs[2].reused == 4
     assert moved(outcome)[:2] == (1, 8)
     assert jobs[1].resumptions == 1
@@ -181,22 +182,23 @@ def test_a_replica_that_dies_while_it_fetches_loses_no_request():
 
 SHRINK = (
     "cluster.autoscaling={max_replicas: 2, target_ongoing_requests: 8, upscale_delay_seconds: 0, "
-    "downscale_delay_seconds: 0, look_back_seconds: 1}"
+    "downscale_delay_seconds: 0}"
 )
 
 
 @pytest.mark.parametrize(
-    ("flags", "reused", "handed"),
+    ("flags", "piece", "reused", "handed"),
     [
-        ((), 39, 80),
-        (("transfer.handover_seconds=0",), 0, 0),
-        (("transfer.timeout_seconds=0.1",), 0, 0),  # the offer takes 0.14 s
-        (("transfer.timeout_seconds=0.1", "transfer.piece_bytes=24"), 39, 80),
-        (("transfer.handover_seconds=0.2", "transfer.piece_bytes=24"), 24, 48),  # two pieces
+        ((), transfer.PIECE_BYTES, 39, 80),
+        (("cluster.drain_seconds=0",), transfer.PIECE_BYTES, 0, 0),
+        (("gateway.stall_seconds=3",), transfer.PIECE_BYTES, 0, 0),  # 0.1 s, and the offer takes 0.14
+        (("gateway.stall_seconds=3",), 24, 39, 80),
+        (("cluster.drain_seconds=0.6",), 24, 24, 48),  # 0.2 s: two pieces
     ],
 )
-def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(flags, reused, handed):
+def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(monkeypatch, flags, piece, reused, handed):
     """Two prompts, one on each replica; at 10 s the second one goes."""
+    monkeypatch.setattr(transfer, "PIECE_BYTES", piece)
     records = [
         record(0.0, [1] * 40, name="first"),
         record(0.0, [2] * 40, name="second"),
