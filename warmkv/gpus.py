@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 OFFERS = "among offers from {} to {} that were seen"
 CATALOGUE: dict[str, dict[str, Any]] = {
@@ -56,6 +57,8 @@ class Gpu(BaseModel):
     nvlink: Rate | None = Field(
         None, description="bytes a second to another GPU, each way; null: only by way of the host"
     )
+    flops_efficiency: Share = Field(0.6, description="share of its operations that matrix products come to")
+    bandwidth_efficiency: Share = Field(0.7, description="share of its own memory's bandwidth that steps come to")
     dollars: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(description="for an hour")
     as_of: date = Field(description="when that was the price")
     source: str = Field("", description="whose price it is")

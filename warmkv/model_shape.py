@@ -11,8 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from warmkv.faults import UserError
 
-KV = ("layers", "kv_heads", "head_dim", "dtype_bytes")
-"""Figures that decide the size of the KV cache."""
+TINY = {"layers": 6, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4}
+"""Figures that decide the size of the KV cache: those of the model in the package, in float32."""
+
+_REST = ("hidden", "heads", "intermediate", "vocabulary")
+"""Figures that the arithmetic of a step needs beside those."""
 
 _LATER = ("tied", "context")
 """Figures that what was dumped by an earlier version does not have."""
@@ -29,19 +32,20 @@ class ModelShape(BaseModel):
     """A decoder with grouped-query attention and gated MLPs, as Llama, Mistral, Qwen and Mixtral are.
 
     A path alone, to a folder or its config.json, stands for what is written there; figures given beside it are taken
-    instead, as `dtype_bytes: 2` where the weights are served in another type than they were trained in.
+    instead, as `dtype_bytes: 2` where the weights are served in another type than they were trained in. Without a path
+    the figures of its KV cache are enough, and what is left out of them is that of the model in the package.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path | None = Field(None, description="folder of a model, or its config.json; gives what is not given here")
     layers: int = Field(ge=1)
-    hidden: int = Field(ge=1, description="width of the residual stream")
-    heads: int = Field(ge=1, description="query heads")
+    hidden: int = Field(0, ge=0, description="width of the residual stream; 0 as the next three: not known")
+    heads: int = Field(0, ge=0, description="query heads")
     kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
-    intermediate: int = Field(ge=1, description="width of an MLP, or of one expert")
-    vocabulary: int = Field(ge=1)
+    intermediate: int = Field(0, ge=0, description="width of an MLP, or of one expert")
+    vocabulary: int = Field(0, ge=0)
     dtype_bytes: int = Field(ge=1, description="of weights and KV")
     experts: int = Field(1, ge=1, description="in each layer")
     experts_per_token: int = Field(1, ge=1)
@@ -53,11 +57,23 @@ class ModelShape(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, str | Path):
             value = {"path": value}
-        if not isinstance(value, dict) or not value.get("path"):
-            return value
-        if all(field in value for field in cls.model_fields if field not in _LATER):  # as dumped: no file is needed
-            return value
-        return {**figures(Path(value["path"])), **value}
+        if not isinstance(value, dict) or all(field in value for field in cls.model_fields if field not in _LATER):
+            return value  # as dumped: the file is not needed any more
+        if value.get("path"):
+            return {**figures(Path(value["path"])), **value}
+        return value if any(value.get(name) for name in _REST) else {**TINY, **value}
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelShape:
+        lacking = [name for name in _REST if not getattr(self, name)]
+        if 0 < len(lacking) < len(_REST):
+            raise ValueError(f"gives a part of {', '.join(_REST)}, but not {', '.join(lacking)}")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if more than its KV cache is known: a roofline and a memory plan can be made of it."""
+        return self.hidden > 0
 
     @property
     def head_weights(self) -> int:
@@ -85,7 +101,7 @@ class ModelShape(BaseModel):
 
 
 def kv_figures(path: Path) -> dict[str, int]:
-    """Return the figures `KV` of a model. Raises ModelShapeError."""
+    """Return the figures of a model's KV cache. Raises ModelShapeError."""
     return _taken(path, _kv)
 
 

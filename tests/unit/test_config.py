@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from warmkv.config import Config, ConfigError, load, parse, removed
-from warmkv.config.removed import REMOVED
+from warmkv.config.removed import MOVED, REMOVED
 from warmkv.policy_spec import PolicySpec
 
 KEY = "a" * 64  # a hash, which YAML does not take for a number
@@ -106,9 +106,6 @@ def test_an_unknown_variable_of_ours_is_refused():
         ("prefix_cache.ttls={5m: 0}", "every TTL must be positive"),
         ("prefix_cache.ttls={5m: 1, 2h: 3}", "no multiplier for the TTL '2h'"),
         ("prefix_cache.eviction=fifo", r"prefix_cache\.eviction: .*'lru', 'lfu', 'length' or 'cost'"),
-        ("prefix_cache.storage=fp8", "storage fp8 changes answers; set allow_lossy"),
-        ("prefix_cache.host={storage: kivi4}", r"host\.storage kivi4 changes answers"),
-        ("prefix_cache.disk={storage: fp8}", r"disk\.storage fp8 changes answers"),
         ("prefix_cache.storage=turbo4", r"prefix_cache\.storage: "),
         ("prefix_cache.disk.memory_bytes=1GiB", "a disk tier needs both path and memory_bytes"),
         ("prefix_cache.disk.path=blocks", "a disk tier needs both path and memory_bytes"),
@@ -210,6 +207,20 @@ def test_a_key_that_is_no_setting_any_more_is_ignored_with_one_warning(file, cap
     assert messages == [
         f"{key} is no setting any more: {REMOVED[key]} ({source})" for source in (f"{file}, line 1", f"--set {key}")
     ]
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_a_value_at_its_old_key_is_read_at_the_new_one_with_a_warning(file, caplog, key):
+    removed._warn.cache_clear()
+    section, *below = key.split(".")
+    file.write_text(f"{section}: {'{'}{': {'.join(below)}: 1{'}' * len(below)}\n")
+    assert load(file, environ={}) == load(flags=[f"{MOVED[key]}=1"], environ={}) != Config()
+    assert caplog.messages == [f"{key} is no setting any more: it is {MOVED[key]} ({file}, line 1)"]
+
+
+def test_a_moved_value_lies_beside_a_name_that_is_written_alone():
+    old = ["simulator.gpu=L4", "simulator.roofline.flops_efficiency=0.5"]
+    assert load(flags=old, environ={}) == load(flags=["simulator.gpu={name: L4, flops_efficiency: 0.5}"], environ={})
 
 
 def test_every_fault_is_told_at_once():

@@ -41,7 +41,7 @@ def calibrate(
     """Fit step times (A + B * tokens + C * context) to the measured times of requests, and tell how well they fit.
 
     A row has prompt and output tokens, arrival, first and last token in seconds; docs/simulator.md lists the names. The
-    settings (model.*, simulator.layers ...) only name the model in a profile.
+    settings (model.*, simulator.model) only name the model in a profile.
 
     Example: `warmkv calibrate requests.jsonl --max-num-seqs 128 --max-batched-tokens 2048 --json -`
     """

@@ -59,15 +59,20 @@ def publish(
     options: SettingsOptions,
     output: JsonOptions,
     url: Annotated[str | None, typer.Option(help="Address of Grafana instead of the configured one.")] = None,
+    folder: Annotated[str, typer.Option(help="Grafana's folder; it is made if it is missing.")] = "warmkv",
+    datasource: Annotated[
+        str, typer.Option(help="Uid of the Prometheus data source that the panels open with.")
+    ] = "prometheus",
     dry_run: DryRunOption = False,
 ) -> None:
-    """Upload every dashboard to Grafana, into the folder `dashboards.folder`, replacing older versions.
+    """Upload every dashboard to Grafana, into a folder, replacing older versions.
 
     The token of a service account is read from the variable GRAFANA_TOKEN.
 
     Example: `GRAFANA_TOKEN=... warmkv dashboards publish --url http://127.0.0.1:3000`
     """
-    settings = options.read(*([f"dashboards.grafana_url={url}"] if url else [])).dashboards
+    configured = options.read().dashboards.grafana_url
+    url = url or configured
     from warmkv.dashboards import build as building
     from warmkv.dashboards import publish as publishing
 
@@ -75,17 +80,18 @@ def publish(
     if dry_run:
         rows = [{"uid": board["uid"], "title": board["title"]} for board in documents.values()]
     else:
-        published = publishing.publish(settings, os.environ.get(publishing.TOKEN_ENV, ""), documents)
+        token = os.environ.get(publishing.TOKEN_ENV, "")
+        published = publishing.publish(url, token, documents, folder=folder, datasource=datasource)
         rows = [asdict(board) for board in published]
 
     def show() -> None:
         for row in rows:
-            name, place = f"{row['title']} ({row['uid']})", f"{settings.grafana_url}, folder {settings.folder}"
+            name, place = f"{row['title']} ({row['uid']})", f"{url}, folder {folder}"
             print(
                 f"would publish {name} to {place}"
                 if dry_run
                 else f"published {row['title']}: {row['url']} (version {row['version']})"
             )
 
-    target = {"grafana": settings.grafana_url, "folder": settings.folder, "dry_run": dry_run}
+    target = {"grafana": url, "folder": folder, "dry_run": dry_run}
     output.give({**target, "dashboards": rows}, show)

@@ -13,7 +13,7 @@ from warmkv.config.prefix_cache import BlockStorage, DiskConfig, Eviction, Prefi
 from warmkv.config.pricing import ModelPrices, Prices, PricingConfig
 from warmkv.config.reading import describe, load, parse
 from warmkv.config.routing import RoutingConfig
-from warmkv.config.simulator import FailureConfig, RooflineConfig, SimulatorConfig, SloConfig
+from warmkv.config.simulator import FailureConfig, SimulatorConfig, SloConfig
 from warmkv.config.tenants import (
     KeyConfig,
     KeyHolder,
@@ -54,7 +54,6 @@ __all__ = [
     "Prices",
     "PricingConfig",
     "Right",
-    "RooflineConfig",
     "RoutingConfig",
     "Section",
     "SimulatorConfig",

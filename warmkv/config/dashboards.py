@@ -9,5 +9,3 @@ from warmkv.config.base import Section
 
 class DashboardsConfig(Section):
     grafana_url: str = Field("http://127.0.0.1:3000", description="address of Grafana")
-    folder: str = Field("warmkv", description="folder of the dashboards")
-    datasource_uid: str = Field("prometheus", description="Prometheus data source of the panels")

@@ -22,7 +22,7 @@ class TierConfig(Section):
     """Where blocks go that the tier above evicts."""
 
     memory_bytes: ByteSize = Field(ByteSize(0), description="limit of the tier in one replica; 0 is without it")
-    storage: BlockStorage = Field("model", description="format of the blocks; all but model need allow_lossy")
+    storage: BlockStorage = Field("model", description="format of the blocks; all but model change answers")
 
 
 class DiskConfig(TierConfig):
@@ -43,12 +43,9 @@ class PrefixCacheConfig(Section):
         "auto", description="limit of stored blocks on the device of a replica; auto: a third of what is free"
     )
     eviction: Eviction = Field("lru", description="which block goes first: lru, lfu, length (longest prefix) or cost")
-    storage: BlockStorage = Field("model", description="format of blocks on the device; all but model need allow_lossy")
+    storage: BlockStorage = Field("model", description="format of blocks on the device; all but model change answers")
     host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
     disk: DiskConfig = Field(DiskConfig(), description="files that survive a restart")
-    allow_lossy: bool = Field(
-        False, description="whether a tier may keep blocks in another format than model, which changes answers"
-    )
     moving_bytes: ByteSize = Field(
         ByteSize(256 << 20),
         description="limit of evicted blocks that are not in a lower tier yet; more are dropped",
@@ -78,7 +75,4 @@ class PrefixCacheConfig(Section):
             raise ValueError(f"default_ttl {self.default_ttl!r} is not one of ttls: {', '.join(self.ttls)}")
         if not all(0 < seconds < math.inf for seconds in self.ttls.values()):
             raise ValueError("every TTL must be positive and finite")
-        for name, storage in (("", self.storage), ("host.", self.host.storage), ("disk.", self.disk.storage)):
-            if not STORAGES[storage].plain and not self.allow_lossy:
-                raise ValueError(f"{name}storage {storage} changes answers; set allow_lossy to accept that")
         return self

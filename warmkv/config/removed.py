@@ -1,13 +1,14 @@
-"""Keys that were settings once. They are ignored with a warning, so that a file that was right stays right."""
+"""Keys that were settings once: ignored, or read at their new place, with a warning. A right file stays right."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from warmkv.config.values import Place
+from warmkv.config.values import Place, put
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ REMOVED: dict[str, str] = {
     "control.max_body_bytes": "it is gateway.max_body_bytes",
     "control.silence_seconds": "it is 15 s",
     "control.start_seconds": "it is 60 s",
+    "dashboards.datasource_uid": "give --datasource to warmkv dashboards publish",
+    "dashboards.folder": "give --folder to warmkv dashboards publish",
     "dashboards.token_env": "put the token into GRAFANA_TOKEN",
     "directory.follow_seconds": "it is 10 s",
     "directory.heartbeat_seconds": "it is 1 s",
@@ -54,6 +57,7 @@ REMOVED: dict[str, str] = {
     "gateway.retry_seconds": "it is 0.5 s",
     "gateway.salt_env": "put the secret into WARMKV_SALT",
     "gateway.tenants_file_seconds": "it is 5 s",
+    "prefix_cache.allow_lossy": "the storage of a tier decides alone",
     "prefix_cache.attention_tokens": "it is 8192",
     "prefix_cache.disk.eviction": "it is prefix_cache.eviction",
     "prefix_cache.disk.wait_seconds": "it is 5 s",
@@ -84,9 +88,29 @@ REMOVED: dict[str, str] = {
 }
 """What each became, or what to do instead."""
 
+MOVED: dict[str, str] = {
+    **{f"simulator.{key}": f"simulator.model.{key}" for key in ("layers", "kv_heads", "head_dim", "dtype_bytes")},
+    "simulator.roofline.bandwidth_efficiency": "simulator.gpu.bandwidth_efficiency",
+    "simulator.roofline.flops_efficiency": "simulator.gpu.flops_efficiency",
+}
+"""Where the values of keys lie now that lay elsewhere once."""
+
+_PLAIN = {"simulator.gpu": "name", "simulator.model": "path"}
+"""What a plain value stands for where one may be written in place of a mapping."""
+
 
 def without_removed(tree: Mapping[str, Any], origin: Callable[[Place], str | None]) -> Mapping[str, Any]:
-    """Return a tree without removed keys, each of which is logged as a warning with its source."""
+    """Return a tree without removed keys, and values at their new keys; a warning tells of each with its source."""
+    for old, new in MOVED.items():
+        place = tuple(old.split("."))
+        if (found := _find(tree, place)) is not None:
+            _warn(old, f"it is {new}", origin(place))
+            moved = copy.deepcopy(dict(_without(tree, place)))
+            section = new.rpartition(".")[0]
+            if not isinstance(named := _find(moved, tuple(section.split("."))), Mapping | None):
+                put(moved, section, {_PLAIN[section]: named})
+            put(moved, new, found)
+            tree = moved
     for dotted, now in REMOVED.items():
         place = tuple(dotted.split("."))
         without = _without(tree, place)
@@ -100,6 +124,12 @@ def without_removed(tree: Mapping[str, Any], origin: Callable[[Place], str | Non
 def _warn(dotted: str, now: str, source: str | None) -> None:
     """Log the warning once a process: a sweep reads the same file for every point."""
     log.warning("%s is no setting any more: %s%s", dotted, now, f" ({source})" if source else "")
+
+
+def _find(tree: Any, place: tuple[str, ...]) -> Any:
+    for key in place:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _without(tree: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, field_validator
 
-from warmkv.config.base import Section, Share
+from warmkv.config.base import Section
 from warmkv.gpus import Gpu
-from warmkv.model_shape import KV, ModelShape
+from warmkv.model_shape import ModelShape
 
 
 class SloConfig(Section):
@@ -17,13 +17,6 @@ class SloConfig(Section):
 
     ttft: float = Field(2.0, gt=0, description="seconds to the first token, at most")
     tpot: float = Field(0.1, gt=0, description="seconds for each token after it, at most, on average")
-
-
-class RooflineConfig(Section):
-    """How near steps come to what a GPU could do."""
-
-    flops_efficiency: Share = Field(0.6, description="of its operations a second, in matrix products")
-    bandwidth_efficiency: Share = Field(0.7, description="of its memory's bytes a second")
 
 
 class FailureConfig(Section):
@@ -41,19 +34,20 @@ class FailureConfig(Section):
 class SimulatorConfig(Section):
     """Step time in seconds = a + b * tokens computed + c * context tokens read, per engine step.
 
-    A profile, or a model on a GPU, takes the place of a, b and c.
+    A profile, or a whole model on a GPU, takes the place of a, b and c.
     """
 
     profile: Path | None = Field(
         None, description="file of `warmkv profile`: measured step times, which take the place of step_*"
     )
-    model: ModelShape | None = Field(
-        None, description="a model's config.json: step times of its roofline on simulator.gpu, and its KV shape"
+    model: ModelShape = Field(
+        ModelShape.model_validate({}),
+        description="a model's config.json: its KV shape, and step times of its roofline on simulator.gpu; or layers, "
+        "kv_heads, head_dim and dtype_bytes alone, where step times come from elsewhere",
     )
     gpu: Gpu = Field(
         Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
     )
-    roofline: RooflineConfig = RooflineConfig()
     batching: Literal["prefill_first", "mixed"] = Field(
         "prefill_first",
         description="how replicas form batches: chunks of one prompt between decode steps, as warmkv; or chunks of "
@@ -78,10 +72,6 @@ class SimulatorConfig(Section):
         allow_inf_nan=False,
         description="of a request outside its replica: HTTP, tokenizing, routing; a fit to a log finds its own",
     )
-    layers: int = Field(6, ge=1, description="of the KV cache")
-    kv_heads: int = Field(2, ge=1, description="of a layer")
-    head_dim: int = Field(32, ge=1, description="of a head")
-    dtype_bytes: int = Field(4, ge=1, description="of a number in the KV cache")
     slo: SloConfig = SloConfig()
     index_delay: float = Field(
         0.0,
@@ -94,17 +84,7 @@ class SimulatorConfig(Section):
     )
     failures: tuple[FailureConfig, ...] = Field((), description="replicas that die in the course of the run")
 
-    @model_validator(mode="before")
+    @field_validator("model", mode="before")
     @classmethod
-    def _shape_of_model(cls, value: Any) -> Any:
-        """Fill in the KV shape of the model, where there is one."""
-        if not isinstance(value, dict) or value.get("model") is None:
-            return value
-        try:
-            model = ModelShape.model_validate(value["model"])
-        except ValidationError:  # told with its place when the field itself is checked
-            return value
-        for key in KV:
-            if value.get(key, own := getattr(model, key)) != own:
-                raise ValueError(f"{key} is {value[key]}, but simulator.model has {own}; leave {key} out")
-        return {**value, "model": model, **{key: getattr(model, key) for key in KV}}
+    def _none_is_the_default(cls, value: Any) -> Any:
+        return {} if value is None else value

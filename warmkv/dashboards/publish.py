@@ -14,7 +14,6 @@ import requests
 from grafana_api import GrafanaFace
 from grafana_api.grafana_api import GrafanaClientError, GrafanaServerError
 
-from warmkv.config import DashboardsConfig
 from warmkv.faults import UserError
 
 
@@ -36,18 +35,22 @@ class Published:
 
 
 def publish(
-    config: DashboardsConfig,
+    url: str,
     token: str,
     dashboards: Mapping[str, Mapping[str, Any]],
     *,
+    folder: str = "warmkv",
+    datasource: str = "prometheus",
     message: str = "warmkv dashboards publish",
     timeout: float = 10.0,
 ) -> list[Published]:
     """Make the folder if it is missing and upload the dashboards into it. Raises PublishError.
 
+    Panels open with the data source of the uid `datasource`.
+
     A dashboard that was edited in Grafana is replaced: the code is the source. Grafana keeps its old versions.
     """
-    address = _address(config.grafana_url)
+    address = _address(url)
     if not token.strip():
         raise PublishError(f"no token: put a Grafana service-account token into {TOKEN_ENV}")
     host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
@@ -60,9 +63,11 @@ def publish(
         url_path_prefix=f"{prefix}/" if prefix else "",
         timeout=timeout,
     )
-    with _explained(config):
-        _ensure_folder(grafana, config.folder)
-        return [_upload(grafana, config, address, dashboard, message) for dashboard in dashboards.values()]
+    with _explained(url):
+        _ensure_folder(grafana, folder)
+        uid = folder_uid(folder)
+        boards = [for_datasource(dashboard, datasource) for dashboard in dashboards.values()]
+        return [_upload(grafana, uid, address, board, message) for board in boards]
 
 
 def folder_uid(title: str) -> str:
@@ -71,7 +76,7 @@ def folder_uid(title: str) -> str:
 
 
 def for_datasource(dashboard: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """Copy a dashboard so that it opens with the configured data source; the viewer can still choose another."""
+    """Copy a dashboard so that it opens with a data source; the viewer can still choose another."""
     document = copy.deepcopy(dict(dashboard))
     for variable in document.get("templating", {}).get("list", []):
         if variable.get("type") == "datasource":
@@ -103,15 +108,10 @@ def _ensure_folder(grafana: GrafanaFace, title: str) -> None:
 
 
 def _upload(
-    grafana: GrafanaFace, config: DashboardsConfig, address: SplitResult, dashboard: Mapping[str, Any], message: str
+    grafana: GrafanaFace, folder: str, address: SplitResult, dashboard: Mapping[str, Any], message: str
 ) -> Published:
     answer = grafana.dashboard.update_dashboard(
-        {
-            "dashboard": for_datasource(dashboard, config.datasource_uid),
-            "folderUid": folder_uid(config.folder),
-            "overwrite": True,
-            "message": message,
-        }
+        {"dashboard": dashboard, "folderUid": folder, "overwrite": True, "message": message}
     )
     return Published(
         uid=answer["uid"],
@@ -122,9 +122,8 @@ def _upload(
 
 
 @contextmanager
-def _explained(config: DashboardsConfig) -> Iterator[None]:
+def _explained(url: str) -> Iterator[None]:
     """Turn what can go wrong into one error that says what to do."""
-    url = config.grafana_url
     try:
         yield
     except GrafanaClientError as error:

@@ -103,7 +103,7 @@ def test_a_replay_takes_its_step_times_from_a_profile(profile, tmp_path):
     shown = call("replay", log, *options, "--profile", file)
     assert shown.exit_code == 0, shown.output
     assert f"step times: measured, {file} (random on " in shown.stdout
-    assert "its model's KV shape is not that of simulator.layers" in shown.stdout
+    assert "its model's KV shape is not that of simulator.model" in shown.stdout
     assert "not measured: tova gets the times of snapkv" in shown.stderr
     as_setting = call("replay", log, *options, "--json", "-", "--set", f"simulator.profile={file}")
     step_times = json.loads(as_setting.stdout)["step_times"]

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from warmkv.cli import app
-from warmkv.config import DashboardsConfig
 from warmkv.dashboards.build import documents
 from warmkv.dashboards.publish import PublishError, folder_uid, publish
 
@@ -94,13 +93,8 @@ def grafana(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grafana]:
     server.server_close()
 
 
-def settings(server: Grafana, **changes: str) -> DashboardsConfig:
-    return DashboardsConfig(grafana_url=server.url, **changes)
-
-
 def test_first_publish_makes_the_folder_then_uploads(grafana: Grafana) -> None:
-    config = settings(grafana, folder="LLM serving", datasource_uid="thanos")
-    (published,) = publish(config, TOKEN, documents())
+    (published,) = publish(grafana.url, TOKEN, documents(), folder="LLM serving", datasource="thanos")
 
     uid = "LLM-serving"
     assert [request[:2] for request in grafana.requests] == [
@@ -119,9 +113,9 @@ def test_first_publish_makes_the_folder_then_uploads(grafana: Grafana) -> None:
 
 def test_second_publish_replaces(grafana: Grafana) -> None:
     boards = documents()
-    publish(settings(grafana), TOKEN, boards)
+    publish(grafana.url, TOKEN, boards)
     before = json.dumps(boards)
-    (published,) = publish(settings(grafana), TOKEN, boards)
+    (published,) = publish(grafana.url, TOKEN, boards)
     assert published.version == 2
     assert sum(request[:2] == ("POST", "/grafana/api/folders") for request in grafana.requests) == 1
     assert json.dumps(boards) == before, "the caller's documents were changed"
@@ -140,18 +134,18 @@ def test_second_publish_replaces(grafana: Grafana) -> None:
 def test_refusals_say_what_to_do(grafana: Grafana, status: int, body: str, expected: str) -> None:
     grafana.forced = (status, body)
     with pytest.raises(PublishError, match=expected):
-        publish(settings(grafana), TOKEN, documents())
+        publish(grafana.url, TOKEN, documents())
 
 
 def test_wrong_token(grafana: Grafana) -> None:
     with pytest.raises(PublishError, match=r"401.*GRAFANA_TOKEN"):
-        publish(settings(grafana), "glsa_wrong", documents())
+        publish(grafana.url, "glsa_wrong", documents())
     assert grafana.dashboards == {}
 
 
 def test_no_token_asks_nobody(grafana: Grafana) -> None:
     with pytest.raises(PublishError, match="no token"):
-        publish(settings(grafana), " ", documents())
+        publish(grafana.url, " ", documents())
     assert grafana.requests == []
 
 
@@ -163,9 +157,8 @@ def free_port() -> int:
 
 def test_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    config = DashboardsConfig(grafana_url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(PublishError, match=r"cannot reach Grafana at http://127.0.0.1:\d+.*refused"):
-        publish(config, TOKEN, documents())
+        publish(f"http://127.0.0.1:{free_port()}", TOKEN, documents())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +166,7 @@ def test_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bad_addresses(url: str) -> None:
     with pytest.raises(PublishError, match="grafana_url") as caught:
-        publish(DashboardsConfig(grafana_url=url), TOKEN, documents())
+        publish(url, TOKEN, documents())
     if "@" in url:
         assert "secret" not in str(caught.value)
 
@@ -188,13 +181,14 @@ def test_folder_uid(title: str, uid: str) -> None:
 # --- the commands -----------------------------------------------------------------------------------------------
 
 
-def test_command_publishes(grafana: Grafana) -> None:
-    result = CliRunner().invoke(
-        app, ["dashboards", "publish", "--url", grafana.url, "--json"], env={"GRAFANA_TOKEN": TOKEN}
-    )
+@pytest.mark.parametrize("address", ["--url={}", "--set=dashboards.grafana_url={}"])
+def test_command_publishes(grafana: Grafana, address: str) -> None:
+    where = [address.format(grafana.url), "--folder", "LLM serving", "--datasource", "thanos"]
+    result = CliRunner().invoke(app, ["dashboards", "publish", *where, "--json"], env={"GRAFANA_TOKEN": TOKEN})
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["dashboards"][0]["uid"] == "warmkv-overview"
-    assert "warmkv-overview" in grafana.dashboards
+    assert "thanos" in json.dumps(grafana.dashboards["warmkv-overview"]["templating"])
+    assert grafana.folders == {"LLM-serving": "LLM serving"}
 
 
 def test_dry_run_asks_nobody(grafana: Grafana) -> None:
@@ -211,7 +205,7 @@ def test_exit_codes(grafana: Grafana) -> None:
     failed = run(app, ["dashboards", "publish", "--url", grafana.url], env={"GRAFANA_TOKEN": "glsa_wrong"})
     assert failed.exit_code == 1
     assert "401" in failed.stderr
-    assert run(app, ["dashboards", "publish", "--set", "dashboards.foldr=x"]).exit_code == 2
+    assert run(app, ["dashboards", "publish", "--set", "dashboards.grafana_ur=x"]).exit_code == 2
     assert run(app, ["dashboards", "publish", "--nonsense"]).exit_code == 2
 
 

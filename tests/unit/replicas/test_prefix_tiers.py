@@ -212,7 +212,7 @@ def test_lossy_tiers_answer_with_nearly_the_same_logits(models, storage):
     logits = watch(exact)
     exact.run(make_request(tokens, new=1))
     cache = {"memory_bytes": 4 * size, "host": {"memory_bytes": 99 * size, "storage": storage}}
-    driver = Driver(models["llama"], prefix_cache={"block_size": 32, "allow_lossy": True, **cache})
+    driver = Driver(models["llama"], prefix_cache={"block_size": 32, **cache})
     driver.run(request("first"))
     driver.run(make_request(TOKENS[:40] * 4, new=1, name="other", block=32))
     until_written(driver)
@@ -229,7 +229,7 @@ def test_lossy_tiers_answer_with_nearly_the_same_logits(models, storage):
 def test_a_store_in_fp8_on_the_device_holds_four_times_as_much(models):
     held = []
     for storage in ("model", "fp8"):
-        settings = {"storage": storage, "allow_lossy": True, "host": {"memory_bytes": 0}}
+        settings = {"storage": storage, "host": {"memory_bytes": 0}}
         driver = tiered(models, prefix_cache=settings)
         for number in range(6):
             driver.run(make_request(random.Random(number).choices(range(VOCABULARY), k=64), new=1, name=str(number)))

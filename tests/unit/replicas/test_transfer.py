@@ -260,14 +260,14 @@ def test_any_fault_means_computing_and_is_counted(models, fault, result):
 
 def test_a_replica_that_keeps_kv_as_computed_takes_none_that_was_made_smaller(models):
     async def run() -> None:
-        async with pair(models, donor={"storage": "fp8", "allow_lossy": True}) as replicas:
+        async with pair(models, donor={"storage": "fp8"}) as replicas:
             expected, _ = await replicas.run(1, replace(second(name="computed"), fetch=None))
             await asyncio.wrap_future(replicas.engines[1].drop_prefixes(""))
             await replicas.run(0, first())
             tokens, started = await replicas.run(1, second())
             assert (tokens, started.cached_tokens) == (expected, 0)
             assert replicas.recorded.fetches() == {"failed": 1}
-        async with pair(models, storage="fp8", allow_lossy=True) as replicas:
+        async with pair(models, storage="fp8") as replicas:
             await replicas.run(0, first())
             there, here = await replicas.run(0, second(name="there")), await replicas.run(1, second())
             assert here[0] == there[0]

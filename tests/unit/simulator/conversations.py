@@ -66,7 +66,7 @@ def config(*flags: str) -> Config:
         "engine.kv_bytes=1GiB",
         "engine.max_slots=4",
         "engine.max_queue=1000000",
-        "simulator={layers: 1, kv_heads: 1, head_dim: 1, dtype_bytes: 1}",
+        "simulator.model={layers: 1, kv_heads: 1, head_dim: 1, dtype_bytes: 1}",
     ]
     return resolved(load(flags=[*small, *flags], environ={}))
 

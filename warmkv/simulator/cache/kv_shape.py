@@ -8,5 +8,5 @@ from warmkv.policies.slot_sizes import KVShape
 
 def kv_shape(config: Config) -> KVShape:
     """Return the configured size of the model's KV cache."""
-    simulator = config.simulator
-    return KVShape(simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes)
+    model = config.simulator.model
+    return KVShape(model.layers, model.kv_heads, model.head_dim, model.dtype_bytes)

@@ -11,7 +11,7 @@ from warmkv.policies import memory_plan
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
 
 KV_BYTES = 1 << 30
-"""Slots and workspace of a replica on no device in particular: `simulator.model` is not given."""
+"""Slots and workspace of a replica on no device in particular: `simulator.model` does not give its weights."""
 
 STORED_BYTES = 512 << 20
 """Stored prefixes of such a replica."""
@@ -29,14 +29,14 @@ def gpus_per_replica(config: Config) -> float:
 def resolved(config: Config) -> Config:
     """Return the settings with every `auto` size in bytes.
 
-    With `simulator.model` they are what `simulator.gpu` has room for, as in the service; where the model does not fit
-    that, and without a model, the constants above.
+    With a whole `simulator.model` they are what `simulator.gpu` has room for, as in the service; where the model does
+    not fit that, and without its weights, the constants above.
     """
     engine, cache = config.engine, config.prefix_cache
     if "auto" not in (engine.kv_bytes, cache.memory_bytes):
         return config
     kv, stored = KV_BYTES, STORED_BYTES
-    if (model := config.simulator.model) is not None:
+    if (model := config.simulator.model).is_whole:
         planned = plan(config, model, config.simulator.gpu)
         if planned.needed <= planned.most:
             kv, stored = planned.kv.bytes, planned.stored.bytes

@@ -43,7 +43,7 @@ class Stores:
         self.stored, self.removals = TimeWeightedGauge(), Removals()
         self.by_tier: Mapping[str, TimeWeightedGauge] = {tier.name: TimeWeightedGauge() for tier in self._tiers}
         simulator = config.simulator
-        pcie = simulator.gpu.pcie if simulator.model is not None else None
+        pcie = simulator.gpu.pcie if simulator.model.is_whole else None
         self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
         delay = simulator.index_delay
         self.index = PrefixIndex()

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from warmkv.config import RooflineConfig
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
 from warmkv.policies.compression.storage_format import StorageFormat
@@ -37,18 +36,16 @@ class RooflineCosts:
         return dict(self.described)
 
 
-def roofline(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float = 1.0) -> RooflineCosts:
-    """Step costs of a model on a GPU, or on the share of one that a replica has."""
-    parts = {"model": model, "gpu": gpu, "roofline": config}
+def roofline(model: ModelShape, gpu: Gpu, share: float = 1.0) -> RooflineCosts:
+    """Step costs of a whole model on a GPU, or on the share of one that a replica has."""
+    parts = {"model": model, "gpu": gpu}
     described = {name: part.model_dump(mode="json") for name, part in parts.items()} | {"gpus_per_replica": share}
-    return RooflineCosts(
-        {name: _phases(model, gpu, config, share, storage) for name, storage in STORAGES.items()}, described
-    )
+    return RooflineCosts({name: _phases(model, gpu, share, storage) for name, storage in STORAGES.items()}, described)
 
 
-def _phases(model: ModelShape, gpu: Gpu, config: RooflineConfig, share: float, storage: StorageFormat) -> PhaseCosts:
-    operation = 1 / (gpu.flops * share * config.flops_efficiency)  # seconds
-    byte = 1 / (gpu.bandwidth * share * config.bandwidth_efficiency)  # seconds
+def _phases(model: ModelShape, gpu: Gpu, share: float, storage: StorageFormat) -> PhaseCosts:
+    operation = 1 / (gpu.flops * share * gpu.flops_efficiency)  # seconds
+    byte = 1 / (gpu.bandwidth * share * gpu.bandwidth_efficiency)  # seconds
     overhead = OVERHEAD_SECONDS
     token, logits = 2 * model.active_weights * operation, 2 * model.head_weights * operation
     pair = 4 * model.layers * model.heads * model.head_dim * operation

@@ -28,15 +28,15 @@ def choose_cost(
 ) -> tuple[StepTimes, str]:
     """Choose the step times to replay with; return them and their origin in words.
 
-    `auto` takes those of the profile that the settings name, else of the roofline of simulator.model, else the log's
-    where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises LogFitError
-    if `log` is asked for and has none, and ProfileError if the profile cannot be read.
+    `auto` takes those of the profile that the settings name, else of the roofline of a whole simulator.model, else the
+    log's where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises
+    LogFitError if `log` is asked for and has none, and ProfileError if the profile cannot be read.
     """
     simulator = config.simulator
     file = simulator.profile
     if file is not None and source != "log":
         return _of_profile(file, config)
-    if simulator.model is not None and source != "log":
+    if simulator.model.is_whole and source != "log":
         return _of_roofline(simulator.model, config)
     count = len(log_fit.measured(records))
     if source == "log" or (source == "auto" and count >= ENOUGH):
@@ -49,13 +49,13 @@ def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
     profile = step_profile.read(file)
     source = f"measured, {file} ({profile.summary})"
     if not profile.model.matches(kv_shape(config)):
-        source += "; its model's KV shape is not that of simulator.layers, kv_heads, head_dim and dtype_bytes"
+        source += "; its model's KV shape is not that of simulator.model"
     return replace(profile.costs(), overhead=config.simulator.overhead_seconds), source
 
 
 def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     gpu, share = config.simulator.gpu, gpus_per_replica(config)
-    times = roofline.roofline(model, gpu, config.simulator.roofline, share)
+    times = roofline.roofline(model, gpu, share)
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
     held = model.dtype_bytes * (model.layer_weights + model.head_weights)

@@ -34,8 +34,7 @@ from warmkv.simulator.workload.requests import Requests
 from warmkv.simulator.workload.source import LoadedTrace, Source, file_digest, read
 
 Times = Literal["auto", "config", "log"]
-STEP_SETTINGS = ("profile", "model", "step_a", "step_b", "step_c")
-ROOFLINE_SETTINGS = ("gpu", "roofline")
+STEP_SETTINGS = ("profile", "step_a", "step_b", "step_c")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +114,14 @@ def tasks_of(
 def _own_times(config: Config) -> str:
     """Return the contents of the files that a point's own step times come from, which tell it apart."""
     profile, model = config.simulator.profile, config.simulator.model
-    return file_digest(profile) if profile else model.model_dump_json() if model else "settings"
+    return file_digest(profile) if profile else model.model_dump_json() if model.is_whole else "settings"
 
 
 def _step_settings(config: Config) -> tuple[Any, ...]:
     simulator = config.simulator
     found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
-    if simulator.model is not None:
-        found += (*(getattr(simulator, name) for name in ROOFLINE_SETTINGS), gpus_per_replica(config))
+    if simulator.model.is_whole:
+        found += (simulator.model, simulator.gpu, gpus_per_replica(config))
     return found
 
 

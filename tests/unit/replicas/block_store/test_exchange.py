@@ -113,7 +113,7 @@ def test_what_arrives_is_read_as_on_the_donor(case, known, most, below, sums):
 @pytest.mark.parametrize("storage", ["fp8", "kivi4"])
 def test_a_format_arrives_as_it_is(storage):
     identity = replace(IDENTITY, block_size=64, head_dim=32)
-    config = PrefixCacheConfig(block_size=64, memory_bytes=512 << 20, storage=storage, allow_lossy=True)
+    config = PrefixCacheConfig(block_size=64, memory_bytes=512 << 20, storage=storage)
     donor, other = (BlockStore(config, identity, CPU, Clock(0)) for _ in range(2))
     plain = BlockStore(PrefixCacheConfig(block_size=64, memory_bytes=512 << 20), identity, CPU, Clock(0))
     keys, values = torch.randn(2, 2, 1, 150, 32)

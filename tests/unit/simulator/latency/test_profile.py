@@ -88,8 +88,8 @@ def test_the_source_names_file_machine_and_error(settings):
 
 
 def test_another_model_is_told(settings):
-    other = config(f"simulator.profile={settings.simulator.profile}", "simulator.layers=2")
-    assert step_times.choose_cost([], other, recorded_policy())[1].endswith("kv_heads, head_dim and dtype_bytes")
+    other = config(f"simulator.profile={settings.simulator.profile}", "simulator.model.layers=2")
+    assert step_times.choose_cost([], other, recorded_policy())[1].endswith("KV shape is not that of simulator.model")
 
 
 def test_policies_that_were_not_measured_are_named(settings):

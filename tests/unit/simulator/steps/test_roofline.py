@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from warmkv.config import ConfigError, RooflineConfig, load, parse
+from warmkv.config import ConfigError, load, parse
 from warmkv.gpus import CATALOGUE, Gpu
-from warmkv.model_shape import ModelShape, ModelShapeError, figures
+from warmkv.model_shape import TINY, ModelShape, ModelShapeError, figures, kv_figures
+from warmkv.models.tiny import PATH
 from warmkv.policy_spec import STORAGES, PolicySpec
 from warmkv.simulator.steps.costs import StepKind
 from warmkv.simulator.steps.roofline import roofline
@@ -24,7 +25,7 @@ LLAMA = {
 MIXTRAL = LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 H100 = Gpu.model_validate("H100-SXM")
 OVERHEAD = "warmkv.simulator.steps.roofline.OVERHEAD_SECONDS"
-IDEAL = RooflineConfig(flops_efficiency=1, bandwidth_efficiency=1)
+IDEAL = H100.model_copy(update={"flops_efficiency": 1, "bandwidth_efficiency": 1})
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_chunk_takes_its_arithmetic_or_its_traffic(tokens, before):
     model = ModelShape(
         layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, intermediate=160, vocabulary=500, dtype_bytes=2
     )
-    cost = roofline(model, H100, IDEAL).of(kind("full")).prefill
+    cost = roofline(model, IDEAL).of(kind("full")).prefill
     end = before + tokens
     expected = max(
         chunk_flops(model, tokens, end) / H100.flops,
@@ -84,7 +85,7 @@ def test_a_chunk_takes_its_arithmetic_or_its_traffic(tokens, before):
 @pytest.mark.parametrize("policy", ["full", "snapkv@0.2+fp8", "full+kivi4"])
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1000), (16, 100_000), (2000, 2_000)])
 def test_a_decode_step_takes_its_arithmetic_or_its_traffic(model, policy, batch, entries):
-    cost = roofline(model, H100, IDEAL).of(kind(policy)).decode
+    cost = roofline(model, IDEAL).of(kind(policy)).decode
     flops = 2 * batch * (model.layers * linear_weights(model) + model.hidden * model.vocabulary)
     flops += 4 * model.layers * model.heads * model.head_dim * entries
     traffic = weight_bytes(model) + kv_bytes(model, entries + batch, kind(policy).storage)
@@ -92,10 +93,11 @@ def test_a_decode_step_takes_its_arithmetic_or_its_traffic(model, policy, batch,
 
 
 def test_efficiency_overhead_and_the_share_of_a_gpu(model, monkeypatch):
-    ideal = roofline(model, H100, IDEAL).of(kind("full"))
-    real = RooflineConfig(flops_efficiency=0.5, bandwidth_efficiency=0.25)
+    ideal = roofline(model, IDEAL).of(kind("full"))
+    flags = ("simulator.gpu.flops_efficiency=0.5", "simulator.gpu.bandwidth_efficiency=0.25")
+    real = load(flags=flags, environ={}).simulator.gpu
     monkeypatch.setattr(OVERHEAD, 0.002)
-    cost = roofline(model, H100, real, 0.5).of(kind("full"))
+    cost = roofline(model, real, 0.5).of(kind("full"))
     assert cost.prefill.seconds(2048, 2048) == pytest.approx(0.002 + 4 * ideal.prefill.seconds(2048, 2048))
     assert cost.decode.seconds(1, 100) == pytest.approx(0.002 + 8 * ideal.decode.seconds(1, 100))
 
@@ -132,8 +134,8 @@ def test_what_is_no_known_model_is_refused(tmp_path, content, message):
 
 def test_a_model_brings_its_kv_shape_and_needs_its_file_no_more(model):
     settings = load(flags=[f"simulator.model={{path: {model.path}, dtype_bytes: 1}}"], environ={})
-    simulator = settings.simulator
-    assert (simulator.layers, simulator.kv_heads, simulator.head_dim, simulator.dtype_bytes) == (32, 8, 128, 1)
+    shape = settings.simulator.model
+    assert (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype_bytes) == (32, 8, 128, 1)
     dumped = settings.model_dump(mode="json")
     (model.path / "config.json").unlink()
     assert parse(dumped) == settings
@@ -141,9 +143,13 @@ def test_a_model_brings_its_kv_shape_and_needs_its_file_no_more(model):
         load(flags=[f"simulator.model={model.path}"], environ={})
 
 
-def test_a_kv_shape_that_is_not_the_models_is_refused(model):
-    with pytest.raises(ConfigError, match=r"layers is 3, but simulator\.model has 32"):
-        load(flags=[f"simulator.model={model.path}", "simulator.layers=3"], environ={})
+def test_a_shape_of_the_kv_cache_is_enough_where_no_step_times_come_from_it(model):
+    for flag in ("simulator.model={layers: 3}", "simulator.model.layers=3"):
+        shape = load(flags=[flag], environ={}).simulator.model
+        assert (shape.layers, shape.kv_heads, shape.is_whole) == (3, TINY["kv_heads"], False)
+    assert model.is_whole
+    assert load(flags=["simulator.model=null"], environ={}).simulator.model == ModelShape(**TINY)
+    assert kv_figures(PATH) | {"dtype_bytes": 4} == TINY
 
 
 def test_every_gpu_of_the_catalogue_is_one():
@@ -166,8 +172,12 @@ def test_figures_of_a_gpu_may_be_given():
         ("simulator.gpu=H100", "there are A100-SXM, H100-SXM"),
         ("simulator.gpu.dollar=1", "did you mean 'dollars'"),
         ("simulator.gpu.flops=0", "simulator.gpu.flops: Input should be greater than 0"),
-        ("simulator.roofline.flops_efficiency=1.1", "less than or equal to 1"),
-        ("simulator.model={layers: 3}", "simulator.model.hidden: Field required"),
+        ("simulator.gpu.flops_efficiency=1.1", "less than or equal to 1"),
+        ("simulator.model={layers: 3, hidden: 64}", "simulator.model.kv_heads: Field required"),
+        (
+            "simulator.model={layers: 3, hidden: 64, kv_heads: 1, head_dim: 8, dtype_bytes: 2}",
+            "gives a part of hidden, heads, intermediate, vocabulary, but not heads, intermediate, vocabulary",
+        ),
     ],
 )
 def test_faults_in_the_settings_are_told(flag, message):

@@ -80,7 +80,7 @@ def test_values_mean_numbers_where_they_can(tmp_path):
         ("cluster.replicas: []", "cluster.replicas: no value"),
         ("ttl: [soon]", "'soon' is no time"),
         ("ttl: [0]", "a TTL must be a positive number"),
-        ("prefix_cache.storage: [fp8]", "changes answers"),
+        ("prefix_cache.default_ttl: [2h]", "is not one of ttls"),
         ("", "write a mapping"),
         ("just words", "write a mapping"),
         ("{", "is not YAML"),

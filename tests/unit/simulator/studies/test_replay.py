@@ -253,7 +253,7 @@ POLICIES = (
 @given(logs(policies=POLICIES), st.integers(2, 4))
 def test_a_job_takes_what_its_policy_says(records, layers):
     settings = config(
-        f"simulator={{layers: {layers}, kv_heads: 2, head_dim: 8, dtype_bytes: 2}}", "engine.max_context=80"
+        f"simulator.model={{layers: {layers}, kv_heads: 2, head_dim: 8, dtype_bytes: 2}}", "engine.max_context=80"
     )
     shape = kv_shape(settings)
     jobs, _ = prepare(records, settings, Variant())

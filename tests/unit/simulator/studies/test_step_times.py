@@ -40,7 +40,7 @@ def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
     settings = load(flags=flags, environ={})
     times, source = step_times.choose_cost([], settings, recorded_policy())
     assert source == "roofline of small on L4"
-    assert times == roofline(settings.simulator.model, settings.simulator.gpu, settings.simulator.roofline, 0.5)
+    assert times == roofline(settings.simulator.model, settings.simulator.gpu, 0.5)
     assert json.loads(json.dumps(times.figures()))["gpu"]["name"] == "L4"
     assert kv_shape(settings).token_bytes == 2 * 2 * 4 * 16 * 2
 
