@@ -5,14 +5,13 @@ from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.directory import DirectoryConfig
 from warmkv.config.engine import EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import BlockStorage, DiskConfig, Eviction, PrefixCacheConfig, TierConfig
 from warmkv.config.pricing import ModelPrices, Prices, PricingConfig
 from warmkv.config.reading import describe, load, parse
-from warmkv.config.routing import RoutingConfig
+from warmkv.config.routing import DirectoryConfig, RoutingConfig, TransferConfig
 from warmkv.config.simulator import FailureConfig, SimulatorConfig, SloConfig
 from warmkv.config.tenants import (
     KeyConfig,
@@ -24,7 +23,6 @@ from warmkv.config.tenants import (
     TenantLimits,
     check_key_holders,
 )
-from warmkv.config.transfer import TransferConfig
 from warmkv.config.tree import Config
 from warmkv.config.values import put, read_value
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Which replica a request goes to, what moves between replicas, and the directory that knows what they hold."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ class RoutingConfig(Section):
         description="whether a replica may fetch blocks that another one holds in memory, where it expects that to be "
         "faster than to compute them; always: also where it does not",
     )
+
+
+class TransferConfig(Section):
+    byte_seconds: float = Field(
+        1e-9,
+        ge=0,
+        allow_inf_nan=False,
+        description="of the network between replicas, a byte: what a replica believes until it has measured, and what "
+        "fetches take in a replay",
+    )
+
+
+class DirectoryConfig(Section):
+    max_blocks: int = Field(1_000_000, ge=1, description="blocks the directory remembers, summed over replicas")
+    shards: int = Field(1, ge=1, le=256, description="actors that share the blocks among them, by hash")

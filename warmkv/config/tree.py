@@ -9,15 +9,13 @@ from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.directory import DirectoryConfig
 from warmkv.config.engine import EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import PrefixCacheConfig
 from warmkv.config.pricing import Prices, PricingConfig
-from warmkv.config.routing import RoutingConfig
+from warmkv.config.routing import DirectoryConfig, RoutingConfig, TransferConfig
 from warmkv.config.simulator import SimulatorConfig
-from warmkv.config.transfer import TransferConfig
 
 
 class Config(Section):
