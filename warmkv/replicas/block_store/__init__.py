@@ -4,6 +4,7 @@
 """
 
 from warmkv.replicas.block_store.identity import Identity
-from warmkv.replicas.block_store.store import BlockStore, WarmPrefix
+from warmkv.replicas.block_store.reads import WarmPrefix
+from warmkv.replicas.block_store.store import BlockStore
 
 __all__ = ["BlockStore", "Identity", "WarmPrefix"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 Lane = Literal["write", "read"]
 """Reads do not queue behind writes. Within a lane jobs run one after the other, in the order they came."""
@@ -39,3 +41,34 @@ class Threads:
         self._closed = True
         for lane in self._lanes.values():
             lane.shutdown()
+
+
+class Jobs:
+    """Work on I/O threads whose results the engine's thread takes. `wake` tells it, from another thread, of one."""
+
+    def __init__(self, threads: IOThreads, wake: Callable[[], None]) -> None:
+        self.threads, self._wake = threads, wake
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def submit(self, lane: Lane, job: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """Run a job beside the engine; `finish` gets its result, or its exception, from `settle`."""
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                result = error
+            self._done.put(partial(finish, result))
+            self._wake()
+
+        self.threads.submit(lane, run)
+
+    def settle(self) -> None:
+        """Finish the jobs that are done."""
+        while not self._done.empty():
+            self._done.get()()
+
+    def close(self) -> None:
+        """Finish all that were submitted."""
+        self.threads.close()
+        self.settle()

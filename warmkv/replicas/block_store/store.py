@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-import queue
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, spans
+from warmkv.policies.prefix_cache import Lifetimes, PrefixCache, Span, spans
 from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
 from warmkv.prefixes.index import TIERS
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
-from warmkv.replicas.block_store.disk import Folder, Header
+from warmkv.replicas.block_store.disk import Folder
 from warmkv.replicas.block_store.formats import Packed, pack, unpack
 from warmkv.replicas.block_store.identity import Identity
-from warmkv.replicas.block_store.io_threads import IOThreads, Lane, Threads
-from warmkv.replicas.block_store.tiers import Move, TierStorage
-
-log = logging.getLogger(__name__)
+from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
+from warmkv.replicas.block_store.moves import Moves
+from warmkv.replicas.block_store.reads import FileReads, WarmPrefix
+from warmkv.replicas.block_store.tiers import TierStorage
 
 WAIT_SECONDS = 5.0  # longest time a request waits for its files; then its prompt is computed instead
-
-
-@dataclass(slots=True, eq=False)
-class WarmPrefix:
-    """What a request found, pinned until `release`, and what of it has been read from disk so far."""
-
-    match: Match = field(default_factory=Match)
-    reused: int = 0  # leading tokens to attach
-    sums: bytes = b""  # key of the column sums of these, where they are needed
-    read: dict[bytes, Packed] = field(default_factory=dict)
-    pending: set[bytes] = field(default_factory=set)
-    since: float = 0.0  # when it began to wait for them
-    tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
-
-    @property
-    def hit(self) -> int:
-        return self.match.hit
 
 
 class BlockStore:
@@ -71,13 +50,10 @@ class BlockStore:
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
-        self.clock, self._wall_clock, self._publish, self._wake = clock, wall_clock, publish, wake
-        self._io_threads = io_threads or Threads()
-        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._readers: dict[bytes, list[WarmPrefix]] = {}  # of files that are being read
+        self.clock, self._publish, self._wait_seconds = clock, publish, wait_seconds
+        self._jobs = Jobs(io_threads or Threads(), wake)
+        self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self._moving_limit, self._wait_seconds = int(config.moving_bytes), wait_seconds
-        self.moving_bytes = 0  # of blocks that only their way to a lower tier keeps
         self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
@@ -91,6 +67,8 @@ class BlockStore:
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
                 self.lost_blocks += disk.restore(place.folder, self._cache.tiers.indexes[-1], clock(), wall_clock())
+        indexes, limit = self._cache.tiers.indexes, int(config.moving_bytes)
+        self._moves = Moves(self.places, indexes, limit, self._jobs, self._not_moved, clock, wall_clock)
         for path in config.packs if config.enabled else ():
             self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.indexes)
         for tier_index in self._cache.tiers.indexes:
@@ -136,7 +114,7 @@ class BlockStore:
     @property
     def moving(self) -> int:
         """Return the blocks on their way to a lower tier."""
-        return sum(len(place.arriving) for place in self.places)
+        return len(self._moves)
 
     def full_blocks(self) -> dict[str, list[bytes]]:
         """Keys of the full blocks by the fastest tier that has them, for a snapshot."""
@@ -180,7 +158,8 @@ class BlockStore:
             elif key == warm.sums or not any(key in place.blocks for place in self.places):
                 warm.read[key] = packed  # sums are not pinned; what is on its way to disk will soon be a file
         for key in warm.pending.copy():
-            self._read(key, warm)
+            folder = next(place.folder for place in self.places if place.folder is not None)
+            self._reads.begin(folder, key, warm)
         return warm
 
     def ready(self, warm: WarmPrefix) -> bool:
@@ -195,7 +174,7 @@ class BlockStore:
         Returns the tokens that are there now, fewer than expected where a file is damaged or late, and their column
         sums [layers, kv_heads, tokens] where these were asked for.
         """
-        self._stop_waiting(warm)
+        self._reads.stop_waiting(warm)
         parts = self._parts(warm)
         sums: Packed | None = None
         if warm.sums:
@@ -215,7 +194,7 @@ class BlockStore:
 
     def release(self, warm: WarmPrefix) -> None:
         """Let what a request read go; once for each `match`."""
-        self._stop_waiting(warm)
+        self._reads.stop_waiting(warm)
         warm.read.clear()
         self._cache.release(warm.match)
 
@@ -280,13 +259,11 @@ class BlockStore:
 
     def settle(self) -> None:
         """Take note of reads and moves that are done."""
-        while not self._done.empty():
-            self._done.get()()
+        self._jobs.settle()
 
     def close(self) -> None:
         """Finish what is on its way and let the folder go to another process."""
-        self._io_threads.close()
-        self.settle()
+        self._jobs.close()
         for place in self.places:
             if place.folder is not None:
                 place.folder.release()
@@ -331,7 +308,7 @@ class BlockStore:
                 case Copied(key, source, tier):
                     packed = self.places[source].find(key)
                     if packed is not None:
-                        self._move(key, tier, packed)
+                        self._moves.begin(key, tier, packed)
                     else:
                         self._lose(key, tier)
                 case Left(key, tier, expired):
@@ -372,80 +349,39 @@ class BlockStore:
             place = self.places[tier]
             place.blocks[key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
         else:
-            self._move(key, tier, packed)
-            self._leave_alone(key, tier, packed)
-
-    def _move(self, key: bytes, tier: int, packed: Packed) -> None:
-        """Bring a block into a lower tier."""
-        place = self.places[tier]
-        if place.takes_as_it_is(packed):
-            place.blocks[key] = packed
-            return
-        move = place.arriving[key] = Move(packed)
-        folder, entry = place.folder, self._cache.tiers.indexes[tier].entry(key)
-        assert entry is not None
-        header = disk.header(entry, place.storage_of(packed), self.clock(), self._wall_clock())
-
-        def job() -> Packed | None:
-            wanted = move.packed  # the engine's thread may give it up meanwhile
-            if wanted is None:
-                return None
-            kept = place.converted(wanted)
-            if folder is None:
-                return kept
-            folder.write(kept, header)
-            return None
-
-        self._submit("write", job, partial(self._arrived, key, tier, move))
-
-    def _leave_alone(self, key: bytes, tier: int, packed: Packed) -> None:
-        """Nothing but the way to a tier keeps a block now: that is bounded, and what is too much is given up."""
-        move = self.places[tier].arriving.get(key)
-        if move is None or move.packed is not packed or move.alone:
-            return
-        if self.moving_bytes + packed.nbytes > self._moving_limit:
-            self._give_up(key, tier)
-            self._lose(key, tier)
-        else:
-            move.alone = True
-            self.moving_bytes += packed.nbytes
-
-    def _arrived(self, key: bytes, tier: int, move: Move, result: Packed | Exception | None) -> None:
-        place = self.places[tier]
-        if place.arriving.get(key) is not move:
-            return  # it has left again meanwhile
-        self._give_up(key, tier)
-        if isinstance(result, Exception):
-            log.warning("a block could not be moved to the tier %s: %s", place.tier.name, result)
-            self._lose(key, tier)
-            self._tell([key])
-        elif result is not None:
-            place.blocks[key] = result
+            self._moves.begin(key, tier, packed)
+            if not self._moves.leave_alone(key, tier, packed):
+                self._lose(key, tier)
 
     def _remove(self, key: bytes, tier: int) -> None:
         place = self.places[tier]
         packed = place.find(key)
         place.blocks.pop(key, None)
-        self._give_up(key, tier)
-        if packed is not None and tier + 1 < len(self.places):
-            self._leave_alone(key, tier + 1, packed)
+        self._moves.give_up(key, tier)
+        below = tier + 1
+        if packed is not None and below < len(self.places) and not self._moves.leave_alone(key, below, packed):
+            self._lose(key, below)
         if place.folder is not None:
-            self._submit("write", partial(place.folder.delete, key), lambda result: None)
-
-    def _give_up(self, key: bytes, tier: int) -> None:
-        """Forget a move, if there is one; its bytes are free as soon as nobody is copying them."""
-        move = self.places[tier].arriving.pop(key, None)
-        if move is not None and move.packed is not None:
-            if move.alone:
-                self.moving_bytes -= move.packed.nbytes
-            move.packed = None
+            self._jobs.submit("write", partial(place.folder.delete, key), lambda result: None)
 
     def _lose(self, key: bytes, tier: int) -> None:
         """Mark a block missing in a tier."""
         self.lost_blocks += 1
         self._cache.tiers.indexes[tier].lose(key)
 
-    # --- reading files
+    def _not_moved(self, key: bytes, tier: int) -> None:
+        """Take note of a block that could not be brought into a tier."""
+        self._lose(key, tier)
+        self._tell([key])
+
+    def _damaged(self, key: bytes) -> None:
+        """Take note of a file that cannot be read."""
+        tier = next(at for at, place in enumerate(self.places) if place.folder is not None)
+        self._lose(key, tier)
+        self._remove(key, tier)
+        self._tell([key])
+
+    # --- what to attach
 
     def _keys_to_attach(self, warm: WarmPrefix) -> list[bytes]:
         chain = spans(warm.match.chain, warm.match.tokens, self.block_size)
@@ -469,42 +405,3 @@ class BlockStore:
             name = at.tier.name if at is not None else "disk"
             found.append((Span(span.key, span.start, min(span.end, warm.reused)), packed, name))
         return found
-
-    def _read(self, key: bytes, warm: WarmPrefix) -> None:
-        """Begin to read a file, once for all who wait for it."""
-        if key in self._readers:
-            self._readers[key].append(warm)
-            return
-        self._readers[key] = [warm]
-        folder = next(place.folder for place in self.places if place.folder is not None)
-        self._submit("read", partial(folder.read, key), partial(self._has_read, key))
-
-    def _stop_waiting(self, warm: WarmPrefix) -> None:
-        for key in warm.pending:
-            self._readers[key].remove(warm)
-        warm.pending.clear()
-
-    def _has_read(self, key: bytes, result: tuple[Packed, Header] | Exception) -> None:
-        for warm in self._readers.pop(key):
-            warm.pending.discard(key)
-            if not isinstance(result, Exception):
-                warm.read[key] = result[0]
-        if isinstance(result, Exception):
-            log.warning("a stored block is lost: %s", result)
-            tier = next(at for at, place in enumerate(self.places) if place.folder is not None)
-            self._lose(key, tier)
-            self._remove(key, tier)
-            self._tell([key])
-
-    def _submit(self, lane: Lane, job: Callable[[], Any], finish: Callable[[Any], None]) -> None:
-        """Run a job beside the engine; `finish` gets its result, or its exception, in the engine's thread."""
-
-        def run() -> None:
-            try:
-                result = job()
-            except Exception as error:
-                result = error
-            self._done.put(partial(finish, result))
-            self._wake()
-
-        self._io_threads.submit(lane, run)

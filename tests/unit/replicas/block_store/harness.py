@@ -228,7 +228,7 @@ class Harness:
                 assert place.blocks.keys() | place.arriving.keys() == held
                 assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
             check_index(index)
-        assert store.moving_bytes <= self.config.moving_bytes
+        assert store._moves.bytes <= self.config.moving_bytes
         assert self.directory == self.full_blocks()
         assert all(store._cache.tiers.fastest(key) == tier for key, tier in self.directory.items())
 
@@ -240,7 +240,7 @@ class Harness:
             self.run(lane, 1 << 30)
         self.check()
         store = self.store
-        assert (store.moving_bytes, len(store._readers)) == (0, 0)
+        assert (store._moves.bytes, len(store._reads)) == (0, 0)
         disk, index = store.places[-1], store._cache.tiers.indexes[-1]
         assert not disk.arriving
         files = self.files()
