@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.retention import Entry
+from warmkv.policies.entry import Entry
 from warmkv.policies.tiers import Step, Stored, Tier, Tiers
 from warmkv.prefixes.record import Candidate, Mark
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from warmkv.config import BlockStorage, PrefixCacheConfig
 from warmkv.policies import eviction
+from warmkv.policies.entry import LOST, Entry, StoreOutcome
 from warmkv.policies.eviction import Order, PrefillCost
-from warmkv.policies.retention import LOST, Entry, StoreOutcome, TierIndex, as_it_is
+from warmkv.policies.retention import TierIndex, as_it_is
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import STORAGES
 

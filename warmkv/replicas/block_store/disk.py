@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from warmkv.config import BlockStorage
-from warmkv.policies.retention import Entry, TierIndex
+from warmkv.policies.entry import Entry
+from warmkv.policies.retention import TierIndex
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity

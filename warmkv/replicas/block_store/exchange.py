@@ -14,8 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import sums_key
-from warmkv.policies.retention import Entry
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.disk import Header
 from warmkv.replicas.block_store.formats import Packed, pack

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions, sums_key
-from warmkv.policies.retention import Entry
 from warmkv.policies.tiers import Left, Step, Stored, Tier
 from warmkv.prefixes.index import TIERS, Depths, PrefixIndex
 from warmkv.prefixes.record import Mark, RequestRecord

@@ -13,7 +13,7 @@ from typing import Any
 
 import simpy
 
-from warmkv.policies.retention import Entry
+from warmkv.policies.entry import Entry
 from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
 from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.replica_cache import ReplicaCache

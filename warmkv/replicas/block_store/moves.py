@@ -1,0 +1,95 @@
+"""Blocks on their way to lower tiers: converted and written beside the engine, within a limit of bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from warmkv.policies.retention import TierIndex
+from warmkv.replicas.block_store import disk
+from warmkv.replicas.block_store.formats import Packed
+from warmkv.replicas.block_store.io_threads import Jobs
+from warmkv.replicas.block_store.tiers import Move, TierStorage
+
+log = logging.getLogger(__name__)
+
+
+class Moves:
+    """Moves into the tiers `places`, with the entries of `indexes`. Belongs to the engine's thread.
+
+    `limit` bounds the bytes that nothing but a move keeps. `failed(key, tier)` is told of a block that could not be
+    brought into its tier. The clocks are for the times in files.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[TierStorage],
+        indexes: Sequence[TierIndex],
+        limit: int,
+        jobs: Jobs,
+        failed: Callable[[bytes, int], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._places, self._indexes, self._limit, self._jobs, self._failed = places, indexes, limit, jobs, failed
+        self._clock, self._wall_clock = clock, wall_clock
+        self.bytes = 0  # of blocks that only their way to a lower tier keeps
+
+    def __len__(self) -> int:
+        """Count the blocks on their way."""
+        return sum(len(place.arriving) for place in self._places)
+
+    def begin(self, key: bytes, tier: int, packed: Packed) -> None:
+        """Bring a block into a tier that has an entry for it."""
+        place = self._places[tier]
+        if place.takes_as_it_is(packed):
+            place.blocks[key] = packed
+            return
+        move = place.arriving[key] = Move(packed)
+        folder, entry = place.folder, self._indexes[tier].entry(key)
+        assert entry is not None
+        header = disk.header(entry, place.storage_of(packed), self._clock(), self._wall_clock())
+
+        def job() -> Packed | None:
+            wanted = move.packed  # the engine's thread may give it up meanwhile
+            if wanted is None:
+                return None
+            kept = place.converted(wanted)
+            if folder is None:
+                return kept
+            folder.write(kept, header)
+            return None
+
+        self._jobs.submit("write", job, partial(self._arrived, key, tier, move))
+
+    def leave_alone(self, key: bytes, tier: int, packed: Packed) -> bool:
+        """Note that nothing but its move to a tier keeps a block now. False if it exceeds the limit and is given up."""
+        move = self._places[tier].arriving.get(key)
+        if move is None or move.packed is not packed or move.alone:
+            return True
+        if self.bytes + packed.nbytes > self._limit:
+            self.give_up(key, tier)
+            return False
+        move.alone = True
+        self.bytes += packed.nbytes
+        return True
+
+    def give_up(self, key: bytes, tier: int) -> None:
+        """Forget a move, if there is one; its bytes are free as soon as nobody is copying them."""
+        move = self._places[tier].arriving.pop(key, None)
+        if move is not None and move.packed is not None:
+            if move.alone:
+                self.bytes -= move.packed.nbytes
+            move.packed = None
+
+    def _arrived(self, key: bytes, tier: int, move: Move, result: Packed | Exception | None) -> None:
+        place = self._places[tier]
+        if place.arriving.get(key) is not move:
+            return  # it has left again meanwhile
+        self.give_up(key, tier)
+        if isinstance(result, Exception):
+            log.warning("a block could not be moved to the tier %s: %s", place.tier.name, result)
+            self._failed(key, tier)
+        elif result is not None:
+            place.blocks[key] = result

@@ -1,0 +1,69 @@
+"""What a request found warm, and the files that are read for it beside the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from warmkv.policies.prefix_cache import Match
+from warmkv.replicas.block_store.disk import Folder, Header
+from warmkv.replicas.block_store.formats import Packed
+from warmkv.replicas.block_store.io_threads import Jobs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class WarmPrefix:
+    """What a request found, pinned until `release`, and what of it has been read from disk so far."""
+
+    match: Match = field(default_factory=Match)
+    reused: int = 0  # leading tokens to attach
+    sums: bytes = b""  # key of the column sums of these, where they are needed
+    read: dict[bytes, Packed] = field(default_factory=dict)
+    pending: set[bytes] = field(default_factory=set)
+    since: float = 0.0  # when it began to wait for them
+    tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
+
+    @property
+    def hit(self) -> int:
+        return self.match.hit
+
+
+class FileReads:
+    """Files that are being read, each once for all who wait for it. Belongs to the engine's thread.
+
+    `lost(key)` is told of a file that cannot be read.
+    """
+
+    def __init__(self, jobs: Jobs, lost: Callable[[bytes], None]) -> None:
+        self._jobs, self._lost = jobs, lost
+        self._waiting: dict[bytes, list[WarmPrefix]] = {}  # by the file that they wait for
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, folder: Folder, key: bytes, warm: WarmPrefix) -> None:
+        """Begin to read a file that `warm` has pending."""
+        if key in self._waiting:
+            self._waiting[key].append(warm)
+            return
+        self._waiting[key] = [warm]
+        self._jobs.submit("read", partial(folder.read, key), partial(self._has_read, key))
+
+    def stop_waiting(self, warm: WarmPrefix) -> None:
+        """Go on without what has not been read yet."""
+        for key in warm.pending:
+            self._waiting[key].remove(warm)
+        warm.pending.clear()
+
+    def _has_read(self, key: bytes, result: tuple[Packed, Header] | Exception) -> None:
+        for warm in self._waiting.pop(key):
+            warm.pending.discard(key)
+            if not isinstance(result, Exception):
+                warm.read[key] = result[0]
+        if isinstance(result, Exception):
+            log.warning("a stored block is lost: %s", result)
+            self._lost(key)
