@@ -1,4 +1,4 @@
-"""`warmkv dashboards`: build the JSON, and publish it. The SDKs are imported when a command runs."""
+"""`warmkv dashboards`: build dashboards and alerts, publish dashboards. The SDKs are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from warmkv.cli.command import add_command, writing
 from warmkv.cli.options import JsonOptions, SettingsOptions
 
-app = typer.Typer(no_args_is_help=True, help="Build the Grafana dashboards, and publish them.")
+app = typer.Typer(no_args_is_help=True, help="Build the Grafana dashboards and the alerts, and publish the dashboards.")
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
@@ -20,17 +20,17 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be
 @add_command(app, code=1)
 def build(
     output: JsonOptions,
-    folder: Annotated[Path, typer.Argument(help="Folder for the JSON files.")] = Path("dashboards"),
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")] = Path("dashboards"),
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write every dashboard as the JSON that Grafana loads; the same input gives the same bytes.
+    """Write every dashboard as the JSON that Grafana loads, and the alerts as rules for Prometheus and its operator.
 
     Example: `warmkv dashboards build`, or into another folder `warmkv dashboards build /tmp/boards`
     """
     from warmkv.dashboards import build as building
 
     with writing(folder, code=1):
-        names = [folder / f"{name}.json" for name in building.BOARDS] if dry_run else building.build_all(folder)
+        names = [folder / name for name in building.files()] if dry_run else building.build_all(folder)
 
     def show() -> None:
         for name in names:

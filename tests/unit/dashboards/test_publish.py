@@ -212,7 +212,8 @@ def test_exit_codes(grafana: Grafana) -> None:
 def test_build_command_writes(tmp_path: Any) -> None:
     result = CliRunner().invoke(app, ["dashboards", "build", str(tmp_path / "boards"), "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["files"] == [str(tmp_path / "boards" / "overview.json")]
+    names = ("overview.json", "alerts.yaml", "prometheusrule.yaml")
+    assert json.loads(result.stdout)["files"] == [str(tmp_path / "boards" / name) for name in names]
     assert json.loads((tmp_path / "boards" / "overview.json").read_text())["title"] == "warmkv overview"
 
 

@@ -1,0 +1,141 @@
+"""The committed alerts are what the code builds; each fires where it should, none on a healthy service."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.polling import PATIENCE
+from warmkv import telemetry as t
+from warmkv.config import LimitsConfig
+from warmkv.dashboards import alerts
+from warmkv.dashboards.alerts import ALERTS
+from warmkv.telemetry import Metric
+
+ROOT = Path(__file__).parents[3]
+BY_NAME = {alert.name: alert for alert in ALERTS}
+
+
+def series(metric: Metric, values: str, **labels: str) -> dict[str, str]:
+    pairs = ", ".join(f'{k}="{v}"' for k, v in {"application": "warmkv", **labels}.items())
+    return {"series": f"{metric.exported}{{{pairs}}}", "values": values}
+
+
+def observed(histogram: Metric, seconds: float, per_minute: int = 60) -> list[dict[str, str]]:
+    """A histogram of observations that all take so long, minute by minute."""
+    found = []
+    for bound in (*histogram.buckets, float("inf")):
+        one = series(
+            histogram,
+            f"0+{per_minute if bound >= seconds else 0}x180",
+            le="+Inf" if bound == float("inf") else str(bound),
+        )
+        found.append({**one, "series": one["series"].replace("{", "_bucket{", 1)})
+    return found
+
+
+HEALTHY = {
+    "requests": [series(t.REQUESTS, "0+60x180", api="messages", status="ok", policy="full", model="m")],
+    "version": [
+        series(t.LIVE_CONFIG_VERSION, "3x180", replica="g1"),
+        series(t.LIVE_CONFIG_VERSION, "3x180", replica="g2"),
+    ],
+    "decoding": [series(t.DECODING, "0x180", replica="r1")],
+    "tokens": [
+        series(t.TOKENS, "0+6000x180", kind="input", policy="full", model="m"),
+        series(t.CACHED_TOKENS, "0+4000x180", policy="full", model="m"),
+    ],
+    "ttft": observed(t.TTFT, 0.2),
+    "queue": observed(t.QUEUE, 0.01),
+    "staleness": observed(t.STALENESS, 0.1),
+    "following": [series(t.FOLLOWING, "1x180", shard="0", replica="g1")],
+    "left out": [series(t.DIRECTORY_LEFT_OUT, "7x180", shard="0")],
+    "errors": [series(t.ERRORS, "0+30x180", type="invalid_request_error", status="400", api="messages")],
+    "rejected": [series(t.REJECTED, "0+60x180", reason="requests_per_minute")],
+    "retried": [series(t.RETRIED, "0+1x180", when="waiting")],
+    "failed": [series(t.FAILED, "0+1x180", fault="request"), series(t.FAILED, "4x180", fault="memory")],
+    "tenants": [series(t.TENANTS_READ, "0+1x180", result="taken"), series(t.TENANTS_READ, "2x180", result="refused")],
+    "lines": [series(t.DROPPED_LINES, "5x180", log="access"), series(t.DROPPED_LINES, "0+9x180", log="errors")],
+}
+"""Series by the minute, by what they are about."""
+
+SICK: dict[str, dict[str, list[dict[str, str]]]] = {
+    "WarmkvDown": {"version": []},
+    "WarmkvNoReplicas": {"decoding": []},
+    "WarmkvErrors": {"errors": [series(t.ERRORS, "0+3x180", type="api_error", status="500", api="messages")]},
+    "WarmkvRefuses": {"rejected": [series(t.REJECTED, "0+6x180", reason="replica_queue")]},
+    "WarmkvSlow": {"ttft": observed(t.TTFT, 20)},
+    "WarmkvQueues": {"queue": observed(t.QUEUE, 20)},
+    "WarmkvReplicaFaults": {"failed": [series(t.FAILED, "_x174 1x6", fault="device")]},
+    "WarmkvRetries": {"retried": [series(t.RETRIED, "0+6x180", when="waiting")]},
+    "WarmkvHitRateFell": {
+        "tokens": [
+            series(t.TOKENS, "0+6000x180", kind="input", policy="full", model="m"),
+            series(t.CACHED_TOKENS, "0+4000x120 480000+100x60", policy="full", model="m"),
+        ]
+    },
+    "WarmkvIndexStale": {"staleness": observed(t.STALENESS, 8)},
+    "WarmkvRouterLost": {"following": [series(t.FOLLOWING, "1x120 0x60", shard="0", replica="g1")]},
+    "WarmkvDirectoryFull": {"left out": [series(t.DIRECTORY_LEFT_OUT, "0+2x180", shard="0")]},
+    "WarmkvTenantsRefused": {"tenants": [series(t.TENANTS_READ, "_x174 1x6", result="refused")]},
+    "WarmkvVersionsDiffer": {
+        "version": [
+            series(t.LIVE_CONFIG_VERSION, "3x120 4x60", replica="g1"),
+            series(t.LIVE_CONFIG_VERSION, "3x180", replica="g2"),
+        ]
+    },
+    "WarmkvLogLost": {"lines": [series(t.DROPPED_LINES, "0x120 0+2x60", log="access")]},
+}
+"""What differs from a healthy service where an alert fires, at minute 180."""
+
+
+def test_committed_rules_are_a_fresh_build() -> None:
+    for name, make in (("alerts", alerts.groups), ("prometheusrule", alerts.prometheus_rule)):
+        assert yaml.safe_load((ROOT / "dashboards" / f"{name}.yaml").read_text()) == make(), "run `make dashboards`"
+
+
+def test_every_alert_says_what_to_do() -> None:
+    headings = re.findall(r"^### (\w+)$", (ROOT / alerts.RUNBOOKS).read_text(), re.MULTILINE)
+    assert [name for name in headings if name.startswith("Warmkv")] == list(BY_NAME)
+    for alert in ALERTS:
+        rule = alert.rule()
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{alert.name.lower()}"
+        assert alert.description.endswith(".")
+        assert not alert.summary.endswith(".")
+
+
+def test_metrics_and_labels_are_those_of_the_service() -> None:
+    known = {metric.exported: metric for metric in t.ALL}
+    for alert in ALERTS:
+        names = re.findall(r"ray_\w+", alert.expression)
+        assert names
+        for name in names:
+            assert name in known or name.removesuffix("_bucket") in known, (alert.name, name)
+    assert set(alerts.LIMITS.split("|")) == set(LimitsConfig.model_fields)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: alerts are not tried")
+def test_promtool_accepts_them_and_each_fires_alone(tmp_path: Path) -> None:
+    rules = ROOT / "dashboards" / "alerts.yaml"
+    assert set(SICK) == set(BY_NAME)
+
+    def case(firing: str, different: dict[str, list[dict[str, str]]]) -> dict[str, Any]:
+        values = [one for what in HEALTHY for one in different.get(what, HEALTHY[what])]
+        expected = [{"labels": f'{{alertname="{firing}"}}', "value": 1}] if firing else []
+        query = 'count by (alertname) (ALERTS{alertstate="firing"})'
+        check = {"expr": query, "eval_time": "180m", "exp_samples": expected}
+        return {"name": firing or "healthy", "interval": "1m", "input_series": values, "promql_expr_test": [check]}
+
+    cases = [case("", {}), *(case(name, different) for name, different in SICK.items())]
+    path = tmp_path / "test.yaml"
+    path.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": cases}))
+    for command in (["check", "rules", str(rules)], ["test", "rules", str(path)]):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr + done.stdout
