@@ -118,7 +118,7 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster):
     scaling = {
         "max_replicas": 2,
         "target_ongoing_requests": 0.5,
-        "upscale_delay_seconds": 5,  # a few reports of the gateway, which come every second here
+        "upscale_delay_seconds": 0,
         "downscale_delay_seconds": 2,
     }
     with application(cluster, "scaling", **OWN | {"cluster": OWN["cluster"] | {"autoscaling": scaling}}) as scaled:

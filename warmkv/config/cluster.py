@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from warmkv.config.base import Section
 
 
+LEAST_LOOK_BACK = 15.0  # seconds; Serve's reports come every 10, and it wants more than one of them
+
+
 class AutoscalingConfig(Section):
     """More replicas under load and fewer without, within limits."""
 
@@ -20,8 +23,8 @@ class AutoscalingConfig(Section):
 
     @property
     def look_back_seconds(self) -> float:
-        """Return the time over which requests are averaged: the delay of starting one, or a second."""
-        return max(1.0, self.upscale_delay_seconds)
+        """Return the time over which requests are averaged: the delay of starting a replica, if that is longer."""
+        return max(LEAST_LOOK_BACK, self.upscale_delay_seconds)
 
 
 class ClusterConfig(Section):

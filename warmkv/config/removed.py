@@ -13,7 +13,7 @@ from warmkv.config.values import Place, put
 log = logging.getLogger(__name__)
 
 REMOVED: dict[str, str] = {
-    "cluster.autoscaling.look_back_seconds": "it is cluster.autoscaling.upscale_delay_seconds, and 1 s at least",
+    "cluster.autoscaling.look_back_seconds": "it is cluster.autoscaling.upscale_delay_seconds, and 15 s at least",
     "cluster.health_check_seconds": "it is a sixth of gateway.stall_seconds",
     "cluster.health_timeout_seconds": "it is half of gateway.stall_seconds",
     "cluster.max_ongoing_requests": "it is engine.max_slots + engine.max_queue; lower engine.max_queue instead",
