@@ -11,6 +11,8 @@ from pydantic import ByteSize
 
 from warmkv.config import Config
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
+from warmkv.platform.gateway.apis.token_cache import TokenCache
+from warmkv.platform.gateway.apis.tokens import tokenize
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
@@ -52,7 +54,8 @@ def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> li
         (QUESTION,)
     ]
     for blocks in contents:
-        prompt = render(tokenizer, [*before, Turn("user", blocks)])
+        rendered = render(tokenizer, [*before, Turn("user", blocks)])
+        prompt = tokenize(tokenizer, rendered, TokenCache(), b"", 1 << 30)  # hashed below, for every tenant
         found.append(prompt.tokens[: prompt.ends[-2]])
     return found
 

@@ -90,15 +90,19 @@ def plan(
     block_size: int,
     lookback: int = LOOKBACK,
     other_from: int | None = None,
+    known: Sequence[bytes] = (),
 ) -> CachePlan:
     """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.
 
+    `known` are the hashes of its leading blocks that have been computed already.
     Prefixes that go beyond `other_from` have names of their own, as if their tokens were other ones: what is not in
     the tokens but changes the messages, such as the tool choice, must not let them be read.
     """
     if other_from is not None:
         tokens = [*tokens[:other_from], tokens[other_from] | OTHER_REST, *tokens[other_from + 1 :]]
-    hashes = hashing.block_hashes(tokens, block_size, root)
+        known = known[: other_from // block_size]
+    rest = tokens[len(known) * block_size :]
+    hashes = [*known, *hashing.block_hashes(rest, block_size, known[-1] if known else root)]
     reads = tuple(
         Candidate(at, hashing.prefix_key(tokens, at, block_size, hashes, root))
         for at in read_candidates(ends, marks, lookback)

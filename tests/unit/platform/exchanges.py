@@ -9,16 +9,21 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request
+
 from tests.polling import PATIENCE
-from warmkv.config import Config, load
+from warmkv.config import Config, LimitsConfig, load
 from warmkv.platform.control import Control
+from warmkv.platform.gateway.access.limits import TenantLimiter
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.gateway.service import Service
+from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.live_config_store import FolderStore
+from warmkv.platform.tenants import Tenant
 from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, Started
+from warmkv.request_context import RequestContext
 
 STARTED = Started("only", 0, 0, 0, 4, 100, 0.0, 0.0)
 
@@ -42,6 +47,13 @@ class Recorded:
     def set(self, gauge: Any, value: float, **labels: str) -> None: ...
 
     def observe(self, histogram: Any, value: float, **labels: str) -> None: ...
+
+
+def arrival(service: Service, tenant: Tenant | None = None) -> Arrival:
+    """A request of a tenant that has just come in."""
+    limiter = TenantLimiter(service.config, service.clock, service.wall_clock)
+    lease = limiter.begin(Request({"type": "http"}), tenant or Tenant("a", b"salt", frozenset(), LimitsConfig()))
+    return service.arrive(RequestContext("req_1"), lease)
 
 
 class Gateway:

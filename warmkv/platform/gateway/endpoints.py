@@ -15,8 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from warmkv import telemetry
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
-from warmkv.platform.gateway.access.limits import EndLeases, Lease, TenantLimiter
-from warmkv.platform.gateway.admission import SubmittedRequest
+from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
 from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.apis.schema import ParsedRequest
@@ -27,7 +26,7 @@ from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.request_ids import RequestIds
-from warmkv.platform.gateway.service import Arrival, LiveConfig, Service
+from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
 from warmkv.platform.tenants_file import Outcome, Tenants
 
@@ -81,20 +80,14 @@ def create_app(
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context)
 
-    def admitted(request: Request) -> Lease:
+    def admitted(request: Request) -> Arrival:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
-        return limits.begin(request, tenant_of(request))
+        return service.arrive(request.state.context, limits.begin(request, tenant_of(request)))
 
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
         told = service.faults.report(error, api_of(request.url.path))
         return error_response(request, told, service.backlog.retry_after())
-
-    async def start(api: str, arrival: Arrival, lease: Lease, asked: ParsedRequest) -> SubmittedRequest:
-        """Send a request within the limits of its tenant."""
-        lease.reserve(len(asked.prompt.tokens), asked.sampling.max_tokens)
-        explicit = api == "messages"
-        return await service.start(api, arrival, lease.tenant, asked, explicit=explicit, begun=lease.answered)
 
     app.add_middleware(OpenRequests, most=most_open(config), backlog=service.backlog, refuse=refused)
     app.add_middleware(EndLeases)
@@ -115,11 +108,10 @@ def create_app(
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        arrival = service.arrive(request.state.context)
-        lease = admitted(request)
+        arrival = admitted(request)
         messages.check_version(request.headers.get("anthropic-version"))
-        asked = await intake.take(request, partial(parsing.message, arrival.policy))
-        admission = await start("messages", arrival, lease, asked)
+        asked = await intake.take(request, partial(parsing.message, arrival))
+        admission = await service.start("messages", arrival, asked)
         if asked.stream:
             events = messages.stream(admission)
             return EventStream(events, admission, MESSAGES_PING, PING_SECONDS)
@@ -127,10 +119,9 @@ def create_app(
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        admitted(request)
+        arrival = admitted(request)
         messages.check_version(request.headers.get("anthropic-version"))
-        count = partial(parsing.count, service.policy)
-        return JSONResponse({"input_tokens": await intake.take(request, count)})
+        return JSONResponse({"input_tokens": await intake.take(request, partial(parsing.count, arrival))})
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
@@ -140,13 +131,10 @@ def create_app(
     async def create_completion(request: Request) -> Response:
         return await complete("completions", request, parsing.completion)
 
-    async def complete(
-        api: str, request: Request, parse: Callable[[LiveConfig, bytes, Any], ParsedRequest]
-    ) -> Response:
-        arrival = service.arrive(request.state.context)
-        lease = admitted(request)
-        asked = await intake.take(request, partial(parse, arrival.policy))
-        admission = await start(api, arrival, lease, asked)
+    async def complete(api: str, request: Request, parse: Callable[[Arrival, bytes, Any], ParsedRequest]) -> Response:
+        arrival = admitted(request)
+        asked = await intake.take(request, partial(parse, arrival))
+        admission = await service.start(api, arrival, asked)
         chat = api == "chat"
         if asked.stream:
             events = openai.stream(admission, chat, asked.include_usage)
@@ -187,7 +175,7 @@ def create_app(
 
     @app.delete("/v1/warmkv/prefixes")
     async def drop_prefixes(request: Request) -> Response:
-        freed = await drop(admitted(request).tenant.label)
+        freed = await drop(admitted(request).lease.tenant.label)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
     @app.get("/healthz")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from warmkv import telemetry
-from warmkv.config import Config, PrefixCacheConfig, Prices
+from warmkv.config import Config, Prices
+from warmkv.platform.gateway.access.limits import Lease
 from warmkv.platform.gateway.access.rights import check_options
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import Answer, Status
@@ -18,7 +19,7 @@ from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.resume import Send, resumed
 from warmkv.platform.live_config import Version, in_force
-from warmkv.platform.tenants import Tenant, chain_root
+from warmkv.platform.tenants import chain_root
 from warmkv.policies import pricing
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
@@ -47,12 +48,15 @@ class LiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that came in: who it is, when by the service's clock and in Unix time, and what was in force then."""
+    """A request that came in: its id, when by the service's clock and in Unix time, what was in force then, and whose
+    limits it counts towards.
+    """
 
     context: RequestContext
     begun: float
     time: float
     policy: LiveConfig
+    lease: Lease
 
     @property
     def id(self) -> str:
@@ -99,38 +103,23 @@ class Service:
         self.policy = LiveConfig.of(self.config, version)
         self._recorder.set(telemetry.LIVE_CONFIG_VERSION, version.number)
 
-    def arrive(self, context: RequestContext) -> Arrival:
+    def arrive(self, context: RequestContext, lease: Lease) -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
-        return Arrival(context, self._clock(), self._wall_clock(), self.policy)
+        return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease)
 
     def check_model(self, name: str) -> None:
         if name != self.config.model.name:
             raise ApiError("not_found_error", f"model: {name} (this server has {self.config.model.name})")
 
-    def check_marks(self, ttls: Sequence[str | None], cache: PrefixCacheConfig) -> None:
-        """Refuse cache_control marks that the contract refuses."""
-        try:
-            breakpoints.check_marks(ttls, cache.ttls, cache.max_breakpoints)
-        except breakpoints.BreakpointError as error:
-            raise invalid(str(error)) from None
-
-    async def start(
-        self,
-        api: str,
-        arrival: Arrival,
-        tenant: Tenant,
-        asked: ParsedRequest,
-        *,
-        explicit: bool,
-        begun: Callable[[Answer], None],
-    ) -> SubmittedRequest:
+    async def start(self, api: str, arrival: Arrival, asked: ParsedRequest) -> SubmittedRequest:
         """Send a request and wait until a replica has queued it. Raises ApiError.
 
-        `explicit` bills by breakpoints (Messages API); otherwise every reused token is a read. `begun` is called
-        with the answer at its first token, if there will be one.
+        The Messages API is billed by breakpoints; otherwise every reused token is a read.
         """
+        lease, explicit = arrival.lease, api == "messages"
+        lease.reserve(len(asked.prompt.tokens), asked.sampling.max_tokens)
         policy = arrival.policy
-        request = self._request(arrival, tenant, asked)
+        request = self._request(arrival, asked)
         gateway = self.config.gateway
         left = arrival.begun + gateway.request_timeout_seconds - self._clock()
         deadline = asyncio.get_running_loop().time() + left
@@ -142,7 +131,7 @@ class Service:
                 id=request.id,
                 model=self.config.model.name,
                 api=api,
-                tenant=tenant.label,
+                tenant=request.tenant,
                 arrival=arrival.time,
                 request=request,
                 started=started,
@@ -154,7 +143,7 @@ class Service:
                 events=events,
                 first_token=self._clock() - arrival.begun,
             )
-            begun(answer)
+            lease.answered(answer)
             return answer
 
         def gone(status: Status, error: str) -> None:
@@ -170,8 +159,9 @@ class Service:
         await admission.queued()
         return admission
 
-    def _request(self, arrival: Arrival, tenant: Tenant, asked: ParsedRequest) -> GenerateRequest:
-        config, prompt, sampling, options = arrival.policy.config, asked.prompt, asked.sampling, asked.options
+    def _request(self, arrival: Arrival, asked: ParsedRequest) -> GenerateRequest:
+        config, tenant, prompt = arrival.policy.config, arrival.lease.tenant, asked.prompt
+        sampling, options = asked.sampling, asked.options
         cache = config.prefix_cache
         if sampling.max_tokens > config.gateway.max_output_tokens:
             raise invalid(
@@ -180,19 +170,18 @@ class Service:
         if not prompt.tokens:
             raise invalid("the prompt is empty")
         check_options(options, tenant, config)
-        root = chain_root(tenant.salt, config)
-        size, tokens = cache.block_size, prompt.tokens
         plan = breakpoints.plan(
-            tokens,
+            prompt.tokens,
             prompt.ends,
             breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
-            root,
-            block_size=size,
+            chain_root(tenant.salt, config),
+            block_size=cache.block_size,
             other_from=None if asked.tool_choice == "auto" else prompt.head,
+            known=prompt.hashes,
         )
         return GenerateRequest(
             id=arrival.id,
-            token_ids=tokens,
+            token_ids=prompt.tokens,
             hashes=plan.hashes,
             sampling=sampling,
             policy=options.policy or config.compression.policy,

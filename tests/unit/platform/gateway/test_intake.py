@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.clocks import SkippingLoop, run, skip
 from tests.polling import PATIENCE
-from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
+from tests.unit.platform.exchanges import Exchange, Gateway, arrival, chat, message, until
 from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages import MessagesRequest
@@ -392,7 +392,7 @@ def test_what_cannot_fit_is_not_tokenized_to_its_end(tmp_path, text):
     ):
         tokenizer.tokens = 0
         with pytest.raises(ApiError, match="exceed"):
-            take(gateway.service.policy, json.dumps(body).encode(), tokenizer)
+            take(arrival(gateway.service), json.dumps(body).encode(), tokenizer)
         assert tokenizer.tokens <= 2 * context + 2 * a_slice
 
 
@@ -412,7 +412,7 @@ def test_a_prompt_that_fits_is_taken_whatever_its_bytes(tmp_path):
         body = {"model": gateway.config.model.name, "prompt": text}
         size = len(tokenizer(text)["input_ids"])
         assert size <= 4096
-        taken = parsing.completion(gateway.service.policy, json.dumps(body).encode(), tokenizer)
+        taken = parsing.completion(arrival(gateway.service), json.dumps(body).encode(), tokenizer)
         assert len(taken.prompt.tokens) == size
 
 

@@ -6,6 +6,7 @@ Work is counted, not timed (work.py): a body four times as large may do four tim
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.platform.exchanges import Gateway
+from tests.unit.platform.exchanges import Gateway, arrival
 from tests.unit.platform.work import work_of
-from warmkv.config import GatewayConfig
+from warmkv.config import GatewayConfig, LimitsConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages import MessagesRequest
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _json_places
@@ -23,6 +24,8 @@ from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live_config import ChangeBody, RollbackBody
+from warmkv.platform.gateway.service import Arrival
+from warmkv.platform.tenants import Tenant
 from warmkv.replicas.loading.load import load_tokenizer
 
 SMALL, TIMES, SLACK = 64, 4, 1.1
@@ -86,12 +89,20 @@ def understand(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Call
     gateway = asyncio.run(make_gateway(tmp_path_factory.mktemp("policy")))
     service = gateway.service
     parsing = Parsing(service, tokenizer, 100_000)
-    policy, limits = service.policy, BodyLimits.of(gateway.config.gateway)
+    limits = BodyLimits.of(gateway.config.gateway)
+    salts = map(str.encode, map(str, itertools.count()))
+
+    def parsed(take: Callable[[Arrival, bytes, Any], Any]) -> Callable[[bytes], Any]:
+        def of_another_tenant(data: bytes) -> Any:  # who has sent nothing before
+            return take(arrival(service, Tenant("", next(salts), frozenset(), LimitsConfig())), data, tokenizer)
+
+        return of_another_tenant
+
     made = {
-        "messages": lambda data: parsing.message(policy, data, tokenizer),
-        "count": lambda data: parsing.count(policy, data, tokenizer),
-        "chat": lambda data: parsing.chat(policy, data, tokenizer),
-        "completions": lambda data: parsing.completion(policy, data, tokenizer),
+        "messages": parsed(parsing.message),
+        "count": parsed(parsing.count),
+        "chat": parsed(parsing.chat),
+        "completions": parsed(parsing.completion),
         "change": lambda data: parse(data, ChangeBody, limits),
         "rollback": lambda data: parse(data, RollbackBody, limits),
     }

@@ -14,16 +14,16 @@ import requests
 
 from tests.polling import PATIENCE
 from tests.unit.platform.conftest import Counted
-from warmkv.config import LimitsConfig, load
+from tests.unit.platform.exchanges import arrival
+from warmkv.config import load
 from warmkv.logs import LineLimit, RequestFields, about, forward
 from warmkv.platform.gateway import faults as faults_module
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.gateway.apis.prompt import Prompt
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
+from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import APIS, ErrorLog, api_of
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.tenants import Tenant
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.protocol import Event, Failed, QueueFullError, SamplingParams
 from warmkv.request_context import RequestContext, TraceContext, checked_client_id, parse_traceparent
@@ -233,10 +233,7 @@ def test_a_client_that_leaves_before_its_answer_begins_has_a_record():
 
     async def leave() -> None:
         asked = ParsedRequest(Prompt((1, 2, 3), (3,), (None,)), SamplingParams(5), WarmkvOptions(), stream=False)
-        tenant = Tenant("a", b"salt", frozenset(), LimitsConfig())
-        arrival = service.arrive(RequestContext("req_1"))
-        start = service.start("chat", arrival, tenant, asked, explicit=False, begun=lambda answer: None)
-        answering = asyncio.create_task(start)
+        answering = asyncio.create_task(service.start("chat", arrival(service), asked))
         await sent.wait()
         answering.cancel()
         with pytest.raises(asyncio.CancelledError):

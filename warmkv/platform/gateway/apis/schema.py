@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from warmkv.platform.gateway.apis.errors import from_validation, invalid
-from warmkv.platform.gateway.apis.prompt import Prompt
+from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.intake import body_limits
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.policy_spec import PolicySpec

@@ -13,6 +13,7 @@ import queue
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -52,7 +53,7 @@ class Intake:
                     body = await self._read(request, share, self._config.max_body_bytes)
                 lane = self._large if len(body) >= LARGE_BYTES else self._small
                 seconds = min(PARSE_SECONDS, self._config.request_timeout_seconds)
-                return await unless_left(request, lane.run(lambda tokenizer: work(body, tokenizer), seconds))
+                return await unless_left(request, lane.run(partial(work, body), seconds))
             except TimeoutError:
                 message = f"The body did not come within {READ_SECONDS:g} s."
                 raise ApiError("timeout_error", message, status=408) from None

@@ -8,10 +8,14 @@ from typing import Any
 
 from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.prompt import Prompt, Turn, render, render_text
+from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
+from warmkv.platform.gateway.apis.token_cache import TokenCache
+from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
-from warmkv.platform.gateway.service import LiveConfig, Service
+from warmkv.platform.gateway.service import Arrival, Service
+from warmkv.platform.tenants import chain_root
+from warmkv.prefixes import breakpoints
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
@@ -20,15 +24,16 @@ SLICE = 1 << 16  # characters that are tokenized at a time to count them
 class Parsing:
     """Parses, checks and tokenizes. What is longer than `max_context` tokens is refused; all raise ApiError (400, 404).
 
-    Methods take a body and a tokenizer that no other thread uses meanwhile, and the policy that the request came under.
+    Methods take a request that came in, its body and a tokenizer that no other thread uses meanwhile.
     """
 
     def __init__(self, service: Service, tokenizer: Any, max_context: int) -> None:
         self._service, self._max_context = service, max_context
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
+        self.cache = TokenCache()
 
-    def message(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
         body = parse(data, messages.MessagesRequest, self._limits)
         self._service.check_model(body.model)
@@ -36,41 +41,46 @@ class Parsing:
             raise invalid("stream: must be false when max_tokens is 0")
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
-        return ParsedRequest(self._prompt(policy, body, tokenizer), sampling, body.warmkv, body.stream, choice)
+        prompt = self._prompt(arrival, tokenizer, _marked_turns(arrival, body))
+        return ParsedRequest(prompt, sampling, body.warmkv, body.stream, choice)
 
-    def count(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> int:
+    def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> int:
         """Parse a body of /v1/messages/count_tokens and count its tokens."""
         body = parse(data, messages.CountRequest, self._limits)
         self._service.check_model(body.model)
-        return len(self._prompt(policy, body, tokenizer).tokens)
+        return len(self._prompt(arrival, tokenizer, _marked_turns(arrival, body)).tokens)
 
-    def chat(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def chat(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
         body = parse(data, openai.ChatRequest, self._limits)
         self._service.check_model(body.model)
-        return self._completion(body, self._rendered(tokenizer, openai.turns(body)))
+        return self._completion(body, self._prompt(arrival, tokenizer, openai.turns(body)))
 
-    def completion(self, policy: LiveConfig, data: bytes, tokenizer: Any) -> ParsedRequest:
+    def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/completions."""
         body = parse(data, openai.CompletionRequest, self._limits)
         self._service.check_model(body.model)
-        self._check_room([body.prompt], tokenizer, special=True)
-        return self._completion(body, self._fitting(render_text(tokenizer, body.prompt)))
+        return self._completion(body, self._prompt(arrival, tokenizer, body.prompt))
 
     def _completion(self, body: openai.CompletionBody, prompt: Prompt) -> ParsedRequest:
         sampling = body.sampling(_seed(body.warmkv.seed), self._gateway.default_output_tokens)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage)
 
-    def _prompt(self, policy: LiveConfig, body: messages.CountRequest, tokenizer: Any) -> Prompt:
-        cache = policy.config.prefix_cache
-        turns = messages.turns(body, cache.default_ttl)
-        self._service.check_marks([block.ttl for turn in turns for block in turn.blocks], cache)
-        return self._rendered(tokenizer, turns)
-
-    def _rendered(self, tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
-        self._check_room([block.text for turn in turns for block in turn.blocks], tokenizer)
-        return self._fitting(render(tokenizer, turns))
+    def _prompt(self, arrival: Arrival, tokenizer: Any, said: Sequence[Turn] | str) -> Prompt:
+        """Return the prompt of a conversation, or of a text as it is. Raises ApiError (400) where it cannot fit."""
+        if isinstance(said, str):
+            self._check_room([said], tokenizer, special=True)
+            rendered = Rendered.of_text(said)
+        else:
+            self._check_room([block.text for turn in said for block in turn.blocks], tokenizer)
+            rendered = render(tokenizer, said)
+        config = arrival.policy.config
+        root = chain_root(arrival.lease.tenant.salt, config)
+        prompt = tokenize(tokenizer, rendered, self.cache, root, config.prefix_cache.block_size)
+        if len(prompt.tokens) > self._max_context:
+            raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
+        return prompt
 
     def _check_room(self, texts: Sequence[str], tokenizer: Any, *, special: bool = False) -> None:
         """Refuse texts that cannot fit before all of them is tokenized: a token takes hundreds of bytes meanwhile.
@@ -90,10 +100,18 @@ class Parsing:
         if too_long:
             raise invalid(f"The prompt exceeds the context of {most} tokens.")
 
-    def _fitting(self, prompt: Prompt) -> Prompt:
-        if len(prompt.tokens) > self._max_context:
-            raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
-        return prompt
+
+def _marked_turns(arrival: Arrival, body: messages.CountRequest) -> list[Turn]:
+    """Return the turns of a Messages API body. Raises ApiError (400) for marks that the contract refuses."""
+    cache = arrival.policy.config.prefix_cache
+    turns = messages.turns(body, cache.default_ttl)
+    try:
+        breakpoints.check_marks(
+            [block.ttl for turn in turns for block in turn.blocks], cache.ttls, cache.max_breakpoints
+        )
+    except breakpoints.BreakpointError as error:
+        raise invalid(str(error)) from None
+    return turns
 
 
 def _slices(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -1,0 +1,117 @@
+"""Pieces of a prompt to tokens and block hashes: of what was not seen before, once.
+
+Each piece is tokenized by itself, so a prefix that ends at a content block has the same tokens whatever follows it.
+That is what lets a breakpoint be found again by the next request, and the tokens of its prefix be kept. It also keeps
+special tokens apart from what users write: `<|im_end|>` in a message is plain text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
+from warmkv.prefixes.hashing import DIGEST_BYTES, block_hashes
+
+Kind = Literal["template", "content", "plain"]
+OPTIONS: dict[Kind, dict[str, bool]] = {
+    "template": {"add_special_tokens": False, "split_special_tokens": False},
+    "content": {"add_special_tokens": False, "split_special_tokens": True},  # special tokens are plain text here
+    "plain": {},  # a prompt without a template: as the tokenizer takes it
+}
+
+
+class Piece(NamedTuple):
+    """Text that is tokenized by itself. `block` is the number of the content block that it is, None for none."""
+
+    text: str
+    kind: Kind
+    block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text: its pieces, the mark of each content block, and how many blocks the tools and system have."""
+
+    pieces: Sequence[Piece]
+    ttls: tuple[str | None, ...]
+    leading: int = 0
+
+    @classmethod
+    def of_text(cls, text: str) -> Rendered:
+        """Return a prompt without a template, for plain completion."""
+        return cls([Piece(text, "plain", 0)], (None,))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt. `ends[i]` is the position behind content block i, `ttls[i]` its mark.
+
+    `head` is the position behind the tools and the system prompt, 0 if there are none. `hashes` are those of the full
+    blocks.
+    """
+
+    tokens: tuple[int, ...]
+    ends: tuple[int, ...]
+    ttls: tuple[str | None, ...]
+    head: int = 0
+    hashes: tuple[bytes, ...] = ()
+
+
+def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes, block_size: int) -> Prompt:
+    """Return the tokens of a prompt, and its block hashes, whose chain begins at the tenant's `root`.
+
+    What the cache has of the prompt's leading pieces is taken from there, and the others are left in it.
+    """
+    pieces = rendered.pieces
+    keys = list(itertools.accumulate(pieces, _key, initial=root))[1:]
+    known = cache.find(root, keys)
+    tokens: list[int] = []
+    hashes: list[bytes] = []
+    ends = [0] * len(rendered.ttls)
+    for piece, found in zip(pieces, known, strict=False):
+        tokens.extend(found.tokens)
+        hashes += found.hashes
+        if piece.block is not None:
+            ends[piece.block] = len(tokens)
+    new = []  # positions behind the other pieces
+    for piece, ids in zip(pieces[len(known) :], _encode(tokenizer, pieces[len(known) :]), strict=True):
+        tokens += ids
+        new.append(len(tokens))
+        if piece.block is not None:
+            ends[piece.block] = len(tokens)
+    hashes += block_hashes(tokens[len(hashes) * block_size :], block_size, hashes[-1] if hashes else root)
+    start = sum(len(found.tokens) for found in known)
+    for end in new:
+        ending = hashes[start // block_size : end // block_size]
+        known.append(TokenizedPiece(array("I", tokens[start:end]), tuple(ending)))
+        start = end
+    cache.keep(root, dict(zip(keys, known, strict=True)))
+    # A template may show a block before one that comes earlier in the request, such as the system prompt before the
+    # tools. The prefix that ends at a block covers all blocks before it in either order.
+    ends = list(itertools.accumulate(ends, max))
+    head = ends[rendered.leading - 1] if rendered.leading else 0
+    return Prompt(tuple(tokens), tuple(ends), rendered.ttls, head, tuple(hashes))
+
+
+def _key(before: bytes, piece: Piece) -> bytes:
+    """Return the name of a piece behind others that `before` names."""
+    text = piece.text.encode(errors="surrogatepass")
+    return hashlib.blake2b(before + piece.kind[0].encode() + text, digest_size=DIGEST_BYTES).digest()
+
+
+def _encode(tokenizer: Any, pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return the token ids of every piece. One call for all of a kind: a call costs more than a short text."""
+    found: list[list[int]] = [[] for _ in pieces]
+    for kind, options in OPTIONS.items():
+        places = [at for at, piece in enumerate(pieces) if piece.kind == kind and piece.text]
+        if places:
+            texts = [pieces[at].text for at in places]
+            batch = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, **options)
+            for at, ids in zip(places, batch["input_ids"], strict=True):
+                found[at] = ids
+    return found
