@@ -11,7 +11,7 @@ _FETCH_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 _SECONDS = (*_FETCH_SECONDS, 120.0, 300.0, 600.0)  # up to the default of gateway.request_timeout_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is there once, and looked up by itself
 class Metric:
     """One metric. Ray exports it as `ray_` + name, a counter with `_total` behind it."""
 

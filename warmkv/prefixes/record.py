@@ -73,7 +73,8 @@ class RequestRecord:
 
     def to_json(self) -> str:
         """Return the record as one line without a line break."""
-        line: dict[str, Any] = {"v": VERSION, **asdict(self)}
+        line: dict[str, Any] = {"v": VERSION, **{name: getattr(self, name) for name in _FIELDS}}
+        line["usage"] = asdict(self.usage)
         line["hashes"] = [key.hex() for key in self.hashes]
         line["marks"] = [[mark.position, mark.ttl, mark.key.hex()] for mark in self.marks]
         line["reads"] = [[read.position, read.key.hex()] for read in self.reads]

@@ -32,15 +32,24 @@ class SubmittedRequest:
 
     async def queued(self) -> None:
         """Wait until a replica has queued the request. Raises ApiError while an HTTP status can still be given."""
-        event = await self._next()
-        if isinstance(event, Started):
-            self._started = event
+        try:
+            event = await anext(self._events)
+            if isinstance(event, Started):
+                self._started = event
+            elif not isinstance(event, Admitted):
+                raise ApiError("api_error", "The replica sent text before it started.")
+        except Exception as error:
+            told = from_exception(error)
+            self._end("error", told.type)
+            raise told from error
+        except BaseException:
+            self._end("cancelled")
+            raise
 
     async def begin(self) -> Answer:
         """Wait for the first token. Raises ApiError."""
         while self._started is None:
-            event = await self._next()
-            self._started = event if isinstance(event, Started) else None
+            await self.queued()
         self._over = True
         self._answer = self._began(self._started)
         return self._answer
@@ -52,20 +61,6 @@ class SubmittedRequest:
             return
         self._end("cancelled")
         await self._events.aclose()
-
-    async def _next(self) -> Admitted | Started:
-        try:
-            event = await anext(self._events)
-            if not isinstance(event, Admitted | Started):
-                raise ApiError("api_error", "The replica sent text before it started.")
-            return event
-        except Exception as error:
-            told = from_exception(error)
-            self._end("error", told.type)
-            raise told from error
-        except BaseException:
-            self._end("cancelled")
-            raise
 
     def _end(self, status: Status, error: str = "") -> None:
         if not self._over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ class Gateway:
     def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Sequence[Any]) -> None:
         from ray import serve, util
 
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # several are at it; their own threads spin when idle
         config = parse(settings)
         self._secret, self._directory = secret, directory
         self._name = serve.get_replica_context().replica_id.unique_id

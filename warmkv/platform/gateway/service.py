@@ -19,7 +19,6 @@ from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.resume import Send, resumed
 from warmkv.platform.live_config import Version, in_force
-from warmkv.platform.tenants import chain_root
 from warmkv.policies import pricing
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
@@ -174,7 +173,7 @@ class Service:
             prompt.tokens,
             prompt.ends,
             breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
-            chain_root(tenant.salt, config),
+            prompt.root,
             block_size=cache.block_size,
             other_from=None if asked.tool_choice == "auto" else prompt.head,
             known=prompt.hashes,

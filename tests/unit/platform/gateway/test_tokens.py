@@ -90,7 +90,7 @@ def plain(tokenizer: Any, rendered: Rendered, root: bytes) -> Prompt:
         if piece.block is not None:
             ends[piece.block] = len(made)
     hashes = tuple(block_hashes(made, SIZE, root))
-    return Prompt(tuple(made), tuple(ends), rendered.ttls, 0, hashes)
+    return Prompt(tuple(made), tuple(ends), rendered.ttls, 0, hashes, root)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from warmkv.config import PrefixCacheConfig
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import content
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, around_text, as_json
@@ -16,6 +17,7 @@ from warmkv.platform.gateway.apis.content import CacheControl, Message, TextBloc
 from warmkv.platform.gateway.apis.errors import anthropic_body, invalid
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.prefixes import breakpoints
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
 
@@ -80,11 +82,20 @@ class MessagesRequest(CountRequest):
         )
 
 
-def turns(body: CountRequest, default_ttl: str) -> list[Turn]:
-    """Return the conversation as the turns of a prompt, with the TTL of every mark. Raises ApiError (400)."""
-    found = content.turns(body.tools, body.system, body.messages, default_ttl)
+def turns(body: CountRequest, cache: PrefixCacheConfig) -> list[Turn]:
+    """Return the conversation as the turns of a prompt, with the TTL of every mark.
+
+    Raises ApiError (400), also for marks that the contract refuses.
+    """
+    found = content.turns(body.tools, body.system, body.messages, cache.default_ttl)
     if body.cache_control is not None:
-        return content.mark_last(found, body.cache_control.ttl or default_ttl)
+        found = content.mark_last(found, body.cache_control.ttl or cache.default_ttl)
+    try:
+        breakpoints.check_marks(
+            [block.ttl for turn in found for block in turn.blocks], cache.ttls, cache.max_breakpoints
+        )
+    except breakpoints.BreakpointError as error:
+        raise invalid(str(error)) from None
     return found
 
 

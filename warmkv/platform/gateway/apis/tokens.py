@@ -52,7 +52,7 @@ class Prompt:
     """A tokenized prompt. `ends[i]` is the position behind content block i, `ttls[i]` its mark.
 
     `head` is the position behind the tools and the system prompt, 0 if there are none. `hashes` are those of the full
-    blocks.
+    blocks, in a chain that begins at `root`.
     """
 
     tokens: tuple[int, ...]
@@ -60,6 +60,7 @@ class Prompt:
     ttls: tuple[str | None, ...]
     head: int = 0
     hashes: tuple[bytes, ...] = ()
+    root: bytes = b""
 
 
 def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes, block_size: int) -> Prompt:
@@ -70,32 +71,30 @@ def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes,
     pieces = rendered.pieces
     keys = list(itertools.accumulate(pieces, _key, initial=root))[1:]
     known = cache.find(root, keys)
-    tokens: list[int] = []
-    hashes: list[bytes] = []
-    ends = [0] * len(rendered.ttls)
-    for piece, found in zip(pieces, known, strict=False):
+    tokens, hashes = array("I"), list[bytes]()
+    for found in known:
         tokens.extend(found.tokens)
         hashes += found.hashes
-        if piece.block is not None:
-            ends[piece.block] = len(tokens)
-    new = []  # positions behind the other pieces
-    for piece, ids in zip(pieces[len(known) :], _encode(tokenizer, pieces[len(known) :]), strict=True):
-        tokens += ids
-        new.append(len(tokens))
-        if piece.block is not None:
-            ends[piece.block] = len(tokens)
+    start = len(tokens)
+    new = [array("I", ids) for ids in _encode(tokenizer, pieces[len(known) :])]
+    for ids in new:
+        tokens.extend(ids)
     hashes += block_hashes(tokens[len(hashes) * block_size :], block_size, hashes[-1] if hashes else root)
-    start = sum(len(found.tokens) for found in known)
-    for end in new:
-        ending = hashes[start // block_size : end // block_size]
-        known.append(TokenizedPiece(array("I", tokens[start:end]), tuple(ending)))
-        start = end
+    for ids in new:
+        ending = hashes[start // block_size : (start + len(ids)) // block_size]
+        known.append(TokenizedPiece(ids, tuple(ending)))
+        start += len(ids)
     cache.keep(root, dict(zip(keys, known, strict=True)))
+    positions = itertools.accumulate(len(found.tokens) for found in known)
+    ends = [0] * len(rendered.ttls)
+    for piece, position in zip(pieces, positions, strict=True):
+        if piece.block is not None:
+            ends[piece.block] = position
     # A template may show a block before one that comes earlier in the request, such as the system prompt before the
     # tools. The prefix that ends at a block covers all blocks before it in either order.
     ends = list(itertools.accumulate(ends, max))
     head = ends[rendered.leading - 1] if rendered.leading else 0
-    return Prompt(tuple(tokens), tuple(ends), rendered.ttls, head, tuple(hashes))
+    return Prompt(tuple(tokens.tolist()), tuple(ends), rendered.ttls, head, tuple(hashes), root)
 
 
 def _key(before: bytes, piece: Piece) -> bytes:

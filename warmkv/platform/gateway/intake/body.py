@@ -59,14 +59,14 @@ class Intake:
                 raise ApiError("timeout_error", message, status=408) from None
 
     async def _read(self, request: Request, share: Share, limit: int) -> bytes:
-        too_large = ApiError("request_too_large", f"The request body exceeds {limit} bytes (gateway.max_body_bytes).")
+        too_large = f"The request body exceeds {limit} bytes (gateway.max_body_bytes)."
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
-            raise too_large
+            raise ApiError("request_too_large", too_large)
         body = bytearray()
         async for chunk in request.stream():
             if len(body) + len(chunk) > limit:
-                raise too_large
+                raise ApiError("request_too_large", too_large)
             if not share.grow(len(chunk)):
                 raise ApiError(
                     "overloaded_error",

@@ -15,7 +15,6 @@ from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import chain_root
-from warmkv.prefixes import breakpoints
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
@@ -41,14 +40,14 @@ class Parsing:
             raise invalid("stream: must be false when max_tokens is 0")
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
-        prompt = self._prompt(arrival, tokenizer, _marked_turns(arrival, body))
+        prompt = self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache))
         return ParsedRequest(prompt, sampling, body.warmkv, body.stream, choice)
 
     def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> int:
         """Parse a body of /v1/messages/count_tokens and count its tokens."""
         body = parse(data, messages.CountRequest, self._limits)
         self._service.check_model(body.model)
-        return len(self._prompt(arrival, tokenizer, _marked_turns(arrival, body)).tokens)
+        return len(self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache)).tokens)
 
     def chat(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
@@ -99,19 +98,6 @@ class Parsing:
                     break
         if too_long:
             raise invalid(f"The prompt exceeds the context of {most} tokens.")
-
-
-def _marked_turns(arrival: Arrival, body: messages.CountRequest) -> list[Turn]:
-    """Return the turns of a Messages API body. Raises ApiError (400) for marks that the contract refuses."""
-    cache = arrival.policy.config.prefix_cache
-    turns = messages.turns(body, cache.default_ttl)
-    try:
-        breakpoints.check_marks(
-            [block.ttl for turn in turns for block in turn.blocks], cache.ttls, cache.max_breakpoints
-        )
-    except breakpoints.BreakpointError as error:
-        raise invalid(str(error)) from None
-    return turns
 
 
 def _slices(texts: Iterable[str]) -> Iterator[list[str]]:
