@@ -43,8 +43,8 @@ CATALOGUE: dict[str, dict[str, Any]] = {
 class Gpu(BaseModel):
     """What one GPU does in a second and costs in an hour.
 
-    Its name alone stands for the catalogue's figures; with some figures beside the name, those are taken instead. A GPU
-    that the catalogue does not have needs all of them.
+    Its name alone, as in H100-SXM or H100, stands for the catalogue's figures; with some figures beside the name, those
+    are taken instead. A GPU that the catalogue does not have needs all of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -74,6 +74,9 @@ class Gpu(BaseModel):
         if name in CATALOGUE:
             return {**CATALOGUE[name], **value}
         missing = [field for field, info in cls.model_fields.items() if info.is_required() and field not in value]
+        longer = [known for known in CATALOGUE if known.partition("-")[0] == name]
+        if missing and len(longer) == 1:
+            return {**CATALOGUE[longer[0]], **value, "name": longer[0]}
         if missing:
             near = difflib.get_close_matches(str(name), CATALOGUE, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""

@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.conftest import metrics
+from tests.e2e.conftest import OPERATOR, metrics
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
+from warmkv.model_shape import ModelShape, config_file
+from warmkv.platform.kubernetes import memory
 from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+from warmkv.policies.memory_plan import DeviceMemory
+from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies import sizing
+from warmkv.simulator.workload import source
 
 pytestmark = pytest.mark.cluster
 
@@ -234,6 +240,36 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())
     assert rows
+
+
+def test_a_plan_predicts_memory_and_bill_of_the_demo(cluster, tmp_path):
+    """From its settings, the model's config.json and the access log, within a tenth of what it reports."""
+    ids = [ask(cluster, marked(TEXT + "planned", f"{n}?"), "planned")._request_id for n in range(6)]
+
+    def lines() -> list[str]:
+        found = cluster.access_log.read_text().splitlines(keepends=True)
+        return [line for line in found if json.loads(line)["id"] in ids]
+
+    until(lambda: len(lines()) == len(ids), "every request is logged")
+    (tmp_path / "log.jsonl").write_text("".join(lines()))
+    config = cluster.config
+    trace = source.read(source.Source(tmp_path / "log.jsonl"), config)
+    planned = sizing.evaluator(trace, config, lambda flags: config, {})({})
+    usages = [record.usage for record in trace.requests.records]
+    assert planned["dollars"] == pytest.approx(sum(price(usage, config.prices).total for usage in usages), rel=0.1)
+    assert planned["read_tokens"] == pytest.approx(sum(usage.read for usage in usages), rel=0.1) != 0
+
+    said = requests.get(f"{cluster.url}/v1/warmkv/memory", headers=OPERATOR, timeout=PATIENCE).json()["replicas"]
+    assert len(said) == config.cluster.replicas
+    tiny = ModelShape.model_validate(str(config_file("tiny")))
+    for replica in said.values():
+        plan, share = replica["plan"], 1 / config.cluster.replicas
+        total = round(plan["given"]["bytes"] / share / config.engine.memory_fraction)
+        kind: Any = "machine" if "machine" in plan["device"] else "group"
+        predicted = memory.plan_replica(config, tiny, DeviceMemory(kind, plan["device"], total, total, share))
+        of = {line.name: line.bytes for line in predicted.lines}
+        assert of == pytest.approx({line["name"]: line["bytes"] for line in plan["lines"]}, rel=0.1)
+        assert of["weights"] == pytest.approx(replica["weight_bytes"], rel=0.1)
 
 
 def test_metrics_are_exported_for_prometheus(cluster):

@@ -21,6 +21,7 @@ from warmkv.cli import (
     eval,
     k8s,
     packs,
+    plan,
     policy,
     price,
     profile,
@@ -60,7 +61,7 @@ SERVE, SIMULATE, MEASURE, OPERATE = "Serve", "Simulate and plan", "Measure", "Op
 COMMANDS = {
     SERVE: (serve.serve, demo.demo, doctor.doctor, config.hash_key),
     SIMULATE: (
-        *(replay.replay, sweep.sweep, tune.tune, compare.compare, verify.verify),
+        *(plan.plan, replay.replay, sweep.sweep, tune.tune, compare.compare, verify.verify),
         *(cachesim.cachesim, workload.workload, calibrate.calibrate, price.price),
     ),
     MEASURE: (eval.evaluate, bench.bench, profile.profile),

@@ -15,6 +15,7 @@ PAGES = {
     "serve": "api.md",
     "packs": "prefix_cache.md#knowledge-packs",
     "hash-key": "tenants.md",
+    "plan": "planning.md",
     "replay": "simulator.md#warmkv-replay",
     "sweep": "simulator.md#warmkv-sweep",
     "tune": "simulator.md#warmkv-tune",

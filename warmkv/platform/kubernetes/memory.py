@@ -45,16 +45,17 @@ def sizes_of(config: Config, model: ModelShape, on_gpu: bool) -> ModelSizes:
 def plan_in_pod(config: Config, model: ModelShape, limit: int, replicas: int) -> MemoryPlan:
     """Plan a replica without a GPU in a pod with a limit of memory, which `replicas` share."""
     memory = DeviceMemory("group", "the pod's memory limit", limit, limit, 1 / replicas)
-    return _plan(config, model, memory)
+    return plan_replica(config, model, memory)
 
 
 def plan_on_gpu(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:
     """Plan a replica on a GPU of the catalogue, or on its share of one."""
     total, share = int(gpu.memory), min(1.0, config.cluster.gpus_per_replica or 1.0)
-    return _plan(config, model, DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES))
+    return plan_replica(config, model, DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES))
 
 
-def _plan(config: Config, model: ModelShape, memory: DeviceMemory) -> MemoryPlan:
+def plan_replica(config: Config, model: ModelShape, memory: DeviceMemory) -> MemoryPlan:
+    """Plan a replica as it does at its start, from what a model's config.json tells."""
     sizes = sizes_of(config, model, memory.kind == "gpu")
     context = config.engine.max_context or model.context or CONTEXT
     return memory_plan.plan(memory, sizes, config.engine, config.prefix_cache, context)

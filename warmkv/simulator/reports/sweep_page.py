@@ -15,6 +15,7 @@ from rich.console import Console
 from warmkv.report_page import Html, cell, facts, figure, page, table
 from warmkv.report_page import row as html_row
 from warmkv.simulator.reports import sweep_charts as charts
+from warmkv.simulator.reports.figure_text import figure_text
 from warmkv.simulator.studies.grid import short_names, shown
 from warmkv.simulator.studies.sweep import SweepRow, names_of
 from warmkv.terminal import ruled_table, show_table
@@ -28,7 +29,6 @@ HEADS = {
     "hit_rate_tokens": "hit", "saving": "saved", "ttft_p50": "TTFT p50", "ttft_p99": "TTFT p99", "e2e_p50": "E2E p50",
     "resident_bytes_max": "stored", "slot_bytes_max": "slots",
 }  # fmt: skip
-UNKNOWN = "unknown"
 
 
 def paths_of(rows: Sequence[SweepRow]) -> list[str]:
@@ -61,19 +61,8 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
 
 
 def text(row: SweepRow, name: str) -> str:
-    """Format a figure for people."""
-    value = row.figures.get(name)
-    if value is None:
-        return UNKNOWN
-    if name.startswith(("hit_rate", "saving", "quality")):
-        return f"{value:.1%}"
-    if name.startswith("dollars"):
-        return f"${value:,.2f}" if value >= 1 else f"${value:.4f}"
-    if "_bytes_" in name:
-        return f"{value / 2**20:,.1f} MiB"
-    if name.startswith(("ttft", "tpot", "e2e")):
-        return f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
-    return f"{value:,.0f}" if value >= 1e4 or value == int(value) else f"{value:.4g}"
+    """Format a figure of a row for people."""
+    return figure_text(name, row.figures.get(name))
 
 
 def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:

@@ -76,8 +76,8 @@ class Trial:
 Evaluate = Callable[[Sequence[Settings]], Sequence[dict[str, float | None]]]
 
 
-def constraints_of(text: str, known: Sequence[str]) -> list[Constraint]:
-    """Read `ttft_p99<2,quality>0.95`. Raises TuneError."""
+def constraints_of(text: str, known: Sequence[str], option: str = "--subject-to") -> list[Constraint]:
+    """Read `ttft_p99<2,quality>0.95`, as an option has it. Raises TuneError."""
     found = []
     for piece in filter(str.strip, text.split(",")):
         match = _CONSTRAINT.fullmatch(piece)
@@ -86,9 +86,9 @@ def constraints_of(text: str, known: Sequence[str]) -> list[Constraint]:
             bound = float(number)
         except ValueError:
             raise TuneError(
-                f"--subject-to {piece.strip()!r}: write FIGURE<NUMBER, with <, <=, > or >=, as in ttft_p99<2"
+                f"{option} {piece.strip()!r}: write FIGURE<NUMBER, with <, <=, > or >=, as in ttft_p99<2"
             ) from None
-        check_figure("--subject-to", name, known)
+        check_figure(option, name, known)
         found.append(Constraint(name, sign, bound))
     return found
 

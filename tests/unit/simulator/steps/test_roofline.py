@@ -168,8 +168,8 @@ def test_figures_of_a_gpu_may_be_given():
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("simulator.gpu=H100", "no GPU 'H100' in the catalogue; did you mean 'H100-SXM'"),
-        ("simulator.gpu=H100", "there are A100-SXM, H100-SXM"),
+        ("simulator.gpu=H10", "no GPU 'H10' in the catalogue; did you mean 'H100-SXM'"),
+        ("simulator.gpu=H10", "there are A100-SXM, H100-SXM"),
         ("simulator.gpu.dollar=1", "did you mean 'dollars'"),
         ("simulator.gpu.flops=0", "simulator.gpu.flops: Input should be greater than 0"),
         ("simulator.gpu.flops_efficiency=1.1", "less than or equal to 1"),

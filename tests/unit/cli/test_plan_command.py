@@ -1,0 +1,207 @@
+"""`warmkv plan`: its choice on a part of a trace that it has not seen, the overlay it writes, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.html import Page
+from tests.unit.simulator.published import published
+from warmkv.cli import app
+
+ROOT = Path(__file__).parents[3]
+MODEL = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16", "max_position_embeddings": 131072,
+}  # fmt: skip
+SLO = "ttft_p99<1,tpot_p99<0.05"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def lines(count: int, rate: float, seed: int = 1) -> list[str]:
+    """Poisson arrivals of prompts that share a first block of ten."""
+    draw, at, rows = random.Random(seed), 0.0, []
+    for number in range(count):
+        at += draw.expovariate(rate)
+        blocks = [draw.randrange(10), *(100 + 8 * number + block for block in range(draw.randrange(3, 7)))]
+        row = {"timestamp": int(1000 * at), "input_length": 512 * len(blocks), "output_length": draw.randrange(20, 120)}
+        rows.append(json.dumps({**row, "hash_ids": blocks}))
+    return rows
+
+
+def halves(rows: Sequence[str], folder: Path) -> tuple[Path, Path]:
+    """Split a trace by time: what is planned with, and what is held back."""
+    times = [json.loads(row)["timestamp"] for row in rows]
+    files = folder / "seen.jsonl", folder / "held_back.jsonl"
+    for file, late in zip(files, (False, True), strict=True):
+        part = [row for row, time in zip(rows, times, strict=True) if (time >= max(times) / 2) is late]
+        file.write_text("\n".join(part))
+    return files
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return halves(lines(900, rate=30), tmp_path_factory.mktemp("trace"))
+
+
+def replayed(trace: Path, model: Path, chosen: dict[str, Any], replicas: int) -> dict[str, float]:
+    """The figures of a deployment on another trace, by `warmkv replay`."""
+    gpu, settings = chosen["gpu"], {**chosen["choice"], "cluster.replicas": replicas, "cluster.gpus_per_replica": 1}
+    policy = settings.pop("compression.policy", "full")
+    flags = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
+    options = ["--model", model, "--gpu", gpu, "--policy", policy, "--ttl", 300, "--json"]
+    done = call("replay", trace, *options, *flags)
+    assert done.exit_code == 0, done.output
+    figures: dict[str, float] = json.loads(done.stdout)["variants"][0]["figures"]
+    return figures
+
+
+def meets(figures: dict[str, float], ttft_p99: float, tpot_p99: float) -> bool:
+    return figures["ttft_p99"] < ttft_p99 and figures["tpot_p99"] < tpot_p99 and figures["refused"] == 0
+
+
+def test_the_choice_holds_on_what_was_held_back_and_one_fewer_does_not(
+    model: Path, trace: tuple[Path, Path], tmp_path: Path
+) -> None:
+    seen, held_back = trace
+    done = call("plan", "--model", model, "--gpu", "H100", "--gpu", "L40S", "--slo", SLO, "--trace", seen, "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    chosen = document["chosen"]
+    assert chosen["replicas"] > 1
+    assert meets(replayed(held_back, model, chosen, chosen["replicas"]), 1.0, 0.05)
+    assert not meets(replayed(held_back, model, chosen, chosen["replicas"] - 1), 1.0, 0.05)
+    assert [one["gpu"] for one in document["gpus"]] == ["H100-SXM", "L40S"]
+    dollars = {one["gpu"]: one["price"]["dollars_hour"] for one in document["gpus"]}[chosen["gpu"]]
+    assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * dollars * 730)
+
+
+def test_the_choice_holds_on_a_public_trace(model: Path, tmp_path: Path) -> None:
+    seen, held_back = halves(published("mooncake_conversation.jsonl").read_text().splitlines(), tmp_path)
+    slo = "ttft_p99<10,tpot_p99<0.1"
+    done = call("plan", "--model", model, "--slo", slo, "--trace", seen, "--set", "engine.max_slots=256", "--json")
+    chosen = json.loads(done.stdout)["chosen"]
+    chosen["choice"]["engine.max_slots"] = 256
+    assert meets(replayed(held_back, model, chosen, chosen["replicas"]), 10, 0.1)
+    assert not meets(replayed(held_back, model, chosen, chosen["replicas"] - 1), 10, 0.1)
+
+
+def test_the_overlay_that_it_writes_passes_the_check(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    """Settings, their Serve document, a worker group with room for the replicas; and a report beside it."""
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    out, report = tmp_path / "k8s/overlays/mine", tmp_path / "plan.html"
+    options = ["--model", model, "--slo", SLO, "--trace", trace[0], "--set", "cluster.drain_seconds=100"]
+    done = call("plan", *options, "--out", out, "--report", report, "--json", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
+    settings = yaml.safe_load((out / "warmkv.yaml").read_text())
+    assert settings["cluster"] == {"replicas": chosen["replicas"], "drain_seconds": 100.0, "gpus_per_replica": 1.0}
+    assert settings["model"] == {"path": str(model)}
+    assert "simulator" not in settings
+    page = Page()
+    page.feed(report.read_text())
+    assert page.tags["svg"] == 2
+    assert max(page.ids.values()) == 1
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: manifests cannot be rendered")
+    checked = call("k8s", "check", out, "--json")
+    assert checked.exit_code == 0, checked.output
+    findings = json.loads(checked.stdout)["findings"]
+    assert {finding["level"] for finding in findings} == {"note"}
+    assert {finding["rule"] for finding in findings} == {"references"}
+    again = call("plan", *options, "--out", out)
+    assert again.exit_code == 0, "an overlay may be written anew"
+    assert "drain_seconds" in (out / "serve-config.yaml").read_text()
+    screen = again.stdout
+    assert "H100-SXM*" in screen
+    assert "memory of a replica on H100-SXM" in screen
+    assert "One replica fewer has ttft_p99" in screen
+
+
+def test_policies_are_chosen_if_their_quality_allows_it(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"task": "t", "variant": "", "length": 1000, "depth": 0.5, "sample": 0, "policy": policy, "share": share,
+         "score": score, "kept_tokens": int(share * 1000), "prompt_tokens": 1000}
+        for policy, share, score in [("full", 1.0, 1.0), ("snapkv", 0.1, 0.8), ("snapkv", 0.3, 1.0)]
+    ]  # fmt: skip
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")
+    tight = ["--set", "engine.kv_bytes=4GiB", "--set", "prefix_cache.memory_bytes=1GiB"]  # slots are what is short
+    options = ["--model", model, "--slo", "ttft_p99<1", "--trace", trace[0], *tight, "--json"]
+    plain = json.loads(call("plan", *options).stdout)
+    assert plain["chosen"]["figures"]["quality"] == 1.0
+    assert plain["cheaper"][-1]["choice"]["compression.policy"] == "snapkv@0.2"
+    assert plain["cheaper"][-1]["misses"] == ["quality unknown"]
+    measured = json.loads(call("plan", *options, "--eval", tmp_path).stdout)
+    assert measured["chosen"]["choice"]["compression.policy"] == "snapkv@0.296"
+    assert 0.99 < measured["chosen"]["figures"]["quality"] < 1
+    assert measured["chosen"]["dollars_month"] < plain["chosen"]["dollars_month"]
+
+
+def test_an_slo_that_nothing_meets_ends_with_the_nearest(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "overlays" / "mine"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "kustomization.yaml").write_text("")
+    slo = "ttft_p50<0.001"
+    done = call("plan", "--model", model, "--slo", slo, "--trace", trace[0], "--max-replicas", 2, "--out", out)
+    assert done.exit_code == 1
+    assert "No deployment that was tried meets the SLO; the nearest" in done.stdout
+    assert not out.exists()
+
+
+def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    for flag in (f"L4={profile}", "H200=x.json"):
+        done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", flag)
+        assert done.exit_code == 2
+        assert "write GPU=FILE, with a GPU that --gpu names (H100)" in done.stderr
+    done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", profile)
+    assert done.exit_code == 2
+    assert f"cannot read {profile}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--slo", "ttft<1"], "--slo ttft: unknown figure"),
+        (["--gpu", "H300"], "no GPU 'H300' in the catalogue"),
+        (["--gpu", "{name: H100, dollar: 2}"], "did you mean 'dollars'"),
+        (["--host-memory", "much"], "--host-memory much: write bytes as in 8GiB"),
+        (["--model", "nobody/knows-it"], "download its config.json"),
+        (["--out", "overlays/mine"], "there is no kustomize base"),
+        (["--trace", "absent.jsonl"], "absent.jsonl"),
+        (["--eval", "absent"], "cannot read absent"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(model: Path, trace: tuple[Path, Path], flags: list[str], says: str) -> None:
+    done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], *flags)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_a_price_of_ones_own_decides(model: Path, trace: tuple[Path, Path]) -> None:
+    options = ["--model", model, "--slo", SLO, "--trace", trace[0], "--json"]
+    done = call("plan", *options, "--gpu", "{name: H100, dollars: 0.1}", "--gpu", "L40S")
+    chosen = json.loads(done.stdout)["chosen"]
+    assert chosen["gpu"] == "H100-SXM"
+    assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * 73)

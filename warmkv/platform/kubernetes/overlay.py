@@ -1,0 +1,95 @@
+"""Write an overlay from a plan: settings, their Serve document, and the worker group that has room for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from warmkv.config import put
+from warmkv.model_shape import ModelShape
+from warmkv.platform import manifest
+from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS, pod_memory
+from warmkv.platform.kubernetes.rendered import GPU
+from warmkv.simulator.studies.grid import Configure, Settings, point
+
+SETTINGS = "warmkv.yaml"
+ACCESS = {"host": "0.0.0.0", "tenants_file": "/etc/warmkv/tenants/tenants.yaml"}
+"""Where the pods of the base listen, and where its Secret with tenants is mounted."""
+GROUP = "/spec/rayClusterConfig/workerGroupSpecs/0"
+CPUS = 4
+"""Of a worker pod for each replica: its engine, and what tokenizes beside it."""
+
+
+def write_overlay(
+    folder: Path, base: Path, configure: Configure, settings: Settings, shape: ModelShape, why: Sequence[str]
+) -> list[Path]:
+    """Write the overlay of a deployment with these settings; return its files. Raises OSError.
+
+    Each replica has a pod, with the GPUs that it asks for.
+    """
+    config = point(settings, configure).config
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = config.model_dump(mode="json", exclude_defaults=True, exclude={"simulator", "dashboards"})
+    for path, value in settings.items():
+        if not path.startswith("simulator."):
+            put(tree, path, value)
+    tree["gateway"] = {**ACCESS, **tree.get("gateway", {})}
+    said = "".join(f"# {line}\n" for line in ["Written by `warmkv plan`. Change it, then `warmkv k8s render`.", *why])
+    files = {
+        SETTINGS: said + yaml.safe_dump(tree, sort_keys=False),
+        "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base), sort_keys=False),
+        "workers.yaml": yaml.safe_dump(_workers(config.cluster.replicas, config, shape), sort_keys=False),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    manifest.render(folder / SETTINGS, folder / "serve-config.yaml")
+    return [folder / name for name in (*files, "serve-config.yaml")]
+
+
+def _kustomization(folder: Path, base: Path) -> dict[str, Any]:
+    """Build on the base, and on its component for GPUs where there is one."""
+
+    def beside(path: Path) -> str:
+        return os.path.relpath(path.resolve(), folder.resolve())
+
+    gpu = base.parent / "components" / "gpu"
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "warmkv",
+        "resources": [beside(base)],
+        **({"components": [beside(gpu)]} if gpu.is_dir() else {}),
+        "configMapGenerator": [{"name": "warmkv-config", "files": [SETTINGS]}],
+        "generatorOptions": {"disableNameSuffixHash": True},
+        "patches": [
+            {"path": "serve-config.yaml"},
+            {"path": "workers.yaml", "target": {"kind": "RayService", "name": manifest.NAME}},
+        ],
+    }
+
+
+def _workers(replicas: int, config: Any, shape: ModelShape) -> list[dict[str, Any]]:
+    """Return a JSON patch of the worker group."""
+    cluster, gpu = config.cluster, config.simulator.gpu
+    on_a_pod = max(1, int(1 / cluster.gpus_per_replica)) if cluster.gpus_per_replica < 1 else 1
+    pods = -(-replicas // on_a_pod)
+    resources = {
+        "cpu": str(max(CPUS, round(CPUS * on_a_pod * max(1.0, cluster.cpus_per_replica)))),
+        "memory": f"{pod_memory(config, shape, on_a_pod, True) >> 30}Gi",
+        GPU: str(max(1, round(cluster.gpus_per_replica))),
+    }
+    grace = int(cluster.drain_seconds + config.transfer.handover_seconds) + 50
+    changes: dict[str, Any] = {f"{GROUP}/{key}": pods for key in ("replicas", "minReplicas", "maxReplicas")}
+    changes[f"{GROUP}/template/spec/terminationGracePeriodSeconds"] = grace
+    changes |= {
+        f"{GROUP}/template/spec/containers/0/resources/{bound}/{name.replace('/', '~1')}": amount
+        for bound in ("requests", "limits")
+        for name, amount in resources.items()
+    }
+    if product := PRODUCTS.get(gpu.name):
+        changes[f"{GROUP}/template/spec/nodeSelector"] = {GPU_PRODUCT: product}
+    return [{"op": "add", "path": path, "value": value} for path, value in changes.items()]

@@ -1,0 +1,342 @@
+"""Sizing a deployment: of several kinds of GPU the fewest replicas, and the settings, that keep a trace within an SLO.
+
+For each GPU the replicas are doubled until the limits are met, then halved in between; each other choice (slots, share
+of stored prefixes, host tier, policy) is taken where it saves a replica. Every step is one replay, so the search is
+bounded, and the same for the same trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from warmkv.config import Config
+from warmkv.faults import UserError
+from warmkv.gpus import Gpu
+from warmkv.model_shape import ModelShape
+from warmkv.policy_spec import PolicySpec
+from warmkv.simulator.cluster.memory import gpus_per_replica, plan
+from warmkv.simulator.studies import sweep, sweep_quality
+from warmkv.simulator.studies.grid import Configure, GridPoint, Settings, digest, point
+from warmkv.simulator.studies.pareto import front
+from warmkv.simulator.studies.sweep import SweepRow, prompt_lengths
+from warmkv.simulator.studies.sweep_quality import Quality
+from warmkv.simulator.studies.tune import Constraint, constraints_of
+from warmkv.simulator.workload.source import LoadedTrace
+
+HOURS = 730  # of a month
+MOST_REPLICAS = 64
+SLOTS = (32, 64, 128, 256)
+"""Values of engine.max_slots beside the one that is set."""
+STORED = (0.1, 0.6)
+"""Shares of what is free for stored prefixes, beside a third (`memory_plan.STORED_SHARE`)."""
+LEAST_QUALITY = 0.99
+"""Quality that a measured policy must keep to be chosen, where the SLO names no limit of it."""
+MOST_POLICIES = 3
+UNMEASURED = "snapkv@0.2"
+"""A policy to show what compression would save, where its quality was not measured."""
+IMPROVING = 0.99
+"""Doubling goes on while it lowers what exceeds a limit to this share of it at least."""
+REPLICAS, GPU, POLICY = "cluster.replicas", "simulator.gpu", "compression.policy"
+MOST_CHEAPER = 3
+
+Figures = dict[str, float | None]
+
+
+class SizingError(UserError):
+    """A deployment that cannot be sized as asked; the message says what to give instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A kind of GPU, the settings that say so, and why nothing was tried on it, if so."""
+
+    gpu: Gpu
+    settings: Settings
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A deployment that was replayed."""
+
+    gpu: str
+    replicas: int
+    choice: Settings  # beside the GPU and the replicas
+    settings: Settings  # all of them
+    figures: Figures
+    met: bool
+    excess: float  # over all limits that are missed, as shares of them together
+    lowered: bool = False  # by a policy of lower or unknown quality: shown, and never chosen
+
+    @property
+    def dollars(self) -> float:
+        """Return the dollars of a month."""
+        return self.figures["dollars_month"] or 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "settings"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What was found."""
+
+    limits: tuple[Constraint, ...]
+    machines: tuple[Machine, ...]
+    trials: tuple[Trial, ...]  # in the order they were replayed
+    best: Mapping[str, Trial | None]  # by GPU: the cheapest within the limits
+    saved: Mapping[str, tuple[tuple[Settings, int], ...]]  # by GPU: choices, and the replicas that each saved
+    lower: tuple[Trial, ...] = ()  # with policies of lower or unknown quality, within all other limits
+
+    @property
+    def chosen(self) -> Trial | None:
+        """Return the cheapest deployment within the limits; None if there is none."""
+        found = [trial for trial in self.best.values() if trial is not None]
+        return min(found, key=lambda trial: trial.dollars, default=None)
+
+    def nearest(self, gpu: str | None = None) -> Trial | None:
+        """Return the cheapest trial, on a GPU if it is named, of those that exceed limits least; None without one."""
+        of = [trial for trial in self.trials if gpu in (None, trial.gpu)]
+        return min(of, key=lambda trial: (trial.excess, trial.dollars), default=None)
+
+    def cheaper(self) -> list[Trial]:
+        """Return what costs less than the choice: what misses limits, none of it both dearer and worse than another.
+
+        After those, what keeps all limits but that of quality by another policy.
+        """
+        chosen = self.chosen
+        less = [one for one in self.trials if chosen is not None and one.dollars < chosen.dollars]
+        late = [one for one in less if not one.met and not one.lowered]
+        on = front([[one.dollars, one.excess] for one in late], (-1, -1)) if late else []
+        first = sorted((one for one, best in zip(late, on, strict=True) if best), key=lambda one: one.excess)
+        return [*first[:MOST_CHEAPER], *(one for one in self.lower if one in less)]
+
+
+Evaluate = Callable[[Settings], Figures]
+
+
+def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Quality) -> Evaluate:
+    """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known."""
+    prompts = prompt_lengths(trace.requests)
+
+    def evaluate(settings: Settings) -> Figures:
+        at = point(settings, configure)
+        (task,) = sweep.tasks_of([at], trace, base, "auto", False)
+        found = sweep.run_task(trace.requests, task)
+        policy = at.config.compression.policy
+        kept = 1.0 if policy == PolicySpec() else sweep_quality.retention(quality, policy, prompts)
+        return {**found, "dollars_month": dollars_month(at.config), "quality": kept}
+
+    return evaluate
+
+
+def dollars_month(config: Config) -> float:
+    """Return what the GPUs of a configuration cost in a month."""
+    return config.cluster.replicas * gpus_per_replica(config) * config.simulator.gpu.dollars * HOURS
+
+
+def limits_of(slo: str, config: Config, measured: bool) -> tuple[Constraint, ...]:
+    """Read the limits of an SLO. Without one on them, no request may be refused. Raises TuneError and SizingError."""
+    known = [*sweep.known_figures([config]), "dollars_month"]
+    limits = constraints_of(slo, known, "--slo")
+    if not limits:
+        raise SizingError("--slo has no limit; write one as in ttft_p99<1,tpot_p99<0.05")
+    names = [limit.name for limit in limits]
+    if "quality" in names and not measured:
+        raise SizingError("--slo limits quality, which is unknown without results of `warmkv eval`: give --eval FOLDER")
+    if not {"refused", "in_slo", "goodput"} & set(names):
+        limits.append(Constraint("refused", "<=", 0.0))
+    if measured and "quality" not in names:
+        limits.append(Constraint("quality", ">=", LEAST_QUALITY))
+    return tuple(limits)
+
+
+def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelShape) -> Machine:
+    """Return a kind of GPU by its name or figures, and whether the model fits it. Raises GridError."""
+    settings: Settings = {GPU: gpu, "simulator.profile": profile}
+    config = point(settings, configure).config
+    found = config.simulator.gpu
+    planned = plan(config, model, found)
+    refused = ""
+    if planned.needed > planned.most:
+        refused = (
+            f"the model does not fit: a replica needs {planned.needed / 1e9:,.0f} GB, "
+            f"and {planned.most / 1e9:,.0f} of {found.memory * planned.most / max(planned.given.bytes, 1) / 1e9:,.0f} "
+            "may be planned with"
+        )
+    return Machine(found, settings, refused)
+
+
+def choices(config: Config, model: ModelShape, gpu: Gpu, host_bytes: int, policies: Sequence[str]) -> list[Settings]:
+    """Return what may be tried beside the number of replicas, one after the other; what was set is left as it is."""
+    engine, cache = config.engine, config.prefix_cache
+    found: list[Settings] = [{"engine.max_slots": slots} for slots in SLOTS if slots > engine.max_slots]
+    if cache.enabled and cache.memory_bytes == "auto":
+        planned = plan(config, model, gpu)
+        free = planned.kv.bytes + planned.stored.bytes
+        found += [{"prefix_cache.memory_bytes": f"{int(free * share) >> 20}MiB"} for share in STORED]
+    if cache.enabled and host_bytes and not cache.host.memory_bytes:
+        found.append({"prefix_cache.host.memory_bytes": f"{host_bytes >> 20}MiB"})
+    if config.simulator.batching == "prefill_first":
+        found += [{POLICY: label} for label in policies]
+    return found
+
+
+def policies_of(quality: Quality, prompts: Mapping[int, int], least: float) -> tuple[list[str], list[str]]:
+    """Return measured policies: those that keep `least` of the quality at their smallest such budget, and those below.
+
+    Those that keep the least of a prompt come first; of either at most `MOST_POLICIES`.
+    """
+    within: dict[str, tuple[float, str]] = {}
+    below: dict[str, tuple[float, str]] = {}
+    for name, curve in sorted(quality.items()):
+        plain = PolicySpec.model_validate(name)
+        if plain == PolicySpec():
+            continue
+        if not plain.method.has_budget:
+            (within if curve.retention[0] >= least else below)[name] = (1.0, name)
+            continue
+        for budget in _budgets(curve.kept):
+            spec = PolicySpec.model_validate({**plain.model_dump(), "budget": budget})
+            kept = sweep_quality.retention(quality, spec, prompts)
+            if kept is not None:
+                group = within if kept >= least else below
+                group.setdefault(name, (budget, spec.label))
+                if group is within:
+                    break
+    first = [[label for _, label in sorted(group.values())[:MOST_POLICIES]] for group in (within, below)]
+    return first[0], first[1]
+
+
+def _budgets(kept: Sequence[float]) -> Iterator[float]:
+    """Yield the shares that were measured, ascending; the largest a little less, since kept tokens are rounded up."""
+    for before, share in zip([0.0, *kept], kept, strict=False):
+        if share < 1:
+            less = math.floor(1000 * (share - 0.02 * (share - before))) / 1000
+            yield less if share == kept[-1] else math.ceil(1000 * share) / 1000
+
+
+@dataclass
+class Search:
+    """The replays so far, and what they are searched with."""
+
+    evaluate: Evaluate
+    limits: tuple[Constraint, ...]
+    most: int = MOST_REPLICAS
+    progress: Callable[[int], None] = lambda done: None
+    trials: dict[str, Trial] = field(default_factory=dict)
+    saved: dict[str, list[tuple[Settings, int]]] = field(default_factory=dict)
+    lowered: bool = False  # what is tried now is of lower or unknown quality
+
+    def run(
+        self,
+        machines: Sequence[Machine],
+        choices_of: Callable[[Machine], Sequence[Settings]],
+        lower: Sequence[str] = (),
+    ) -> Sized:
+        """Search every machine that has room for the model, then what policies of lower quality would save."""
+        best: dict[str, Trial | None] = {}
+        for one in machines:
+            best[one.gpu.name] = None if one.refused else self._on(one, choices_of(one))
+        found = [(one, trial) for one in machines if (trial := best[one.gpu.name]) is not None]
+        lowered: tuple[Trial, ...] = ()
+        if found:
+            lowered = self._lower(*min(found, key=lambda pair: pair[1].dollars), lower)
+        saved = {gpu: tuple(steps) for gpu, steps in self.saved.items()}
+        return Sized(self.limits, tuple(machines), tuple(self.trials.values()), best, saved, lowered)
+
+    def _lower(self, one: Machine, chosen: Trial, policies: Sequence[str]) -> tuple[Trial, ...]:
+        """Replay what policies of lower or unknown quality would save, within all limits but that of quality."""
+        search = replace(self, limits=tuple(limit for limit in self.limits if limit.name != "quality"), lowered=True)
+        found = []
+        for label in policies if chosen.replicas > 1 else ():
+            choice = {**chosen.choice, POLICY: label}
+            found.append(search._fewest(one, choice, chosen.replicas - 1, chosen.replicas - 1))
+        return tuple(trial for trial in found if trial is not None)
+
+    def attempt(self, one: Machine, replicas: int, choice: Settings) -> Trial:
+        """Replay a deployment, once."""
+        settings = {**one.settings, REPLICAS: replicas, **choice}
+        key = digest(settings)
+        if key not in self.trials:
+            figures = self.evaluate(settings)
+            excess = sum(max(0.0, limit.excess(figures)) for limit in self.limits)
+            met = all(limit.met(figures) for limit in self.limits)
+            self.trials[key] = Trial(one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered)
+            self.progress(len(self.trials))
+        return self.trials[key]
+
+    def _on(self, one: Machine, alternatives: Sequence[Settings]) -> Trial | None:
+        choice: Settings = {}
+        best = self._fewest(one, choice, 1, self.most)
+        for settings in alternatives:
+            tried = {**choice, **settings}
+            if best is None:
+                near = self._nearest(one)
+                trial = self.attempt(one, near.replicas, tried)
+                if trial.met:
+                    best = self._fewest(one, tried, near.replicas, near.replicas)
+                if trial.excess < near.excess:
+                    choice = tried
+            elif best.replicas > 1:
+                better = self._fewest(one, tried, best.replicas - 1, best.replicas - 1)
+                if better is not None:
+                    step = (settings, best.replicas - better.replicas)
+                    self.saved.setdefault(one.gpu.name, []).append(step)
+                    best, choice = better, tried
+        if best is None and choice:
+            best = self._fewest(one, choice, self._nearest(one).replicas, self.most)
+        return best
+
+    def _nearest(self, one: Machine) -> Trial:
+        own = [trial for trial in self.trials.values() if trial.gpu == one.gpu.name]
+        return min(own, key=lambda trial: trial.excess)
+
+    def _improves(self, before: Trial, after: Trial) -> bool:
+        """Return True if a limit that was missed is nearer now."""
+        pairs = [(limit.excess(before.figures), limit.excess(after.figures)) for limit in self.limits]
+        return any(then > 0 and now < IMPROVING * then for then, now in pairs)
+
+    def _fewest(
+        self,
+        one: Machine,
+        choice: Settings,
+        first: int,
+        most: int,
+    ) -> Trial | None:
+        """Return the trial with the fewest replicas, up to `most`, that is within the limits; None if none is.
+
+        Begins with `first`, doubles while that helps, then halves what lies between the last outside and the first
+        within.
+        """
+        bad, count, before = 0, first, None
+        while not (found := self.attempt(one, count, choice)).met:
+            if count >= most or (before is not None and not self._improves(before, found)):
+                return None
+            bad, count, before = count, min(2 * count, most), found
+        while found.replicas - bad > 1:
+            middle = (bad + found.replicas) // 2
+            trial = self.attempt(one, middle, choice)
+            if trial.met:
+                found = trial
+            else:
+                bad = middle
+        return found
+
+
+def rows_of(sized: Sized, configure: Configure) -> list[SweepRow]:
+    """Return the trials as rows of a sweep, which its charts draw; the front is that of dollars and what is limited."""
+    rows = []
+    for number, trial in enumerate(sized.trials, start=1):
+        at: GridPoint = point(trial.settings, configure)
+        settings = {"gpu": trial.gpu, REPLICAS: trial.replicas, **trial.choice}
+        values: dict[str, float | str] = {path: at.value(path) for path in (REPLICAS, *trial.choice)}
+        label = at.config.compression.policy.label
+        rows.append(
+            SweepRow(number, digest(trial.settings), settings, {"gpu": trial.gpu, **values}, label, trial.figures)
+        )
+    limited = [limit.name for limit in sized.limits if limit.name not in ("refused", "quality")]
+    return sweep.with_front(rows, list(dict.fromkeys(["dollars_month", *limited])))
