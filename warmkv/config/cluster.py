@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from warmkv.config.base import Section
 
-
 LEAST_LOOK_BACK = 15.0  # seconds; Serve's reports come every 10, and it wants more than one of them
 
 
