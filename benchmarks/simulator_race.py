@@ -35,7 +35,7 @@ CONVERSATION = "mooncake_conversation.jsonl"
 PROMPT, ANSWER, RATE, BLOCK = 161, 338, 10.0, 64
 COST = StepCost(0.006, 1e-5, 5e-9)
 MODEL = "simulator.model={layers: 32, kv_heads: 8, head_dim: 128, dtype_bytes: 2}"
-ENGINE = "engine={max_slots: 256, max_queue: 1000000, kv_bytes: 1TiB, prefill_chunk: 2048}"
+ENGINE = "engine={max_slots: 256, max_queue: 1000000, kv_bytes: 1TiB, step_tokens: 2048}"
 TOKEN_BYTES = 131_072
 
 

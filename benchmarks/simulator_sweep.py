@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 GRID: dict[str, list[Any]] = {
     "ttl": ["1m", "5m", "15m", "1h", "unlimited"],
     "prefix_cache.memory_bytes": ["64GiB", "128GiB", "256GiB", "384GiB", "512GiB"],
-    "engine.prefill_chunk": [1024, 2048, 4096, 8192],
+    "engine.step_tokens": [1024, 2048, 4096, 8192],
     "compression.policy": ["full", "snapkv@0.2"],
 }
 RATE = 30_000.0  # requests a second of each process, as for a replay by itself

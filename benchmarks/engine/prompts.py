@@ -69,7 +69,8 @@ def _hand_off(arena: Arena, spec: PolicySpec, ids: Tensor) -> tuple[float, float
     if slot is None:
         raise RuntimeError(f"no slot for {spec.label}")
     watch = Stopwatch(warm.device)
-    prompt = compute_prompt(warm, ids, spec, chunk=EngineConfig().prefill_chunk)
+    chunk = EngineConfig().tokens_per_step(on_gpu=warm.device.type == "cuda")
+    prompt = compute_prompt(warm, ids, spec, chunk=chunk)
     prefill = watch.seconds()
     pool.fill(slot, prompt, compression.build(spec).select(prompt))
     return prefill, watch.seconds()

@@ -36,7 +36,7 @@ def race(arena: Arena) -> None:
     ours = {"warmkv_snapkv": PolicySpec(name="snapkv", budget=load.budget), "warmkv_full": PolicySpec()}
     contestants: dict[str, Callable[[Requests], float]] = {}
     for name, policy in ours.items():
-        running = engine(arena.models, setting, max_slots=load.requests, kv_bytes=limit, prefill_chunk=load.chunk)
+        running = engine(arena.models, setting, max_slots=load.requests, kv_bytes=limit, step_tokens=load.chunk)
         contestants[name] = partial(_serve, running, policy)
     contestants[PAGED] = partial(_serve_paged, arena)
     for name, serve in list(contestants.items()):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from warmkv.config import Config, ConfigError, load, parse, removed
+from warmkv.config import Config, ConfigError, EngineConfig, load, parse, removed
 from warmkv.config.removed import MOVED, REMOVED
 from warmkv.policy_spec import PolicySpec
 
@@ -21,10 +21,20 @@ def test_defaults_need_no_file():
 
 
 def test_file_then_environment_then_flags(file):
-    file.write_text("engine: {max_slots: 2, prefill_chunk: 8, max_queue: 3}\n")
-    environ = {"WARMKV_ENGINE__MAX_SLOTS": "4", "WARMKV_ENGINE__PREFILL_CHUNK": "16", "WARMKV_SALT": "not a setting"}
+    file.write_text("engine: {max_slots: 2, step_tokens: 8, max_queue: 3}\n")
+    environ = {"WARMKV_ENGINE__MAX_SLOTS": "4", "WARMKV_ENGINE__STEP_TOKENS": "64", "WARMKV_SALT": "not a setting"}
     engine = load(file, flags=["engine.max_slots=32"], environ=environ).engine
-    assert (engine.max_slots, engine.prefill_chunk, engine.max_queue) == (32, 16, 3)
+    assert (engine.max_slots, engine.step_tokens, engine.max_queue) == (32, 64, 3)
+
+
+def test_a_step_has_a_token_for_every_sequence_and_auto_follows_the_device():
+    with pytest.raises(ConfigError, match="write auto, or a whole number from 1 on; got 'many'"):
+        load(flags=["engine.step_tokens=many"], environ={})
+    few, many = EngineConfig(), EngineConfig(max_slots=3000)
+    assert [few.tokens_per_step(on_gpu=gpu) for gpu in (False, True)] == [512, 768]
+    assert many.tokens_per_step(on_gpu=False) == 3000
+    assert EngineConfig(step_tokens=20).tokens_per_step(on_gpu=True) == 20
+    assert EngineConfig(step_tokens=8, max_slots=9).tokens_per_step(on_gpu=True) == 9
 
 
 def test_the_served_model_has_its_own_prices():
@@ -172,15 +182,15 @@ def test_there_are_never_more_replicas_than_autoscaling_allows():
 
 
 def test_a_fault_names_its_source(file):
-    file.write_text("engine:\n  max_slots: 0\n  max_queue: 0\n  prefill_chunk: 0\ngateway:\n  tenants:\n  - nam: a\n")
+    file.write_text("engine:\n  max_slots: 0\n  max_queue: 0\n  step_tokens: 0\ngateway:\n  tenants:\n  - nam: a\n")
     environ = {"WARMKV_ENGINE__MAX_QUEUE": "-1", "WARMKV_CLUSTR__REPLICAS": "2"}
     with pytest.raises(ConfigError) as caught:
-        load(file, flags=["engine.prefill_chunk=-1", "prefix_cache.default_ttl=2h"], environ=environ)
+        load(file, flags=["engine.step_tokens=-1", "prefix_cache.default_ttl=2h"], environ=environ)
     sources = dict(re.fullmatch(r"(\S+): .* \((.*)\)", line).groups() for line in str(caught.value).splitlines())
     assert sources == {
         "engine.max_slots": f"{file}, line 2",
         "engine.max_queue": "WARMKV_ENGINE__MAX_QUEUE",
-        "engine.prefill_chunk": "--set engine.prefill_chunk",
+        "engine.step_tokens": "--set engine.step_tokens",
         "gateway.tenants.0.name": f"{file}, line 7",
         "gateway.tenants.0.nam": f"{file}, line 7",
         "prefix_cache": "--set prefix_cache.default_ttl",

@@ -177,7 +177,7 @@ EFFECTS = {
     },
     "tests/unit/simulator/cluster/test_cluster.py": {
         "test_what_never_fits_or_finds_full_queues_is_refused": ["engine.max_context"],
-        "test_the_replica_equals_an_obvious_one": ["engine.prefill_chunk"],
+        "test_the_replica_equals_an_obvious_one": ["engine.step_tokens"],
         "test_routing_by_prefix_or_session_finds_what_others_miss": ["routing.policy"],
     },
     "tests/unit/simulator/cluster/test_failures.py": {
@@ -198,7 +198,7 @@ EFFECTS = {
     },
     "tests/unit/simulator/cluster/test_transfers.py": {},
     "tests/unit/simulator/engine/test_formations.py": {
-        "test_decoding_goes_on_beside_a_long_prompt_only_if_mixed": ["simulator.batching"],
+        "test_a_short_prompt_waits_for_a_long_one_only_first_come_first_served": ["simulator.batching"],
     },
     "tests/unit/simulator/latency/test_profile.py": {
         "test_the_source_names_file_machine_and_error": ["simulator.profile"],

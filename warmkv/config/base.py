@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, WrapValidator
 
 from warmkv.faults import UserError
 
@@ -19,7 +19,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-_BYTES = TypeAdapter(ByteSize)
+_BYTES, _COUNT = TypeAdapter(ByteSize), TypeAdapter(PositiveInt)
 
 
 def _auto_or_bytes(value: Any, _: Any) -> ByteSize | Literal["auto"]:
@@ -34,6 +34,20 @@ def _auto_or_bytes(value: Any, _: Any) -> ByteSize | Literal["auto"]:
 
 AutoBytes = Annotated[ByteSize | Literal["auto"], WrapValidator(_auto_or_bytes)]
 """A limit in bytes, or `auto`: a memory plan gives it its share of what the device has."""
+
+
+def _auto_or_count(value: Any, _: Any) -> int | Literal["auto"]:
+    """Read `auto` or a number, with one error for both."""
+    if value == "auto":
+        return "auto"
+    try:
+        return _COUNT.validate_python(value)
+    except ValidationError:
+        raise ValueError(f"write auto, or a whole number from 1 on; got {value!r}") from None
+
+
+AutoTokens = Annotated[int | Literal["auto"], WrapValidator(_auto_or_count)]
+"""A number of tokens, or `auto`: the device decides."""
 
 
 Share = Annotated[float, Field(gt=0, le=1)]

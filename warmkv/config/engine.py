@@ -6,7 +6,11 @@ from typing import Any, Literal
 
 from pydantic import ByteSize, Field, field_validator
 
-from warmkv.config.base import AutoBytes, Section, planned
+from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 768
+"""Tokens of a step where `engine.step_tokens` is auto. A GPU needs a few hundred until arithmetic takes longer than
+reading the weights."""
 
 
 class EngineConfig(Section):
@@ -24,7 +28,12 @@ class EngineConfig(Section):
         description="share of the device's memory, or on a CPU of the control group's, that is planned with; the rest "
         "is for what nobody counts: fragments, libraries",
     )
-    prefill_chunk: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
+    step_tokens: AutoTokens = Field(
+        "auto",
+        description="tokens computed in a step: one of every sequence that decodes, and of prompts the rest. With "
+        f"fewer tokens come more evenly, with more prompts are computed faster. auto: {CPU_STEP_TOKENS} on a CPU, "
+        f"{GPU_STEP_TOKENS} on a GPU",
+    )
     max_queue: int = Field(64, ge=1, description="requests that may wait in a replica; more are refused")
     preempt_seconds: float | None = Field(
         None,
@@ -49,6 +58,13 @@ class EngineConfig(Section):
     def kv_limit(self) -> int:
         """Return kv_bytes. Raises RuntimeError while it is auto."""
         return planned(self.kv_bytes, "engine.kv_bytes")
+
+    def tokens_per_step(self, *, on_gpu: bool) -> int:
+        """Return step_tokens, or what `auto` is on such a device; every sequence has a token in any case."""
+        tokens = self.step_tokens
+        if tokens == "auto":
+            tokens = GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
+        return max(tokens, self.max_slots)
 
     @field_validator("compile", mode="before")
     @classmethod

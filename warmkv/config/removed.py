@@ -89,6 +89,7 @@ REMOVED: dict[str, str] = {
 """What each became, or what to do instead."""
 
 MOVED: dict[str, str] = {
+    "engine.prefill_chunk": "engine.step_tokens",
     **{f"simulator.{key}": f"simulator.model.{key}" for key in ("layers", "kv_heads", "head_dim", "dtype_bytes")},
     "simulator.roofline.bandwidth_efficiency": "simulator.gpu.bandwidth_efficiency",
     "simulator.roofline.flops_efficiency": "simulator.gpu.flops_efficiency",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ from pydantic import Field, field_validator
 from warmkv.config.base import Section
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
+
+log = logging.getLogger(__name__)
 
 
 class SloConfig(Section):
@@ -48,10 +51,10 @@ class SimulatorConfig(Section):
     gpu: Gpu = Field(
         Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
     )
-    batching: Literal["prefill_first", "mixed"] = Field(
-        "prefill_first",
-        description="how replicas form batches: chunks of one prompt between decode steps, as warmkv; or chunks of "
-        "prompts in the decode steps, as vLLM, with engine.prefill_chunk tokens a step",
+    batching: Literal["shortest_first", "mixed"] = Field(
+        "shortest_first",
+        description="how replicas fill the engine.step_tokens of a step: the shortest prompts first, as warmkv; "
+        "or first come, first served, as vLLM",
     )
     step_a: float = Field(0.004, ge=0, description="seconds a step")
     step_b: float = Field(0.00012, ge=0, description="seconds a token computed")
@@ -83,6 +86,15 @@ class SimulatorConfig(Section):
         30.0, ge=0, allow_inf_nan=False, description="until a replica takes requests that was started during the run"
     )
     failures: tuple[FailureConfig, ...] = Field((), description="replicas that die in the course of the run")
+
+    @field_validator("batching", mode="before")
+    @classmethod
+    def _as_warmkv(cls, value: Any) -> Any:
+        """Read `prefill_first`, as warmkv batched once, as what it does now."""
+        if value == "prefill_first":
+            log.warning("simulator.batching: prefill_first is shortest_first now: warmkv computes prompts together")
+            return "shortest_first"
+        return value
 
     @field_validator("model", mode="before")
     @classmethod

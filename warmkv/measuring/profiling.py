@@ -38,13 +38,14 @@ class Profiler:
     def __init__(self, plan: ProfilePlan, model: LoadedModel, config: EngineConfig) -> None:
         self._plan, self._model = plan, model
         self._config = config.model_copy(update={"max_slots": max(config.max_slots, *plan.batches)})
+        self._step_tokens = config.tokens_per_step(on_gpu=model.device.type == "cuda")
         self._specs = plan.specs()
         self._engines: dict[int, Engine] = {}  # by size of a chunk
         self._seconds: dict[Place, list[float]] = defaultdict(list)
         shape, room = model.kv_shape, plan_replica(model, config, PrefixCacheConfig(enabled=False)).kv.bytes
         self._chunks = [
             (labels, cell)
-            for cell in grid.chunks(plan.lengths, min(config.prefill_chunk, max(plan.lengths)))
+            for cell in grid.chunks(plan.lengths, min(self._step_tokens, max(plan.lengths)))
             for labels in _alike(self._specs)
             if grid.chunk_fits(cell, self._specs[labels[0]], shape, room)
         ]
@@ -64,7 +65,7 @@ class Profiler:
         """Measure everything. Raises MeasureError if the engine cannot serve a policy on this model."""
         for label, spec in self._specs.items():
             progress(f"warm-up, {label}")
-            ttft.warm_up(self._engine(self._config.prefill_chunk), spec)
+            ttft.warm_up(self._engine(self._step_tokens), spec)
         # One token more than is ever computed, so that no prompt is handed off by itself.
         random = synthetic.random_keys_and_values(self._model, max(self._plan.lengths) + 1, self._plan.seed)
         for _ in range(self._plan.repeats):
@@ -76,12 +77,14 @@ class Profiler:
                 self._measure_decode(label, cell, random)
         return [_measurement(place, seconds) for place, seconds in self._seconds.items()]
 
-    def _engine(self, chunk: int) -> Engine:
-        """Build an engine that computes chunks of this size, without a store that would cut them at its blocks."""
-        if chunk not in self._engines:
-            config = self._config.model_copy(update={"prefill_chunk": chunk})
-            self._engines[chunk] = Engine(self._model, config, PrefixCacheConfig(enabled=False), clock=now)
-        return self._engines[chunk]
+    def _engine(self, tokens: int) -> Engine:
+        """Build an engine with steps of so many tokens, without a store that would cut chunks at its blocks."""
+        if tokens not in self._engines:
+            config = self._config.model_copy(
+                update={"step_tokens": tokens, "max_slots": min(tokens, self._config.max_slots)}
+            )
+            self._engines[tokens] = Engine(self._model, config, PrefixCacheConfig(enabled=False), clock=now)
+        return self._engines[tokens]
 
     def _measure_chunk(self, labels: tuple[str, ...], cell: grid.Chunk, random: Tensor) -> None:
         engine, spec = self._engine(cell.tokens), self._specs[labels[0]]
@@ -96,7 +99,7 @@ class Profiler:
 
     def _measure_decode(self, label: str, cell: grid.Decode, random: Tensor) -> None:
         """Measure a batch from its hand-offs to its end."""
-        engine, spec = self._engine(self._config.prefill_chunk), cell.spec(self._specs[label])
+        engine, spec = self._engine(self._step_tokens), cell.spec(self._specs[label])
         prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.prompt])
         decoded = decode(engine, spec, prompt, cell.batch, PROFILED_TOKENS)
         context = cell.context(spec, timed_steps(PROFILED_TOKENS), PROFILED_TOKENS)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warmkv.measuring.clock import Stopwatch
 from warmkv.measuring.plan import MeasureError
-from warmkv.policies import compression
+from warmkv.policies import compression, slot_sizes
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policy_spec import PolicySpec
@@ -91,12 +91,12 @@ def begin_chunk(engine: Engine, spec: PolicySpec, prompt: PrefillState, start: i
     prompt.computed = start
     sequence = _sequence("prefill", spec, prompt.tokens, 1)
     sequence.prefill = prompt
-    engine.scheduler.prefilling = sequence
+    engine.scheduler.prefilling[sequence] = None
 
 
 def workspace_bytes(engine: Engine, spec: PolicySpec, tokens: int) -> int:
     """Bytes that the engine sets aside for a prompt while it is computed."""
-    return engine.scheduler.workspace_bytes(_sequence("prefill", spec, tokens, 1))
+    return slot_sizes.workspace_bytes(spec, engine.model.kv_shape, tokens)
 
 
 def end_all(engine: Engine) -> None:

@@ -29,8 +29,14 @@ class FairQueue(Generic[Item]):
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the requests in the order in which they would be taken."""
-        return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
+        """Yield the requests in the order in which they would be taken; the queue must not change meanwhile."""
+        heap = self._heap
+        frontier = [(*entry[:2], 0) for entry in heap[:1]]  # the next one is among the children of those before it
+        while frontier:
+            *_, at = heapq.heappop(frontier)
+            yield heap[at][2]
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(frontier, (*heap[child][:2], child))
 
     def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> None:
         """Let a request of a tenant wait; `work` is what serving it will take.
@@ -55,16 +61,28 @@ class FairQueue(Generic[Item]):
         self._forget()
         return item
 
+    def take(self, item: Item) -> None:
+        """Take a request out that may pass those before it: virtual time is that of the one that is next."""
+        if item is self.peek():
+            self.pop()
+        else:
+            self._remove(item)
+
     def remove(self, item: Item) -> bool:
         """Take a request out that is no longer wanted; whether it was there."""
-        found = next((entry for entry in self._heap if entry[2] is item), None)
+        found = self._remove(item)
         if found is None:
             return False
-        self._heap.remove(found)
-        heapq.heapify(self._heap)
         self._finish[found[3]] -= found[4]  # its work is not charged
         self._forget()
         return True
+
+    def _remove(self, item: Item) -> tuple[float, int, Item, str, float] | None:
+        found = next((entry for entry in self._heap if entry[2] is item), None)
+        if found is not None:
+            self._heap.remove(found)
+            heapq.heapify(self._heap)
+        return found
 
     def _forget(self) -> None:
         """Reset virtual time when the queue is empty."""

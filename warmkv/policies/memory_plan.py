@@ -49,7 +49,7 @@ CHUNK_FACTOR = 3
 
 HELP = (
     "What helps: lower engine.kv_bytes, prefix_cache.memory_bytes or another size that is set; lower "
-    "engine.max_context or engine.prefill_chunk; a smaller model or model.dtype; more memory for each replica "
+    "engine.max_context or engine.step_tokens; a smaller model or model.dtype; more memory for each replica "
     "(cluster.gpus_per_replica, fewer replicas, a larger control group); a higher engine.memory_fraction"
 )
 GIB = 1 << 30
@@ -201,7 +201,7 @@ def plan(
     if not on_gpu:  # estimates leave slots and prefixes as much as they would have of a machine without a limit
         certain = given.bytes - sum(line.bytes for line in fixed if line.certain)
         room = max(room, min(certain, int(MACHINE_SHARE * given.bytes)))
-    token = attention_bytes(sizes, engine.prefill_chunk)
+    token = attention_bytes(sizes, engine.tokens_per_step(on_gpu=on_gpu))
     if attention_token_bytes is not None:
         token = max(attention_token_bytes, _scoring_bytes(shape))
     kv, stored = _limits(memory, shape, engine, cache, room, token, max_context)
@@ -250,12 +250,13 @@ def check_weights(memory: DeviceMemory, engine: EngineConfig, weights: int) -> N
 def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache: PrefixCacheConfig) -> list[Line]:
     """Return the lines that do not depend on the limits of slots and stored prefixes."""
     on_gpu = memory.kind == "gpu"
+    step_tokens = engine.tokens_per_step(on_gpu=on_gpu)
     lines = [
         Line("weights", sizes.weights, "of the model as loaded"),
         Line(
             "activations",
-            activation_bytes(sizes, engine.prefill_chunk, engine.max_slots),
-            f"estimated for {engine.prefill_chunk} tokens at a time (engine.prefill_chunk) and the logits of "
+            activation_bytes(sizes, step_tokens, engine.max_slots),
+            f"estimated for {step_tokens} tokens at a time (engine.step_tokens) and the logits of "
             f"{engine.max_slots} sequences (engine.max_slots)",
             on_gpu,
         ),
@@ -296,7 +297,8 @@ def _limits(
     if engine.kv_bytes == "auto":
         most = (1 - share) * cap if auto_stored else max(cap - stored, (1 - STORED_SHARE) * cap)
         free = _slots(room - stored, shape.token_bytes, token, max_context, share)
-        least = CHUNK_FACTOR * min(max_context, engine.prefill_chunk) * shape.token_bytes
+        step_tokens = engine.tokens_per_step(on_gpu=memory.kind == "gpu")
+        least = CHUNK_FACTOR * min(max_context, step_tokens) * shape.token_bytes
         kv = max(int(min(free, most)), least)
     else:
         kv = engine.kv_limit
@@ -316,22 +318,22 @@ def _slots(room: float, kv_token: int, attention_token: float, max_context: int,
     return (1 - share) * room * kv_token / (kv_token + (1 - share) * attention_token)
 
 
-def activation_bytes(sizes: ModelSizes, prefill_chunk: int, max_slots: int) -> int:
-    """Bytes of one layer's activations for a chunk or a batch, of the logits and of scoring a prompt.
+def activation_bytes(sizes: ModelSizes, step_tokens: int, max_slots: int) -> int:
+    """Bytes of one layer's activations for the tokens of a step, of the logits and of scoring a prompt.
 
     Tensors of a layer are freed before the next one's: residual and its normed copy (float32 meanwhile), queries, keys
     and values before and after rotation, then gate, up and their product in the MLP. Logits are those of the last
     position of each sequence.
     """
-    shape, rows = sizes.shape, max(prefill_chunk, max_slots)
+    shape, rows = sizes.shape, max(step_tokens, max_slots)
     heads = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim
     elements = 4 * sizes.hidden + 2 * heads + 3 * sizes.intermediate
     layer = rows * (elements * shape.dtype_bytes + 2 * 4 * sizes.hidden)
     return layer + max_slots * sizes.vocabulary * (SAMPLING_BYTES + shape.dtype_bytes) + SCORING_BYTES
 
 
-def attention_bytes(sizes: ModelSizes, prefill_chunk: int) -> float:
-    """Bytes that the attention of a chunk, in one layer, takes for each token of the prompt up to it.
+def attention_bytes(sizes: ModelSizes, step_tokens: int) -> float:
+    """Bytes that the attention of a chunk of a whole step, in one layer, takes for each token of the prompt up to it.
 
     The mask of the chunk as a bool and as a bias; keys and values repeated for the query heads of a group, as kernels
     without grouped queries want them; for policies that score, keys in float32, twice, and four scores a query head.
@@ -339,7 +341,7 @@ def attention_bytes(sizes: ModelSizes, prefill_chunk: int) -> float:
     """
     shape = sizes.shape
     repeated = 2 * shape.q_heads * shape.head_dim * shape.dtype_bytes
-    return prefill_chunk * (1 + shape.dtype_bytes) + repeated + _scoring_bytes(shape)
+    return step_tokens * (1 + shape.dtype_bytes) + repeated + _scoring_bytes(shape)
 
 
 def _scoring_bytes(shape: KVShape) -> int:

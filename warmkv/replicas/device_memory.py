@@ -44,7 +44,7 @@ def plan_replica(model: LoadedModel, engine: EngineConfig, cache: PrefixCacheCon
     memory = read(model.device, share)
     measured = None
     if model.device.type == "cuda":
-        measured = measure_attention(model, engine.prefill_chunk, Peak.of_gpu(model.device))
+        measured = measure_attention(model, engine.tokens_per_step(on_gpu=True), Peak.of_gpu(model.device))
     return memory_plan.plan(
         memory,
         sizes_of(model),

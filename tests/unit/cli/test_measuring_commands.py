@@ -23,7 +23,7 @@ def call(*arguments):
 @pytest.fixture(scope="module")
 def profile(folder, tmp_path_factory):
     file = tmp_path_factory.mktemp("profile") / "deep" / "profile.json"
-    result = call("profile", "--model", folder, *GRID, "--set", "engine.prefill_chunk=48", "--out", file)
+    result = call("profile", "--model", folder, *GRID, "--set", "engine.step_tokens=48", "--out", file)
     assert result.exit_code == 0, result.output
     return result, file
 
@@ -52,7 +52,7 @@ def test_a_bench_prints_json_alone(folder):
     assert document["model"]["name"] == "random"
     assert document["model"]["weights_bytes"] > 0
     assert document["settings"]["policies"] == ["full", "snapkv@32"]
-    assert document["settings"]["engine"]["prefill_chunk"] == 512
+    assert document["settings"]["engine"]["step_tokens"] == "auto"
     assert document["prefill"] == []
     assert len(document["decode"]) == 8
     assert document["decode"][0]["tpot"].keys() == {"median", "least", "most", "repeats"}

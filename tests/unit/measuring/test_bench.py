@@ -25,7 +25,7 @@ def told():
 
 @pytest.fixture(scope="module")
 def result(model, told):
-    return bench.run(PLAN, model, EngineConfig(prefill_chunk=48), CACHE, told.append)
+    return bench.run(PLAN, model, EngineConfig(step_tokens=48), CACHE, told.append)
 
 
 def test_every_cell_has_a_row(result):

@@ -12,7 +12,7 @@ from warmkv.simulator.steps.step_profile import PHASES, Measurement
 
 POLICIES = ("full", "snapkv", "h2o", "full+kivi4")
 PLAN = ProfilePlan(policies=POLICIES, lengths=(64, 96, 144, 200), batches=(1, 2), repeats=2)
-ENGINE = EngineConfig(prefill_chunk=48)
+ENGINE = EngineConfig(step_tokens=48)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_file_gives_back_what_was_fitted(measured, model, tmp_path):
 
 def test_what_does_not_fit_in_memory_is_left_out(model):
     room = 4 * 200 * model.kv_shape.token_bytes
-    small = EngineConfig(prefill_chunk=48, kv_bytes=room)
+    small = EngineConfig(step_tokens=48, kv_bytes=room)
     plan = ProfilePlan(policies=("full",), lengths=PLAN.lengths, batches=(1, 8), repeats=1)
     measured = Profiler(plan, model, small).run(lambda what: None)
     assert {m.tokens for m in measured if m.phase == "decode" and m.context > 8 * 150} == set()
@@ -76,7 +76,7 @@ def test_what_does_not_fit_in_memory_is_left_out(model):
 
 def test_chunks_are_no_longer_than_the_longest_prompt(model):
     plan = ProfilePlan(policies=("full",), lengths=PLAN.lengths, batches=(1,), repeats=1)
-    measured = Profiler(plan, model, EngineConfig(prefill_chunk=512)).run(lambda what: None)
+    measured = Profiler(plan, model, EngineConfig(step_tokens=512)).run(lambda what: None)
     assert {m.tokens for m in measured if m.phase == "prefill"} == {25, 50, 100, 200}
 
 

@@ -61,3 +61,18 @@ def test_tenants_that_come_and_go_leave_nothing_behind():
         queue.push(number, f"tenant {number}", 5)
         queue.pop()
     assert not queue._finish
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORK), min_size=1), st.data())
+def test_who_passes_others_is_charged_and_changes_nothing_for_them(requests, data):
+    queue: FairQueue[int] = FairQueue()
+    for number, (tenant, work) in enumerate(requests):
+        queue.push(number, tenant, work)
+    order = list(queue)
+    taken = data.draw(st.sampled_from(order))
+    queue.take(taken)
+    order.remove(taken)
+    assert list(queue) == order
+    queue.push(-1, requests[taken][0], 1)  # comes after all that its tenant was given
+    mine = [number for number in queue if number < 0 or requests[number][0] == requests[taken][0]]
+    assert mine[-1] == -1

@@ -125,7 +125,7 @@ def test_a_host_tier_takes_the_memory_of_a_cpu_but_not_of_a_gpu():
 
 def test_a_kernel_that_holds_all_logits_leaves_less_for_slots():
     estimated = planned(gpu(80 * GB))
-    measured = planned(gpu(80 * GB), attention_token_bytes=5 * attention_bytes(LLAMA_8B, 512))
+    measured = planned(gpu(80 * GB), attention_token_bytes=5 * attention_bytes(LLAMA_8B, 768))
     assert measured.kv.bytes < estimated.kv.bytes
     assert "measured" in next(line.source for line in measured.lines if line.name == "attention")
     assert 0 <= measured.left < 100
@@ -134,7 +134,7 @@ def test_a_kernel_that_holds_all_logits_leaves_less_for_slots():
 def test_the_longest_prompt_that_slots_admit_has_memory_for_its_attention():
     found = planned(gpu(24 * GB))
     assert found.prompt_tokens == found.kv.bytes // LLAMA_8B.shape.token_bytes < 131_072
-    assert bytes_of(found)["attention"] >= found.prompt_tokens * attention_bytes(LLAMA_8B, 512)
+    assert bytes_of(found)["attention"] >= found.prompt_tokens * attention_bytes(LLAMA_8B, 768)
 
 
 sizes = st.builds(
@@ -177,4 +177,4 @@ def test_the_lines_add_up_and_auto_never_exceeds_what_is_given(kind, total, shar
     if kind is gpu:
         assert (found.left >= 0) == (found.needed <= found.most)
     if kv == "auto" and kind is gpu and found.left < 0:  # nothing is left over: slots have the least there can be
-        assert found.kv.bytes == 3 * min(context, 512) * model.shape.token_bytes
+        assert found.kv.bytes == 3 * min(context, 768) * model.shape.token_bytes

@@ -98,7 +98,7 @@ class Driver:
 
     def __init__(self, model: LoadedModel, *, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> None:
         cache = {"block_size": BLOCK, "min_tokens": 1, **settings.pop("prefix_cache", {})}
-        settings = {"prefill_chunk": 16, "kv_bytes": 1 << 26, **settings}
+        settings = {"step_tokens": 16, "kv_bytes": 1 << 26, **settings}
         self.events: list[tuple[list[bytes], list[bytes]]] = []
         self.engine = Engine(
             model,

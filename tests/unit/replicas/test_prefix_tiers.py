@@ -191,7 +191,7 @@ def test_a_request_that_waits_for_files_can_be_cancelled(models, tmp_path):
     driver.engine.store._jobs.threads.submit("read", lambda: gate.wait(PATIENCE))
     driver.submit(make_request(TOKENS, new=3, name="waits"), make_request(TOKENS[9:20], new=20, name="next"))
     driver.engine._inbox.drain()
-    driver.engine._advance_prompt()
+    driver.engine._admit()
     driver.engine.cancel("waits")
     driver.run()
     gate.set()
@@ -251,7 +251,7 @@ def test_identical_prompts_that_come_together_are_computed_once(models):
 
 
 def test_whoever_waits_goes_on_where_a_cancelled_prompt_was_left(models):
-    driver = Driver(models["llama"], prefill_chunk=16)
+    driver = Driver(models["llama"], step_tokens=16)
     alone = Driver(models["llama"]).run(make_request(TOKENS, new=6))
     driver.submit(make_request(TOKENS, new=6, name="first"), make_request(TOKENS, new=6, name="second"))
     driver.engine.step()
@@ -266,11 +266,11 @@ def test_whoever_waits_goes_on_where_a_cancelled_prompt_was_left(models):
 def test_whoever_waits_goes_on_alone_when_the_first_fails(models, monkeypatch):
     driver = Driver(models["llama"])
     alone = Driver(models["llama"]).run(make_request(TOKENS, new=6))
-    original, calls = driver.engine._forward, []
+    original = driver.engine._forward
 
     def failing(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 2:
+        first = next(iter(driver.engine.scheduler.prefilling), None)
+        if first is not None and first.request.id == "first" and first.workspace.computed:
             raise RuntimeError("device out of memory")
         return original(*arguments)
 
@@ -311,7 +311,7 @@ def test_forgetting_what_a_request_reads_does_not_harm_it(models):
     expected = driver.run(of("a", make_request(TOKENS, new=8, name="first")))
     driver.submit(of("a", make_request(TOKENS + TOKENS[:20], new=8, name="reads")))
     driver.engine._inbox.drain()
-    driver.engine._look_up(driver.engine.scheduler.admit(0.0))
+    driver.engine._admit()
     assert driver.engine.store.drop("a") > 0
     driver.run()
     assert driver.started("reads").cached_tokens == 0

@@ -55,7 +55,7 @@ class Pair:
         terms, self.recorded, self.asked = replace(DEFAULT, **ALWAYS | transfer), Recorded(), 0
         settings = [PrefixCacheConfig(**{"block_size": BLOCK, "min_tokens": 1, **cache}) for cache in caches]
         self.engines = [
-            Engine(model, EngineConfig(prefill_chunk=16, kv_bytes=1 << 26), one, clock=lambda: 0.0, name=name)
+            Engine(model, EngineConfig(step_tokens=16, kv_bytes=1 << 26), one, clock=lambda: 0.0, name=name)
             for name, one in zip("ab", settings, strict=True)
         ]
         self.a, self.b = (

@@ -62,7 +62,7 @@ def record(
 def config(*flags: str) -> Config:
     """A small service whose KV takes 2 bytes a token."""
     small = [
-        "engine.prefill_chunk=8",
+        "engine.step_tokens=8",
         "engine.kv_bytes=1GiB",
         "engine.max_slots=4",
         "engine.max_queue=1000000",

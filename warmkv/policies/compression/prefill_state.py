@@ -53,6 +53,8 @@ class PrefillState:
         self.keys, self.values = keys, values
         self.layers, self.kv_heads, self.tokens, self.head_dim = keys.shape
         self.computed = 0  # tokens whose KV is in place
+        self.chunk = range(0)  # positions that are being computed
+        self._summed: set[int] = set()  # layers whose column sums have this chunk: a pass may be repeated
         self.inv_freq = inv_freq
         self._softmaxes: dict[int, Softmax] = {}  # of layers, as the model gives them
         self._windows = windows  # newest tokens that each layer attends to, 0: all; none where all layers do
@@ -159,20 +161,29 @@ class PrefillState:
             assert column_sums is not None
             self.column_sums[..., :tokens] = column_sums
 
+    @property
+    def is_computed(self) -> bool:
+        return self.computed == self.tokens
+
+    @property
+    def ends(self) -> bool:
+        """Return True if the chunk that is being computed is the last."""
+        return self.chunk.stop == self.tokens
+
     def begin_chunk(self, tokens: int) -> None:
-        """Prepare to compute the next `tokens` tokens."""
-        self._chunk = tokens
-        self._masks = {}
+        """Prepare to compute the next `tokens` tokens. If that fails, it may be tried again until `end_chunk`."""
+        self.chunk = range(self.computed, self.computed + tokens)
+        self._masks, self._summed = {}, set()
 
     def end_chunk(self) -> None:
-        self.computed += self._chunk
+        self.computed = self.chunk.stop
         self._masks = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [1, q_heads, n, head_dim] to k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of
         q.
         """
-        start, end = self.computed, self.computed + self._chunk
+        start, end = self.chunk.start, self.chunk.stop
         softmax = self._softmaxes[layer] = replace(softmax, window=self.window(layer))
         self.keys[layer, :, start:end] = key[0]
         self.values[layer, :, start:end] = value[0]
@@ -181,8 +192,9 @@ class PrefillState:
             if end > first:
                 begin = max(start, first)
                 self.queries[layer, :, begin - first : end - first] = query[0, :, begin - start :]
-        if self.column_sums is not None:
+        if self.column_sums is not None and layer not in self._summed:
             add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax)
+            self._summed.add(layer)
         first = max(0, start + 1 - softmax.window) if softmax.window else 0  # what the earliest query still sees
         keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
         if not softmax.is_plain:
@@ -195,16 +207,17 @@ class PrefillState:
     def _mask(self, window: int, first: int) -> Tensor | None:
         """Return the mask of a chunk over the keys from `first` on; None if causal. Made once for all layers."""
         if window not in self._masks:
-            plain = self.computed == 0 and not 0 < window < self._chunk
-            keys = range(first, self.computed + self._chunk)
-            self._masks[window] = None if plain else causal(self.computed, self._chunk, keys, window, self.keys.device)
+            start, count = self.chunk.start, len(self.chunk)
+            plain = start == 0 and not 0 < window < count
+            keys = range(first, self.chunk.stop)
+            self._masks[window] = None if plain else causal(start, count, keys, window, self.keys.device)
         return self._masks[window]
 
 
 def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, softmax: Softmax) -> None:
     """Add to `sums` [kv_heads, T] what keys [kv_heads, end, d] receive from queries [q_heads, n, d] at start..start+n.
 
-    The queries go in pieces, so that no matrix of T x T logits ever exists.
+    The queries go in pieces, so that no matrix of T x T logits ever exists. If it raises, nothing is added.
     """
     kv_heads, end, head_dim = keys.shape
     grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
@@ -212,10 +225,12 @@ def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, sof
     group, count = grouped.shape[1:3]
     piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * end))
     sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
+    received = sums.new_zeros(kv_heads, end)
     for first in range(0, count, piece):
         rows = grouped[:, :, first : first + piece]
         size = rows.shape[2]
         logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, group, size, end), softmax.softcap)
         seen = causal(start + first, size, range(end), softmax.window, keys.device)
         logits.masked_fill_(~seen, float("-inf"))
-        sums[:, :end] += weigh(logits, None if sinks is None else sinks.expand(-1, -1, size)).sum(dim=(1, 2))
+        received += weigh(logits, None if sinks is None else sinks.expand(-1, -1, size)).sum(dim=(1, 2))
+    sums[:, :end] += received

@@ -1,7 +1,8 @@
-"""One model on one device, decoding many requests together.
+"""One model on one device, computing many requests together.
 
-A step computes at most one chunk of one prompt and one token of every sequence that decodes. At the end of a prompt
-its uncompressed blocks go to the block store, and the request's policy selects what its decode slot keeps.
+A step is one pass of the model over a token of every sequence that decodes and chunks of prompts, within the tokens of
+a step. At the end of a prompt its uncompressed blocks go to the block store, and the request's policy selects what its
+decode slot keeps.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ from warmkv.logs import about
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
-from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.device_memory import plan_replica
-from warmkv.replicas.engine.decoding import decode, empty_cache
 from warmkv.replicas.engine.faults import (
     FailureCounts,
     FailureKind,
-    NotFiniteError,
     describe,
     is_out_of_memory,
     is_sticky,
@@ -42,7 +40,9 @@ from warmkv.replicas.engine.faults import (
 )
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
+from warmkv.replicas.engine.passes import Pass, empty_cache, run
 from warmkv.replicas.engine.probe import works
+from warmkv.replicas.engine.prompts import Prompts
 from warmkv.replicas.engine.sampling import NO_TOKEN, sample
 from warmkv.replicas.engine.scheduler import Emit, EngineEvent, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
@@ -56,7 +56,6 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Engine:
         memory: MemoryPlan | None = None,
         publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
     ) -> None:
-        self.model, self.config, self.name, self._clock, self._classes = model, engine, name, clock, classes
+        self.model, self.config, self.name, self._clock = model, engine, name, clock
         if engine.max_context is not None and engine.max_context > model.max_context:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
         self.max_context = engine.max_context or model.max_context
@@ -91,8 +90,16 @@ class Engine:
         )
         self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
         self.scheduler = Scheduler(
-            engine, model.kv_shape, self.max_context, model.vocabulary, self.pool, self.memory.kv
+            engine,
+            model.kv_shape,
+            self.max_context,
+            model.vocabulary,
+            self.pool,
+            self.store,
+            self.memory.kv,
+            engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
         )
+        self._prompts = Prompts(model, self.store, self.pool, classes)
         self._weight_bytes = model.weight_bytes()
         self._forward = ModelRunner(model)
         self._step_forward: ModelRunner | CompiledForward = self._forward
@@ -137,7 +144,7 @@ class Engine:
 
         def stop() -> None:
             if sequence := self.scheduler.find(request_id):
-                self._keep_computed(sequence)
+                self._prompts.keep_computed(sequence)
                 self._finish(sequence, "cancelled")
 
         self.call(stop)
@@ -257,155 +264,52 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
+        failures = sum(self.faults.counts.values())
         try:
             self._inbox.drain()
             self.store.settle()
             self.store.expire()
-            busy = self._advance_prompt()
-            self.flush()  # a first token waits for no step of the others
-            if self.scheduler.decoding:
-                self._decode()
-                busy = True
-            return busy
+            self._admit()
+            prompts = self._begin_chunks()
+            if prompts or self.scheduler.decoding:
+                self._compute(prompts)
+            elif self.scheduler.prefilling:  # files are being read
+                self._inbox.wait(IDLE_SECONDS)
+            else:
+                return sum(self.faults.counts.values()) > failures
+            return True
         finally:
             self.flush()
             self._publish_stats()
 
-    def _advance_prompt(self) -> bool:
-        """Compute a chunk of one prompt; if it fails, only that request ends."""
-        try:
-            if sequence := self.scheduler.admit(self._clock()):
-                self._look_up(sequence)
-            if sequence := self.scheduler.prefilling:
-                if sequence.prefill is None:
-                    assert sequence.match is not None
-                    if not self.store.ready(sequence.match):  # files are being read; the others decode meanwhile
-                        if not self.scheduler.decoding:
-                            self._inbox.wait(IDLE_SECONDS)
-                        return True
-                    self._begin(sequence)
-                self._prefill_chunk(sequence)
-                return True
-            return False
-        except Exception as error:
-            computed = self.scheduler.prefilling or next(iter(self.scheduler.waiting), None)
-            if computed is None or is_sticky(error):
-                raise
-            with about(computed.request.context):
-                log.exception("prefill failed")
-            failure = let_go(error)
-        self._end_failed([(computed, failure)], works=False)
-        return True
+    def _admit(self) -> None:
+        """Admit whoever gets tokens of this step, and look up what is warm of their prompts."""
+        admitted: Sequence | None = None
+        while True:
+            try:
+                admitted = None
+                admitted = self.scheduler.admit(self._clock())
+                if admitted is None:
+                    return
+                self._prompts.look_up(admitted, self._clock())
+            except Exception as error:
+                self._end_prompt(admitted or self.scheduler.admitting, error)
 
-    def _look_up(self, sequence: Sequence) -> None:
-        """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
-        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
-        sequence.admitted = self._clock()
-        most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
-        sums = budgets.needs_column_sums(spec, tokens)
-        sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
+    def _begin_chunks(self) -> list[Sequence]:
+        """Begin the chunks of this step; returns the prompts that have one."""
+        begun = []
+        for sequence, tokens in self.scheduler.chunks():
+            try:
+                self._prompts.begin_chunk(sequence, tokens)
+                begun.append(sequence)
+            except Exception as error:
+                self._end_prompt(sequence, error)
+        return begun
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Set up a prompt's workspace and attach what is warm of it."""
-        assert sequence.match is not None
-        prompt = self.model.prefill_state(sequence.request.token_ids, [sequence.policy.spec], self._classes)
-        sequence.prefill = prompt
-        sequence.reused, sums = self.store.attach(sequence.match, prompt.keys, prompt.values)
-        prompt.reuse(sequence.reused, sums)
-
-    def _keep_computed(self, sequence: Sequence) -> None:
-        """Store the full blocks of an abandoned prompt, for requests that wait for the same prefix."""
-        prefill, request = sequence.prefill, sequence.request
-        if prefill is None or sequence is not self.scheduler.prefilling:
-            return
-        hashes = request.hashes[: prefill.computed // self.store.block_size]
-        try:
-            self.store.store(
-                hashes,
-                (),
-                prefill.keys,
-                prefill.values,
-                tenant=request.tenant,
-                begun=sequence.arrived,
-                lifetimes=request.lifetimes,
-            )
-        except Exception:  # memory, say: the others must not suffer from it
-            log.exception("the blocks of %s could not be kept", request.id)
-
-    def _prefill_chunk(self, sequence: Sequence) -> None:
-        prefill = sequence.prefill
-        assert prefill is not None
-        start = prefill.computed
-        end = min(start + self.config.prefill_chunk, prefill.tokens)
-        summed = self._summed_positions(sequence)
-        if between := [position for position in summed if start < position < end]:
-            end = between[0]
-        prefill.begin_chunk(end - start)
-        ids = torch.tensor([sequence.request.token_ids[start:end]], device=self.model.device)
-        logits = self._forward(ids, torch.arange(start, end, device=self.model.device)[None], prefill)
-        prefill.end_chunk()
-        if end in summed:
-            assert prefill.column_sums is not None
-            sequence.column_sums[end] = prefill.column_sums[..., :end].clone()
-        if end == prefill.tokens:
-            self._hand_off(sequence, logits)
-
-    def _summed_positions(self, sequence: Sequence) -> list[int]:
-        """Where a later prompt can go on with this one's column sums."""
-        prompt = sequence.prefill
-        if prompt is None or prompt.column_sums is None or not self.store.enabled:
-            return []
-        return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
-
-    def _hand_off(self, sequence: Sequence, logits: Tensor) -> None:
-        """From prefill to decode: keep the prefix for others whole, compress this request's own copy, draw a token."""
-        prefill, match, request = sequence.prefill, sequence.match, sequence.request
-        assert prefill is not None
-        assert match is not None
-        (token,) = self._draw([sequence], logits)
-        if token == NO_TOKEN and request.sampling.max_tokens:
-            raise NotFiniteError  # and nobody else is to read that prefix
-        written = self.store.store(
-            request.hashes,
-            request.marks,
-            prefill.keys,
-            prefill.values,
-            column_sums=sequence.column_sums,
-            tenant=request.tenant,
-            warm=match,
-            begun=sequence.arrived,
-            lifetimes=request.lifetimes,
-        )
-        sequence.column_sums = {}
-        self._release_match(sequence)
-        kept = budgets.kept_tokens(sequence.policy.spec, prefill.tokens)
-        if sequence.slot is not None:
-            selections = sequence.policy.select(prefill)
-            kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prefill.layers / prefill.kv_heads)
-            self.pool.fill(sequence.slot, prefill, selections)
-        if sequence.slot is not None:
-            self.scheduler.decoding[sequence.slot] = sequence
-        self.scheduler.prefilling = sequence.prefill = None
-        started = Started(
-            replica=self.name,
-            hit=match.hit,
-            written=written,
-            cached_tokens=sequence.reused,
-            tiers=match.tiers,
-            kept_tokens=kept,
-            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
-            queue_seconds=sequence.admitted - sequence.arrived,
-            prefill_seconds=self._clock() - sequence.admitted,
-        )
-        self._tell(sequence, started)
-        if request.sampling.max_tokens == 0:
-            self._finish(sequence, "length")
-        else:
-            self._deliver(sequence, token)
-
-    def _decode(self) -> None:
-        """Decode one token of every running sequence. If the step fails, only the sequences that it fails with end."""
-        outcome = decode(
+    def _compute(self, prompts: list[Sequence]) -> None:
+        """Compute the chunks of prompts and a token of every running sequence; whoever that fails with ends alone."""
+        outcome = run(
+            prompts,
             self.scheduler.decoding,
             self.pool,
             self._next_tokens,
@@ -414,18 +318,66 @@ class Engine:
             leave=self._end_here,
             retrying=self._turn,
         )
-        if outcome.tokens:
+        computed = [(sequence, token) for sequence, token in outcome.tokens if sequence.prefill is not None]
+        works = len(outcome.tokens) > len(computed)  # a decode step: that prompts are computed tells less than a probe
+        if works:
             self.faults.succeeded()
         for sequence, token in outcome.tokens:
-            self._deliver(sequence, token)
+            if sequence.prefill is None:
+                self._deliver(sequence, token)
+        if any(sequence.workspace.is_computed for sequence, _ in computed):
+            self.flush()  # tokens wait for no hand-off of others
+        for sequence, token in computed:
+            try:
+                self._prompts.keep_sums(sequence)
+                if sequence.workspace.is_computed:
+                    self._hand_off(sequence, token)
+            except Exception as error:
+                self._end_prompt(sequence, error)
         if outcome.failed or outcome.left:
-            self._end_failed(outcome.failed, works=bool(outcome.tokens))
+            self._end_failed(outcome.failed, works=works)
 
-    def _next_tokens(self, state: DecodeState, sequences: list[Sequence]) -> list[int]:
+    def _next_tokens(self, batch: Pass) -> list[int]:
+        """Run the model once; returns the next token of each prompt and sequence, NO_TOKEN of prompts that go on."""
         device = self.model.device
-        ids = torch.tensor([[sequence.last_token] for sequence in sequences], device=device)
-        positions = torch.tensor(state.positions, device=device)[:, None]
-        return self._draw(sequences, self._step_forward(ids, positions, state))
+        if not batch.prompts:
+            assert batch.state is not None
+            ids = torch.tensor([[sequence.last_token] for sequence in batch.decoding], device=device)
+            positions = torch.tensor(batch.state.positions, device=device)[:, None]
+            return self._draw(list(batch.decoding), self._step_forward(ids, positions, batch.state))
+        drawing = [*batch.ending, *batch.decoding]
+        ids, positions = batch.ids(device), batch.positions(device)
+        if len(batch.prompts) == 1 and not batch.decoding:
+            logits = self._forward(ids, positions, batch.prompts[0].workspace)
+        else:
+            logits = self._forward(ids, positions, batch, batch.drawn(device))
+        tokens = iter(self._draw(drawing, logits) if drawing else ())
+        drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
+        for sequence in batch.prompts:
+            sequence.workspace.end_chunk()
+        return [*drawn, *tokens]
+
+    def _hand_off(self, sequence: Sequence, token: int) -> None:
+        """From prefill to decode: store the prompt, fill the slot, report the first token."""
+        done = self._prompts.hand_off(sequence, self.scheduler.room)
+        self.scheduler.begin_decoding(sequence)
+        match = done.match
+        started = Started(
+            replica=self.name,
+            hit=match.hit,
+            written=done.written,
+            cached_tokens=sequence.reused,
+            tiers=match.tiers,
+            kept_tokens=done.kept_tokens,
+            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
+            queue_seconds=sequence.admitted - sequence.arrived,
+            prefill_seconds=self._clock() - sequence.admitted,
+        )
+        self._tell(sequence, started)
+        if sequence.request.sampling.max_tokens == 0:
+            self._finish(sequence, "length")
+        else:
+            self._deliver(sequence, token)
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
@@ -470,6 +422,14 @@ class Engine:
         self.faults.failed(kind, hash(sequence.request.token_ids))
         self._end(sequence, Failed(describe(error)))
 
+    def _end_prompt(self, sequence: Sequence | None, error: Exception) -> None:
+        """End a request that failed before or after a pass. Raises errors that are nobody's, or of a device lost."""
+        if sequence is None or is_sticky(error):
+            raise error
+        with about(sequence.request.context):
+            log.error("prefill failed", exc_info=error)
+        self._end_failed([(sequence, let_go(error))], works=False)
+
     def _end_failed(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
         """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
         try:
@@ -492,9 +452,7 @@ class Engine:
                 self._end_here(sequence, error)
 
     def _works(self) -> bool:
-        prefilling = self.scheduler.prefilling
-        room = self.memory.kv.bytes - (self.scheduler.workspace_bytes(prefilling) if prefilling else 0)
-        return works(self.model, self.pool, self._forward, self._step_forward, room)
+        return works(self.model, self.pool, self._forward, self._step_forward, self.scheduler.room)
 
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
         """Free what a sequence holds and tell its listener, even if the device cannot free anything any more."""
@@ -514,14 +472,9 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> None:
         """Free everything that a sequence holds."""
-        self._release_match(sequence)
+        self._prompts.release(sequence)
         sequence.prefill = None
         self.scheduler.remove(sequence)
-
-    def _release_match(self, sequence: Sequence) -> None:
-        match, sequence.match = sequence.match, None
-        if match is not None:
-            self.store.release(match)
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Running the model: eagerly, or for decode steps as compiled code that batches of every size share."""
+"""Running the model: eagerly, or for steps that only decode as compiled code that batches of every size share."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from warmkv.replicas.loading.packed_weights import packed_bytes
 
 
 class ModelRunner:
-    """The model as it is, for chunks of prompts and for decode steps."""
+    """The model as it is, for prompts and for sequences that decode."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._module = model.module
         # States know what is seen. Without a ready mask transformers looks for packed sequences, which a GPU waits for.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
 
-    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
-        """Logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n]."""
+    def __call__(self, ids: Tensor, positions: Tensor, state: StepState, places: Tensor | None = None) -> Tensor:
+        """Logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
+
+        With `places` [k], those of these places of a single row: [k, vocabulary].
+        """
         output = self._module(
             input_ids=ids,
             position_ids=positions,
             attention_mask=self._mask,
             use_cache=False,
-            logits_to_keep=1,
+            logits_to_keep=1 if places is None else places,
             warmkv=state,
         )
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1] if places is None else output.logits[0]
         return logits
 
 

@@ -28,12 +28,13 @@ def isolate(
     compute: Callable[[Sequence[Item]], Sequence[Result]],
     relieve: Callable[[], None],
     shed: Callable[[Sequence[Item], Exception], Item],
+    parts: Callable[[Sequence[Item]], Sequence[Sequence[Item]]] = lambda items: [items],
 ) -> Isolated[Item, Result]:
-    """Compute a batch, and if that fails its halves, down to the items that fail alone.
+    """Compute a batch, and if that fails its `parts`, then their halves, down to the items that fail alone.
 
     `compute` may be called again with a part of a batch that failed, never with one that succeeded; every item in
-    `failed` failed at least twice. Where memory runs out, it is tried again after `relieve`, then `shed` ends an item
-    of the batch and returns it, and the rest is computed.
+    `failed` failed at least twice. Where memory runs out, it is tried again after `relieve`; of a batch without parts
+    `shed` then ends an item and returns it, and the rest is computed.
     Raises DeviceLostError at once for an error after which nothing works any more.
     """
     outcome: Isolated[Item, Result] = Isolated()
@@ -50,17 +51,19 @@ def isolate(
         if not again:
             log.error("a step of %d requests failed", len(items), exc_info=failure)
         let_go(failure)
-        if is_out_of_memory(failure):
+        out_of_memory = is_out_of_memory(failure)
+        if out_of_memory:
             relieve()
-            if not again:
-                pending.append((items, True))
-            elif rest := _without(items, shed(items, failure)):
+        if not again and (out_of_memory or len(items) == 1):
+            pending.append((items, True))
+        elif len(apart := parts(items)) > 1:
+            pending += [(list(part), True) for part in reversed(apart)]
+        elif out_of_memory:
+            if rest := _without(items, shed(items, failure)):
                 pending.append((rest, True))
         elif len(items) > 1:
             middle = len(items) // 2
             pending += [(items[middle:], True), (items[:middle], True)]
-        elif not again:
-            pending.append((items, True))
         else:
             outcome.failed.append((items[0], failure))
     return outcome

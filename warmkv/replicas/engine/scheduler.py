@@ -1,20 +1,23 @@
-"""Who is computed when: fair among tenants, admitted when slot and workspace fit, one prompt at a time."""
+"""Who is computed when: fair among tenants, admitted when slot and workspace fit, within the tokens of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 import numpy as np
 from torch import Tensor
 
 from warmkv.config import EngineConfig
+from warmkv.policies import batching
 from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
-from warmkv.replicas.block_store import WarmPrefix
+from warmkv.replicas.block_store import BlockStore, WarmPrefix
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.protocol import (
     Failed,
@@ -42,6 +45,9 @@ class Sequence:
     slot: Slot | None = None
     swapped: SwappedSlot | None = None  # its slot while another tenant's request has the room
     queued: float = 0.0  # when it began to wait
+    passed: int = 0  # how often another was admitted before it
+    slot_bytes: int = 0  # of its slot, and
+    workspace_bytes: int = 0  # of its workspace while its prompt is computed
     match: WarmPrefix | None = None
     reused: int = 0  # prompt tokens whose KV was attached
     prefill: PrefillState | None = None
@@ -54,6 +60,19 @@ class Sequence:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def workspace(self) -> PrefillState:
+        """Return the state of the prompt while it is computed."""
+        assert self.prefill is not None
+        return self.prefill
+
+    @property
+    def lacking_tokens(self) -> int:
+        """Return the prompt tokens that are still to be computed once it is admitted."""
+        if self.prefill is not None:
+            return self.prompt_tokens - self.prefill.computed
+        return self.prompt_tokens - (self.match.reused if self.match is not None else 0)
 
     @property
     def uniform(self) -> float:
@@ -71,17 +90,20 @@ class Sequence:
 
 @dataclass(slots=True)
 class Scheduler:
-    """The queue, the prompt being computed and the sequences that decode, within the byte limit of the engine."""
+    """The queue, the prompts being computed and the sequences that decode, within the byte limit of the engine."""
 
     config: EngineConfig
     shape: KVShape
     max_context: int
     vocabulary: int
     pool: SlotPool
-    kv: Limit  # of slots and workspace
+    store: BlockStore
+    kv: Limit  # of slots and workspaces
+    step_tokens: int
     waiting: FairQueue[Sequence] = field(default_factory=FairQueue)
-    prefilling: Sequence | None = None
+    prefilling: dict[Sequence, None] = field(default_factory=dict)  # in the order of admission
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
+    admitting: Sequence | None = None  # whose memory is being claimed: what goes wrong meanwhile is its failure
     preempted: int = 0  # requests set aside so far
     completions: Completions = field(default_factory=Completions)
 
@@ -101,14 +123,17 @@ class Scheduler:
             raise UnservableRequestError(
                 f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
-        needed = self.workspace_bytes(sequence)
+        sequence.workspace_bytes = workspace_bytes(
+            sequence.policy.spec, self.shape, tokens, len(sequence.request.marks)
+        )
         if slot_request is not None:
-            needed += slot_bytes(slot_request.spec, self.shape, tokens, slot_request.new_tokens)
+            sequence.slot_bytes = slot_bytes(slot_request.spec, self.shape, tokens, slot_request.new_tokens)
+        needed = sequence.slot_bytes + sequence.workspace_bytes
         if needed > self.kv.bytes:
             raise UnservableRequestError(f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.kv}")
         if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
             return
-        free = self.config.max_slots - len(self.decoding) - (self.prefilling is not None)
+        free = self.config.max_slots - len(self.decoding) - len(self.prefilling)
         if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
             seconds = self.completions.seconds(waiting - self.config.max_queue + 1, sequence.arrived)
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
@@ -120,40 +145,97 @@ class Scheduler:
         request, sequence.queued = sequence.request, now
         self.waiting.push(sequence, request.tenant, sequence.prompt_tokens + request.sampling.max_tokens)
 
-    def workspace_bytes(self, sequence: Sequence) -> int:
-        return workspace_bytes(sequence.policy.spec, self.shape, sequence.prompt_tokens, len(sequence.request.marks))
+    @property
+    def room(self) -> int:
+        """Return the bytes that slots may take beside the workspaces of prompts."""
+        return self.kv.bytes - self.workspace_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(sequence.workspace_bytes for sequence in self.prefilling)
+
+    @property
+    def budget(self) -> int:
+        """Return the tokens that a step has for prompts."""
+        return max(1, self.step_tokens - len(self.decoding))
+
+    def chunks(self) -> list[tuple[Sequence, int]]:
+        """Return the prompts that get tokens of the next step, and how many."""
+        ready = self._ready()
+        shares = batching.split(self.budget, [sequence.lacking_tokens for sequence in ready])
+        return [(sequence, tokens) for sequence, tokens in zip(ready, shares, strict=True) if tokens]
+
+    def _ready(self) -> list[Sequence]:
+        """Return the prompts that can be computed: those whose files have been read."""
+        return [
+            sequence
+            for sequence in self.prefilling
+            if sequence.prefill is not None or (sequence.match is not None and self.store.ready(sequence.match))
+        ]
 
     def admit(self, now: float) -> Sequence | None:
-        """Admit the next request and claim its slot; None if none waits or it does not fit yet.
+        """Admit the next request that gets tokens of the next step, and claim its slot; None if there is none.
 
-        What was set aside and fits again decodes at once.
+        What was set aside and fits again decodes at once. If it raises, the failure is that of `admitting`.
         """
-        while not self.prefilling and self.waiting:
-            sequence = self.waiting.peek()
-            if not self._fits(sequence) and not (self._preempt(sequence, now) and self._fits(sequence)):
+        while self.waiting:
+            if self._is_full and self.config.preempt_seconds is None:
                 return None
-            self.waiting.pop()
+            below = batching.admits_below(self.budget, [sequence.lacking_tokens for sequence in self._ready()])
+            free = self.room - sum(slot.resident_bytes for slot in self.pool.slots.values())
+            fits = partial(self._fits, now=now, below=below, free=free)
+            queue = list(islice(self.waiting, batching.PASSES))  # which setting one aside changes
+            sequence = batching.next_prompt(queue, fits, partial(self._waits_for_prefix, free=free))
+            if sequence is None:
+                return None
+            self.waiting.take(sequence)
             if sequence.slot is None or sequence.swapped is None:
                 return sequence
             sequence.swapped = None
             self.decoding[sequence.slot] = sequence
         return None
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Return True if a request has its slot now, and is the one to compute."""
-        if len(self.decoding) >= self.config.max_slots:
+    @property
+    def _is_full(self) -> bool:
+        return len(self.decoding) + len(self.prefilling) >= self.config.max_slots
+
+    def _waits_for_prefix(self, sequence: Sequence, free: int) -> bool:
+        """Return True if a request would fit, but a prompt in progress computes what its own prompt lacks."""
+        needed = sequence.slot_bytes + sequence.workspace_bytes
+        if not self.prefilling or not self.store.enabled or sequence.swapped or needed > free:
+            return False
+        hashes = sequence.request.hashes
+        computing = [other.request.hashes for other in self.prefilling]
+        return batching.shares_prefix(hashes, self.store.leading(hashes)[1], computing)
+
+    def _fits(self, sequence: Sequence, now: float, below: float, free: int) -> bool:
+        """Return True if a request has tokens, its slot and its workspace now.
+
+        Prompts `below` a length get tokens of the next step; `free` bytes are left if idle rows are given back.
+        """
+        if not sequence.swapped and sequence.prompt_tokens >= below:
+            resident = self.store.leading(sequence.request.hashes)[1] * self.store.block_size
+            if max(1, sequence.prompt_tokens - resident) >= below:
+                return False
+        self.admitting = sequence
+        roomy = sequence.swapped is not None or sequence.slot_bytes + sequence.workspace_bytes <= free
+        fits = (roomy and self._claim(sequence)) or (self._preempt(sequence, now) and self._claim(sequence))
+        self.admitting = None
+        return fits
+
+    def _claim(self, sequence: Sequence) -> bool:
+        """Return True if a request has its slot and its workspace now."""
+        if self._is_full:
             return False
         if sequence.swapped:
-            sequence.slot = self.pool.resume(sequence.swapped, self.kv.bytes)
+            sequence.slot = self.pool.resume(sequence.swapped, self.room)
             return sequence.slot is not None
-        # Already the prefilling one when memory is asked for: whatever goes wrong goes wrong with this request alone.
-        self.prefilling = sequence
-        room = self.kv.bytes - self.workspace_bytes(sequence)
+        room = self.room - sequence.workspace_bytes
         if slot_request := sequence.slot_request:
             sequence.slot = self.pool.claim(slot_request, room)
         if sequence.slot or (slot_request is None and self.pool.fit(room)):
+            self.prefilling[sequence] = None
             return True
-        self.prefilling = None
         return False
 
     def _preempt(self, sequence: Sequence, now: float) -> bool:
@@ -168,7 +250,7 @@ class Scheduler:
         held: dict[str, int] = {}
         for slot, other in self.decoding.items():
             held[other.request.tenant] = held.get(other.request.tenant, 0) + slot.resident_bytes
-        needed = self._slot_bytes(sequence)
+        needed = sequence.swapped.slot_bytes if sequence.swapped else sequence.slot_bytes
         greedy = max(held, key=lambda name: held[name])
         room = self.config.parked_bytes - sum(s.swapped.host_bytes for s in self.waiting if s.swapped)
         for slot, victim in reversed(self.decoding.items()):
@@ -183,26 +265,21 @@ class Scheduler:
                 return True
         return False
 
-    def _slot_bytes(self, sequence: Sequence) -> int:
-        if sequence.swapped:
-            return sequence.swapped.slot_bytes
-        slot_request = sequence.slot_request
-        return (
-            slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
-            if slot_request
-            else 0
-        )
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """Let a sequence whose prompt is computed decode in its slot, if it has one."""
+        del self.prefilling[sequence]
+        if sequence.slot is not None:
+            self.decoding[sequence.slot] = sequence
 
     def everyone(self) -> list[Sequence]:
-        return [*self.waiting, *([self.prefilling] if self.prefilling else []), *self.decoding.values()]
+        return [*self.waiting, *self.prefilling, *self.decoding.values()]
 
     def find(self, request_id: str) -> Sequence | None:
         return next((sequence for sequence in self.everyone() if sequence.request.id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its slot."""
-        if sequence is self.prefilling:
-            self.prefilling = None
+        self.prefilling.pop(sequence, None)
         self.waiting.remove(sequence)
         sequence.swapped = None
         if sequence.slot is not None:

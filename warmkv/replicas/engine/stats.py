@@ -36,7 +36,6 @@ def snapshot(
     scheduler: Scheduler, pool: SlotPool, store: BlockStore, failures: Mapping[FailureKind, int], weight_bytes: int
 ) -> EngineStats:
     """Collect the numbers. For the engine's thread, which changes their sources."""
-    prefilling = scheduler.prefilling
     return EngineStats(
         waiting=len(scheduler.waiting),
         decoding=len(scheduler.decoding),
@@ -44,7 +43,7 @@ def snapshot(
         slots=len(pool.slots),
         weight_bytes=weight_bytes,
         slot_bytes=pool.allocated_bytes,
-        workspace_bytes=scheduler.workspace_bytes(prefilling) if prefilling else 0,
+        workspace_bytes=scheduler.workspace_bytes,
         store_bytes=store.resident_bytes,
         store_blocks=len(store),
         pinned_bytes=store.pinned_bytes,

@@ -69,9 +69,9 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
     )
     while prompt + new > engine.max_context:
         prompt, new = max(1, prompt - NEW), min(new, engine.max_context // 2)
-    config, got = engine.config, list[Tensor]()
+    scheduler, got = engine.scheduler, list[Tensor]()
     engine.watch_logits = lambda logits: got.append(logits[0].float())
-    engine.config = config.model_copy(update={"prefill_chunk": min(CHUNK, config.prefill_chunk)})
+    tokens, scheduler.step_tokens = scheduler.step_tokens, min(CHUNK, scheduler.step_tokens)
     generator = torch.Generator().manual_seed(0)
     try:
         while True:
@@ -88,7 +88,7 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
                     raise
                 prompt = prompt // 2
     finally:
-        engine.watch_logits, engine.config = None, config
+        engine.watch_logits, scheduler.step_tokens = None, tokens
 
 
 @torch.inference_mode()

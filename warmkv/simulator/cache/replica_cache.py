@@ -99,7 +99,8 @@ class ReplicaCache:
         steps = self._cache.store_sums(record.hashes, marks, positions, token_bytes, size, now, record.tenant)
         self._note(steps, now)
 
-    def release(self, match: Match) -> None:
+    def release(self, record: RequestRecord, match: Match) -> None:
+        """Let go what a request found."""
         self._cache.release(match)
 
     # --- from and to other replicas

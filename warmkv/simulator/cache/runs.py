@@ -95,12 +95,12 @@ class TierSpace:
     level: TimeWeightedGauge  # told of its bytes
     held: list[int]  # leading blocks of each run
     order: OrderedDict[int, None] = field(default_factory=OrderedDict)  # runs held, the least recently used first
-    pinned: dict[int, int] = field(default_factory=dict)  # leading blocks of runs that a request found here and reads
+    pinned: dict[int, int] = field(default_factory=dict)  # leading blocks of runs that requests found here and read
     untold: int = 0  # blocks that came, less those that went, since the level was told
 
 
 class RunCache:
-    """The blocks of one replica, with the methods of `ReplicaCache`. One prompt is computed at a time.
+    """The blocks of one replica, with the methods of `ReplicaCache`.
 
     `runs` are those of every request, by its id; `rooms` the blocks that fit into each tier and the bytes of one there.
     Blocks live `ttl` seconds after each use.
@@ -129,21 +129,24 @@ class RunCache:
         self._used = [-math.inf] * len(layout.lengths)  # when each run was used last
         self._uses: deque[tuple[float, Runs]] = deque()  # in order; a run expires a TTL after the last that names it
         self._matches: dict[int, Match] = {}  # by their blocks: there are few, for many requests
-        self._prompt: Runs = ()  # that was looked up last
-        self._reading: Runs = ()  # what was found of it, and does not expire
+        self._readers: dict[str, list[dict[int, int]]] = {}  # what requests found and pinned, tier by tier
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each run at the time it ended."""
         while self.due <= now:
             at, runs = self._uses.popleft()
             for run in reversed(runs):
-                if self._used[run] == at and run not in self._reading:
+                if self._used[run] == at and not self._is_read(run):
                     for place in self._places:
                         if gone := place.held[run]:
                             self._removals.expired += gone
                             self._shorten(place, run, gone)
             self._tell(self.due)
             self.due = self._uses[0][0] + self._ttl if self._uses else math.inf
+
+    def _is_read(self, run: int) -> bool:
+        """Return True if a request reads a run, which then does not expire."""
+        return any(run in pinned for tiers in self._readers.values() for pinned in tiers)
 
     def depths(self, runs: Runs) -> Depths:
         """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
@@ -169,30 +172,34 @@ class RunCache:
 
     def match(self, record: RequestRecord, now: float) -> Match:
         """Look up the longest resident prefix of a prompt; refresh it and pin it until `release`."""
-        runs = self._prompt = self._runs[record.id]
+        runs = self._runs[record.id]
         blocks = self._leading(self._places[0], runs)
         for place in self._places[1:]:
             blocks = max(blocks, self._leading(place, runs))
         if not blocks:
             return NOTHING
-        self._reading = reading = self._use(runs, now)
+        reading = self._use(runs, now)
+        pinned_by_tier = self._readers[record.id] = []
         for place in self._places:
-            held = place.held
+            held, pinned = place.held, dict[int, int]()
             for run in reversed(reading):
                 if held[run]:
                     place.order.move_to_end(run)
-                    place.pinned[run] = held[run]
+                    pinned[run] = held[run]
+                    if held[run] > place.pinned.get(run, 0):
+                        place.pinned[run] = held[run]
+            pinned_by_tier.append(pinned)
         found = self._matches.get(blocks)
         if found is None:
             found = self._matches[blocks] = Match(blocks=blocks, tokens=blocks * record.block_size)
         return found
 
     def store(self, record: RequestRecord, marks: Sequence[Mark], now: float, match: Match | None, begun: float) -> int:
-        """Keep the blocks of the prompt that `match` looked up last, as many from its beginning as fit; without marks.
+        """Keep the blocks of a prompt, as many from its beginning as fit; without marks.
 
         What was found further down moves up to the first tier. What does not fit there is kept in the next.
         """
-        runs, lengths = self._prompt, self._lengths
+        runs, lengths = self._runs[record.id], self._lengths
         if not runs:
             return 0
         tiers = len(self._places)
@@ -205,11 +212,18 @@ class RunCache:
         self._tell(now)
         return 0
 
-    def release(self, match: Match) -> None:
-        if self._reading:
-            self._reading = ()
-            for place in self._places:
-                place.pinned.clear()
+    def release(self, record: RequestRecord, match: Match) -> None:
+        """Let go what a request found."""
+        released = self._readers.pop(record.id, None)
+        if released is None:
+            return
+        for tier, (place, gone) in enumerate(zip(self._places, released, strict=True)):
+            for run in gone:
+                left = max((pinned[tier].get(run, 0) for pinned in self._readers.values()), default=0)
+                if left:
+                    place.pinned[run] = left
+                else:
+                    del place.pinned[run]
 
     def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
         """None are kept: no request needs them."""

@@ -64,11 +64,11 @@ def simulate(
     every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
     prompts' blocks as runs, where whoever calls keeps them.
 
-    With `simulator.batching: mixed` prompts are computed together, which only a cache that follows every block can do.
+    With `simulator.batching: mixed` requests are preempted, which only a cache that follows every block can do.
     Raises BatchingError if a request could not be batched so.
     """
     config = resolved(config)
-    mixed = None if config.simulator.batching == "prefill_first" else mixed_limits(jobs, config, token_bytes)
+    mixed = mixed_limits(jobs, config, token_bytes) if config.simulator.batching == "mixed" else None
     by_runs = by_runs and mixed is None
     stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run()
@@ -77,18 +77,13 @@ def simulate(
 def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limits:
     """Return the limits of replicas that batch as vLLM does. Raises BatchingError for what vLLM does not do."""
     engine = config.engine
-    if engine.prefill_chunk < engine.max_slots:
-        raise BatchingError(
-            f"simulator.batching=mixed: engine.prefill_chunk ({engine.prefill_chunk}) is max_num_batched_tokens, and "
-            f"must be at least engine.max_slots ({engine.max_slots}), which is max_num_seqs"
-        )
     for job in jobs:
         if job.kind != WHOLE_CACHE:
             raise BatchingError(
                 f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
                 f"{job.kind.label}; choose the policy full"
             )
-    return Limits(engine.max_slots, engine.prefill_chunk, engine.kv_limit // token_bytes)
+    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), engine.kv_limit // token_bytes)
 
 
 class Cluster:
@@ -212,8 +207,9 @@ class Cluster:
         engine, times, fast = self._config.engine, self._times, self._fast_forward
         reading = self._stores.tier_seconds
         return SimulatedReplica(
-            self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed
-        )
+            self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed,
+            self._config.prefix_cache.enabled,
+        )  # fmt: skip
 
     def _ready(self) -> None:
         waiting, self._unplaced = self._unplaced, deque()

@@ -27,19 +27,21 @@ def gpus_per_replica(config: Config) -> float:
 
 
 def resolved(config: Config) -> Config:
-    """Return the settings with every `auto` size in bytes.
+    """Return the settings with every `auto` size in bytes, and the tokens of a step.
 
     With a whole `simulator.model` they are what `simulator.gpu` has room for, as in the service; where the model does
-    not fit that, and without its weights, the constants above.
+    not fit that, and without its weights, the constants above; then steps are those of a CPU.
     """
     engine, cache = config.engine, config.prefix_cache
-    if "auto" not in (engine.kv_bytes, cache.memory_bytes):
+    if "auto" not in (engine.kv_bytes, cache.memory_bytes, engine.step_tokens):
         return config
+    step_tokens = engine.tokens_per_step(on_gpu=config.simulator.model.is_whole)
     kv, stored = KV_BYTES, STORED_BYTES
     if (model := config.simulator.model).is_whole:
         planned = plan(config, model, config.simulator.gpu)
         if planned.needed <= planned.most:
             kv, stored = planned.kv.bytes, planned.stored.bytes
+    engine = engine.model_copy(update={"step_tokens": step_tokens})
     if engine.kv_bytes == "auto":
         engine = engine.model_copy(update={"kv_bytes": ByteSize(kv)})
     if cache.memory_bytes == "auto":

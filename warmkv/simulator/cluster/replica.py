@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,7 @@ from warmkv.simulator.cluster.clock import Alarm, Clock
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.formation import BatchFormation
 from warmkv.simulator.engine.mixed import FirstCome, Limits, MixedBudget
-from warmkv.simulator.engine.prefill_first import PrefillFirst
+from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes
 
 NEVER = -1.0
@@ -69,9 +69,15 @@ class Job:
     load: Load | None = None  # of the batch, likewise
     found: Match = NO_MATCH
     warm: int = 0  # prompt tokens that need not be computed
+    lead: float = 0.0  # seconds by which its first step is longer
+    passed: int = 0  # how often another was admitted before it
     computed: int = 0  # prompt tokens that are warm or computed so far
     num_output_tokens: int = 0  # as `mixed.MixedRequest` has them
     num_preemptions: int = 0
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        return self.record.hashes
 
     @property
     def decode_steps(self) -> int:
@@ -82,8 +88,8 @@ class Job:
 class SimulatedReplica:
     """A replica in the clock's time. `submit` hands it a job, whose times it sets and whose memory it frees at its end.
 
-    It batches prefill first, as warmkv's engine, or with `mixed` limits as vLLM. `tier_seconds` pass before a prefill
-    for each warm token that is read from host memory, and from disk.
+    It forms batches as warmkv's engine, or with `mixed` limits as vLLM. `tier_seconds` are those of a warm token that
+    is read from host memory, in its first step, and from disk, before it. `stores` tells whether prompts are kept.
     """
 
     def __init__(
@@ -99,8 +105,9 @@ class SimulatedReplica:
         began: Callable[[Job], None] = lambda job: None,
         tier_seconds: tuple[float, float] = (0.0, 0.0),
         mixed: Limits | None = None,
+        stores: bool = True,
     ) -> None:
-        self.name, self.cache = name, cache
+        self.name, self.cache, self.stores = name, cache, stores
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
         self._ended, self._began = ended, began
         self._overhead = times.overhead
@@ -114,9 +121,9 @@ class SimulatedReplica:
         self._engine: BatchFormation[Job]
         if mixed is None:
             self.waiting = FairQueue()
-            self._engine = PrefillFirst(
+            self._engine = ShortestFirst(
                 self, self.waiting, wake, fast_forward,
-                chunk=config.prefill_chunk, max_slots=config.max_slots, room=config.kv_limit,
+                step_tokens=config.tokens_per_step(on_gpu=False), max_slots=config.max_slots, room=config.kv_limit,
             )  # fmt: skip
         else:
             self.waiting = FirstCome()
@@ -142,7 +149,7 @@ class SimulatedReplica:
 
     def submit(self, job: Job, *, expected: bool = False) -> None:
         now = self._clock.now
-        job.replica, job.submitted, job.num_output_tokens = self.name, now, 0
+        job.replica, job.submitted, job.num_output_tokens, job.passed = self.name, now, 0, 0
         if expected:
             self._expected -= 1
         else:
@@ -160,8 +167,16 @@ class SimulatedReplica:
 
     # --- what the engine tells
 
+    def resident(self, job: Job, now: float) -> tuple[int, int]:
+        """Return the leading blocks of a prompt that are stored in any tier, and their tokens."""
+        cache = self.cache
+        if cache.due <= now:
+            cache.expire(now)
+        blocks = cache.leading(job.record, len(job.record.hashes), now)[-1]
+        return blocks, blocks * job.record.block_size
+
     def begin(self, job: Job, now: float) -> float:
-        """Look up the prefix of an admitted request; return the seconds that reading it takes."""
+        """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""
         job.costs, job.load = self._costs.get(job.kind) or self._learn(job.kind)
         cache = self.cache
         if cache.due <= now:
@@ -179,7 +194,8 @@ class SimulatedReplica:
         blocks = cache.leading(job.record, found.blocks, now)
         device, memory, anywhere = (min(count * job.record.block_size, job.warm) for count in blocks)
         host, disk = self._tier_seconds
-        return host * (memory - device) + disk * (anywhere - memory)
+        job.lead = host * (memory - device)
+        return disk * (anywhere - memory)
 
     def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
         """Return the step costs of a kind and its load, shared by all kinds that decode at the same cost."""
@@ -195,7 +211,7 @@ class SimulatedReplica:
         written = cache.store(job.record, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
             cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
-        cache.release(job.found)
+        cache.release(job.record, job.found)
         job.found = NO_MATCH
         if job.first == NEVER:
             job.first, job.written = now + self._overhead, written
@@ -203,7 +219,7 @@ class SimulatedReplica:
             self._began(job)
 
     def preempted(self, job: Job, now: float) -> None:
-        self.cache.release(job.found)
+        self.cache.release(job.record, job.found)
         job.found = NO_MATCH
         self._slots.change(-job.slot_bytes, now)
 

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 from warmkv.simulator.steps.costs import Cost, Line, StepCost
 
 Request = TypeVar("Request")
+Chunk = tuple[Sequence[StepCost], int, int]
+"""Of a prompt in a step: its roofline terms, the tokens that are computed and the context up to their end."""
 UNBOUNDED = sys.maxsize
 
 
@@ -83,18 +85,29 @@ class DecodeBatch(Generic[Request]):
         """Return True if a sequence ends within the next steps."""
         return bool(self._ends) and self._ends[0][0] <= self.steps + steps
 
-    def lines(self) -> list[Line]:
-        """Return the seconds of the next decode step under each roof, and what every further one takes more."""
+    def lines(self, chunks: Sequence[Chunk] = ()) -> list[Line]:
+        """Return the seconds of the next step under each roof, and what every further one takes more.
+
+        Steps decode a token of every sequence, and compute chunks of prompts in the same pass: each further step the
+        next ones, of as many tokens.
+        """
         loads = self._loads
-        if len(loads) == 1 and len(loads[0].roofline_terms) == 1:  # as below, in fewer steps, for what there mostly is
+        if (
+            len(loads) == 1 and len(loads[0].roofline_terms) == 1 and not chunks
+        ):  # as below, in fewer steps, for what there mostly is
             (load,) = loads
             (cost,) = load.roofline_terms
             entry = cost.c + cost.d * load.batch
             first = cost.a + (cost.b * load.batch + entry * (load.context + load.growing))
             return [(first, entry * load.growing)]
         lines: list[Line] = []
-        for roof, _ in enumerate(loads[0].roofline_terms):
+        for roof, _ in enumerate(loads[0].roofline_terms if loads else chunks[0][0]):
             empty = added = growth = 0.0
+            for costs, tokens, context in chunks:
+                cost = costs[roof]
+                empty = max(empty, cost.a)
+                added += cost.load(tokens, context)
+                growth += (cost.c + cost.d * tokens) * tokens
             for load in loads:  # `batch_seconds`, which this is, would take generators for every run
                 cost, batch = load.roofline_terms[roof], load.batch
                 entry = cost.c + cost.d * batch  # seconds for each entry of a slot

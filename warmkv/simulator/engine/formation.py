@@ -24,16 +24,7 @@ class EngineRequest(Protocol):
 
 
 Request = TypeVar("Request", bound=EngineRequest)
-Item = TypeVar("Item", covariant=True)
 Told = TypeVar("Told", bound=EngineRequest, contravariant=True)
-
-
-class Waiting(Protocol[Item]):
-    """A queue of requests, such as `policies.fair_queue.FairQueue`."""
-
-    def __len__(self) -> int: ...
-    def peek(self) -> Item: ...
-    def pop(self) -> Item: ...
 
 
 class Owner(Protocol[Told]):
@@ -59,13 +50,11 @@ class Owner(Protocol[Told]):
 class BatchFormation(ABC, Generic[Request]):
     """Form the batches of one engine. `fast_forward=False` takes every decode step by itself, with equal results."""
 
-    def __init__(
-        self, owner: Owner[Request], waiting: Waiting[Request], wake: Callable[[float], object], fast_forward: bool
-    ) -> None:
-        self._owner, self._waiting, self._wake, self._fast_forward = owner, waiting, wake, fast_forward
+    def __init__(self, owner: Owner[Request], wake: Callable[[float], object], fast_forward: bool) -> None:
+        self._owner, self._wake, self._fast_forward = owner, wake, fast_forward
         self.batch: DecodeBatch[Request] = DecodeBatch()
         self._idle = True
-        self._run_since, self._run_steps = 0.0, 0  # a run of decode steps alone
+        self._run_since, self._run_steps = 0.0, 0  # a run of steps that are alike
         self._run_lines: Sequence[Line] = ()
         life = self._steps()
         next(life)
@@ -91,7 +80,7 @@ class BatchFormation(ABC, Generic[Request]):
 
     @abstractmethod
     def _joins(self, request: Request) -> bool:
-        """Return True if a request that arrives during a run of decode steps may end it."""
+        """Return True if a request that arrives during a run of steps may end it."""
 
     def arrived(self, request: Request, now: float) -> None:
         """Notice a request that has just been put into `waiting`."""
@@ -104,8 +93,10 @@ class BatchFormation(ABC, Generic[Request]):
                 self._run_steps = steps
                 self._wake(max(now, self._run_since + run_seconds(self._run_lines, steps)))
 
-    def _run(self, now: float, steps: int) -> None:
-        """Begin a run of decode steps alone, which `_run_steps` counts: fewer, if a request joins."""
-        lines = self._run_lines = self.batch.lines()
-        self._run_since, self._run_steps = now, steps
-        self._wake(now + run_seconds(lines, steps))
+    def _run(self, now: float, steps: int, lines: Sequence[Line], after: float = 0.0) -> None:
+        """Begin a run of steps of these lines, which `_run_steps` counts: fewer, if a request joins.
+
+        Behind a single step `after` seconds may follow.
+        """
+        self._run_lines, self._run_since, self._run_steps = lines, now, steps
+        self._wake(now + run_seconds(lines, steps) + after)

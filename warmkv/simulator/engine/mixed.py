@@ -84,7 +84,7 @@ class MixedBudget(BatchFormation[Request]):
         limits: Limits,
         costs: PhaseCosts,
     ) -> None:
-        super().__init__(owner, waiting, wake, fast_forward)
+        super().__init__(owner, wake, fast_forward)
         self._queue, self._limits, self._costs = waiting, limits, costs
         cost = costs.decode
         self._linear = cost if costs.prefill == cost and isinstance(cost, StepCost) and not (cost.d or cost.e) else None
@@ -127,7 +127,7 @@ class MixedBudget(BatchFormation[Request]):
             if batch.size and self._fast_forward and self._prefilling is None and not (queue and self._admissible()):
                 steps = batch.unchanged() if blocks is None else blocks.steps_that_fit(batch.unchanged())
                 if steps > 1:
-                    self._run(now, steps)
+                    self._run(now, steps, batch.lines())
                     now = yield
                     self.work, steps, self._run_steps = self.work_ahead, self._run_steps, 0
                     if blocks is not None:

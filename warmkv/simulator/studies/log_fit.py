@@ -75,7 +75,8 @@ def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf
     by_replica: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in records:
         by_replica[record.replica].append(record)
-    parts = [_rows(group, config.engine.prefill_chunk, spec_of) for group in by_replica.values()]
+    chunk = config.engine.tokens_per_step(on_gpu=config.simulator.model.is_whole)
+    parts = [_rows(group, chunk, spec_of) for group in by_replica.values()]
     work, seconds = (np.concatenate(each) for each in zip(*parts, strict=True))
     found = [float(value) for value in least_squares(work, seconds, work[:, 0] + work[:, 3])]
     return UniformCosts(
@@ -109,18 +110,15 @@ def _rows(records: Sequence[RequestRecord], chunk: int, spec_of: SpecOf) -> tupl
     grown = np.minimum(full - kept, decodes)  # entries added; a full ring only overwrites
     read = decodes * full - grown * (grown - 1) / 2  # entries read in all decode steps
 
-    # A prompt's chunks and, between two of them, a decode step of whoever decodes at that time.
+    # A prompt's chunks, in each of which a token is decoded of whoever decodes at that time.
     batch = during(start, first, first, end, end - first) / (first - start)
     entries = during(start, first, first, end, (end - first) * read / np.maximum(decodes, 1)) / (first - start)
-    between = np.where(batch > 0.5, chunks - 1, 0.0)
-    prefills = np.column_stack([chunks, new, prefill_read, between, between * batch, between * entries])
+    prefills = np.column_stack([chunks, new, prefill_read, 0 * chunks, chunks * batch, chunks * entries])
 
-    # A request's decode steps with the other sequences in them, and the chunks of prompts that came between. Decoding
-    # all but stands still during a prompt, so it is spread over the time left by prompts.
-    began, ended = (times - during(np.zeros_like(times), times, start, first, first - start) for times in (first, end))
+    # A request's decode steps with the other sequences in them; some are passes over chunks of prompts as well.
     chunked = [during(first, end, start, first, amount) for amount in (chunks, new, prefill_read)]
-    stepped = [during(began, ended, began, ended, amount) for amount in (decodes, read)]
-    decoded = np.column_stack([*chunked, decodes, *stepped])
+    stepped = [during(first, end, first, end, amount) for amount in (decodes, read)]
+    decoded = np.column_stack([*chunked, np.maximum(decodes - chunked[0], 0.0), *stepped])
     work, seconds = np.concatenate([prefills, decoded]), np.concatenate([first - start, end - first])
     some = (seconds > 0) & (work[:, 0] + work[:, 3] > 0)
     return work[some], seconds[some]
@@ -145,7 +143,7 @@ def _scaled(records: Sequence[RequestRecord], config: Config, costs: UniformCost
         return known[prefill, decode]
 
     def loss(logs: Floats) -> float:
-        times = simulated(float(logs[0]), float(logs[1]))
+        times = simulated(round(float(logs[0]), 9), round(float(logs[1]), 9))  # steps there and back, up to rounding
         if times is None:
             return math.inf
         outside = costs.overhead * float(np.exp(logs[2]))

@@ -44,7 +44,7 @@ TOKENIZER = of_bytes([*range(ord("A"), ord("A") + 60), *range(0xC3, 0xD5), *rang
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Engine]]:
     """Replicas of the same weights, each in its own thread."""
-    settings = EngineConfig(kv_bytes=1 << 26, prefill_chunk=16)
+    settings = EngineConfig(kv_bytes=1 << 26, step_tokens=16)
     made = [
         Engine(
             prepare(random_model("llama")), settings, PrefixCacheConfig(block_size=8), clock=lambda: 0.0, name=str(n)

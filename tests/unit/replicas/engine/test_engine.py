@@ -213,16 +213,16 @@ def fail_once(engine: Any, monkeypatch: Any, name: str) -> None:
     """The next call of an engine's method raises, as a device that runs out of memory would."""
     original, left = getattr(engine, name), [1]
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         if left:
             left.pop()
             raise RuntimeError("device out of memory")
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(engine, name, failing)
 
 
-@pytest.mark.parametrize("place", ["_begin", "_prefill_chunk", "_hand_off", "fill"])
+@pytest.mark.parametrize("place", ["match", "attach", "_hand_off", "fill"])
 def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypatch, place):
     shaky = driver()
     tokens = prompt(40)
@@ -230,7 +230,8 @@ def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypat
     shaky.run(make_request(tokens, new=1, marks={37: "5m"}, name="before"))
     shaky.submit(make_request(prompt(9), new=20, name="decodes"))
     shaky.engine.step()
-    fail_once(shaky.engine.pool if place == "fill" else shaky.engine, monkeypatch, place)
+    owner = {"fill": shaky.engine.pool, "_hand_off": shaky.engine}.get(place, shaky.engine.store)
+    fail_once(owner, monkeypatch, place)
     shaky.run(make_request(tokens, name="lost", reads=[37]))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     assert shaky.tokens("decodes") == expected
@@ -300,7 +301,7 @@ def test_stopping_tells_everybody(driver):
 def test_a_device_that_is_lost_ends_the_engine(driver, monkeypatch):
     lost = driver()
     lost.submit(make_request(prompt(5), name="a"))
-    monkeypatch.setattr(lost.engine, "_advance_prompt", lambda: (_ for _ in ()).throw(RuntimeError("device lost")))
+    monkeypatch.setattr(lost.engine, "_admit", lambda: (_ for _ in ()).throw(RuntimeError("device lost")))
     lost.engine.run()  # returns by itself
     assert "stopping" in lost.told["a"][-1].message
 

@@ -79,6 +79,6 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks, below, order, shar
         cache.store(record, record.marks, now[0], match, now[0])
         if token_bytes:
             cache.store_sums(record, record.marks, reused, token_bytes, now[0])
-        cache.release(match)
+        cache.release(record, match)
         assert live.started(request.id).cached_tokens == reused
         assert sum(live.engine.store.tier_bytes.values()) == cache.bytes

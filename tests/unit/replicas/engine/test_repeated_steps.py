@@ -49,7 +49,7 @@ def crowd(policies: tuple[str, ...]) -> list[GenerateRequest]:
 
 
 def crowded(model: LoadedModel) -> Driver:
-    return Driver(model, prefix_cache={"enabled": False}, prefill_chunk=64)
+    return Driver(model, prefix_cache={"enabled": False}, step_tokens=64)
 
 
 @cache

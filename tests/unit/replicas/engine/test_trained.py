@@ -44,9 +44,9 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(tiny, plain, 
 
     expected = [generate(length) for length in lengths]
     requests = [make_request(text[:n], new=16, name=str(n), ignore_eos=True) for n in lengths]
-    assert [Driver(tiny, prefill_chunk=128).run(request)[0] for request in requests] == expected
+    assert [Driver(tiny, step_tokens=128).run(request)[0] for request in requests] == expected
     other = make_request(text[100:500], new=40, name="other", policy="snapkv@50", ignore_eos=True)
-    assert Driver(tiny, prefill_chunk=128, max_slots=3).run(other, *requests)[1:] == expected
+    assert Driver(tiny, step_tokens=128, max_slots=3).run(other, *requests)[1:] == expected
 
 
 # Without knorm: in the first layer a token's key has the same norm wherever it stands, so rounding decides.

@@ -29,7 +29,7 @@ def test_right_models_pass_in_every_type(family, dtype):
     check_engine(checked.engine, said.append)
     assert said == ["comparing logits with the model's own forward"]
     assert checked.engine.watch_logits is None
-    assert checked.engine.config.prefill_chunk == 16
+    assert checked.engine.scheduler.step_tokens == 16
     assert not checked.engine.pool.slots
 
 
@@ -70,7 +70,7 @@ def test_an_engine_that_computes_something_else_is_refused(tamper, dtype, monkey
     tamper(checked.engine.model.module, monkeypatch)
     with pytest.raises(RuntimeError, match=r"at position \d+ logits differ .* engine.self_check=false"):
         check_engine(checked.engine)
-    assert checked.engine.config.prefill_chunk == 16
+    assert checked.engine.scheduler.step_tokens == 16
 
 
 def test_the_first_wrong_position_and_how_wrong_it_is_are_told():

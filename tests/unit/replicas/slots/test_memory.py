@@ -197,17 +197,17 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
 def test_what_the_engine_says_it_holds_is_what_tensors_hold(models, policy):
     others = live_tensors()  # held on to, so that no address is used anew
     before = storages(others)
-    driver = Driver(models["llama"], prefill_chunk=64)
+    driver = Driver(models["llama"], step_tokens=64)
     for i in range(4):
         driver.submit(make_request(prompt(400, seed=i), new=40, policy=policy, name=str(i)))
     for _ in range(18):  # some decode, one is on its way through its prompt
         driver.engine.step()
     stats, scheduler = driver.engine.stats(), driver.engine.scheduler
-    assert scheduler.prefilling is not None
+    (prefilling,) = scheduler.prefilling
     assert scheduler.decoding
     held = sum(size for at, size in storages(live_tensors()).items() if at not in before)
     reserved = sum(slot.reserved for slot in driver.engine.pool.slots.values())
-    sums = scheduler.prefilling.prefill is not None and scheduler.prefilling.prefill.column_sums
+    sums = prefilling.prefill is not None and prefilling.prefill.column_sums
     ahead = 0 if sums is False or sums is None else 5 * sums.nbytes  # for the copies that it is going to make
     told = stats.slot_bytes + stats.workspace_bytes + stats.store_bytes
     assert told - reserved - ahead <= held * 1.02

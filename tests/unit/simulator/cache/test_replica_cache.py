@@ -20,7 +20,7 @@ def use(store, request, now):
     store.expire(now)
     match = store.match(request, now)
     store.store(request, request.marks, now, None, now)
-    store.release(match)
+    store.release(request, match)
     return match
 
 
@@ -54,9 +54,10 @@ def test_a_billed_tail_beside_the_reused_chain_is_refreshed():
     use(store, record(0, PROMPT[:10], ends=[10], ttls=["5m"]), 0)
     use(store, record(1, PROMPT), 1)  # stores more blocks, so that the chain goes past the tail
     for now in (250.0, 500.0, 750.0):
-        match = store.match(record(now, PROMPT, ends=[10, 30], ttls=[None, "5m"]), now)
+        request = record(now, PROMPT, ends=[10, 30], ttls=[None, "5m"])
+        match = store.match(request, now)
         assert (match.hit, match.tokens) == (10, 28)
-        store.release(match)
+        store.release(request, match)
         store.expire(now)
 
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
+from warmkv.policies.batching import PASSES, split
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.costs import StepCost, batch_seconds
 from warmkv.simulator.studies.replay import prepare
 from warmkv.simulator.studies.variants import Variant
 
@@ -16,7 +17,7 @@ LIMITS = st.sampled_from(
         (),
         ("engine.max_slots=1",),
         ("engine.kv_bytes=200B",),
-        ("engine.prefill_chunk=3", "prefix_cache.memory_bytes=60B"),
+        ("engine.step_tokens=4", "prefix_cache.memory_bytes=60B"),
         ("prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B", "prefix_cache.eviction=cost"),
         ("cluster.replicas=3", "engine.max_slots=2"),
         ("cluster.replicas=2", "engine.max_queue=1", "routing.policy=power_of_two"),
@@ -60,54 +61,73 @@ def test_fast_forward_equals_stepping_up_to_rounding():
 
 
 def obvious(records, settings, cost):
-    """One replica without a prefix cache, a token at a time; (start, first, end) of every request in order."""
+    """One replica without a prefix cache, a step at a time; (start, first, end) of every request in order."""
     engine = settings.engine
     jobs, _ = prepare(records, settings, Variant())
-    now, waiting, prefill, decoding = 0.0, [], None, []
+    now, waiting, prompts, decoding = 0.0, [], [], []
     coming, times = list(enumerate(jobs)), {}
 
     def held():
-        workspace = prefill[1].workspace_bytes + prefill[1].slot_bytes if prefill else 0
-        return workspace + sum(job.slot_bytes for _, job, _, _ in decoding)
+        slots = [job for _, job, *_ in [*prompts, *decoding]]
+        return sum(job.slot_bytes for job in slots) + sum(job.workspace_bytes for _, job, _ in prompts)
 
-    while coming or waiting or prefill or decoding:
-        if not (waiting or prefill or decoding):
+    def gets(budget, tokens):
+        return split(budget, [*(job.prompt - done for _, job, done in prompts), tokens])[-1] > 0
+
+    def admitted(budget):
+        passed = []
+        for member in waiting[:PASSES]:
+            _, job, _ = member
+            fits = held() + job.slot_bytes + job.workspace_bytes <= engine.kv_bytes
+            if fits and gets(budget, job.prompt) and len(prompts) + len(decoding) < engine.max_slots:
+                for other in passed:
+                    other[2] += 1
+                return member
+            if member[2] == PASSES:
+                return None
+            passed.append(member)
+        return None
+
+    while coming or waiting or prompts or decoding:
+        if not (waiting or prompts or decoding):
             now = max(now, coming[0][1].arrival)
         while coming and coming[0][1].arrival <= now:
-            waiting.append(coming.pop(0))
-        if waiting and not prefill and len(decoding) < engine.max_slots:
-            number, job = waiting[0]
-            if held() + job.slot_bytes + job.workspace_bytes <= engine.kv_bytes:
-                prefill = [number, job, 0]
-                times[number] = [now]
-                waiting.pop(0)
-        if prefill:
-            number, job, done = prefill
-            count = min(engine.prefill_chunk, job.record.input_tokens - done)
-            prefill[2] += count
-            now += cost.seconds(count, prefill[2])
-            if prefill[2] == job.record.input_tokens:
-                prefill = None
+            waiting.append([*coming.pop(0), 0])
+        budget = engine.step_tokens - len(decoding)
+        while member := admitted(budget):
+            waiting.remove(member)
+            number, job, _ = member
+            prompts.append([number, job, 0])
+            times[number] = [now]
+        shares = split(budget, [job.prompt - done for _, job, done in prompts])
+        loads = []
+        if decoding:
+            for member in decoding:
+                member[2] = min(member[2] + 1, member[1].capacity)
+            loads.append((cost, len(decoding), sum(entries for _, _, entries, _ in decoding)))
+        for member, tokens in zip(prompts, shares, strict=True):
+            member[2] += tokens
+            loads += [(cost, tokens, member[2])] if tokens else []
+        now += batch_seconds(loads)
+        for member in decoding:
+            member[3] -= 1
+            if not member[3]:
+                times[member[0]].append(now)
+        decoding = [member for member in decoding if member[3]]
+        for number, job, done in prompts:
+            if done == job.prompt:
                 times[number].append(now)
                 if job.record.output_tokens > 1:
                     decoding.append([number, job, job.kept, job.record.output_tokens - 1])
                 else:
                     times[number].append(now)
-        if decoding:
-            for member in decoding:
-                member[2] = min(member[2] + 1, member[1].capacity)
-            now += cost.seconds(len(decoding), sum(entries for _, _, entries, _ in decoding))
-            for member in decoding:
-                member[3] -= 1
-                if not member[3]:
-                    times[member[0]].append(now)
-            decoding = [member for member in decoding if member[3]]
+        prompts = [member for member in prompts if member[2] < member[1].prompt]
     return [tuple(times[number]) for number in range(len(jobs))]
 
 
 @given(
     logs(),
-    st.sampled_from([(), ("engine.max_slots=2",), ("engine.kv_bytes=300B",), ("engine.prefill_chunk=3",)]),
+    st.sampled_from([(), ("engine.max_slots=2",), ("engine.kv_bytes=300B",), ("engine.step_tokens=4",)]),
     st.sampled_from([EXACT, TWO_ROOFS]),
 )
 def test_the_replica_equals_an_obvious_one(records, flags, cost):
@@ -149,15 +169,6 @@ def test_bytes_and_slots_stay_within_their_limits(records, flags):
             held = sum(job.slot_bytes + (job.workspace_bytes if moment < job.first else 0) for job in running)
             assert len(running) <= settings.engine.max_slots
             assert held <= settings.engine.kv_bytes
-            assert sum(moment < job.first for job in running) <= 1
-
-
-@given(logs())
-def test_requests_of_a_replica_start_in_the_order_of_arrival(records):
-    jobs, _ = run(records, config("cluster.replicas=2"))
-    for name in ("replica-0", "replica-1"):
-        starts = [job.started for job in jobs if job.replica == name]
-        assert starts == sorted(starts)
 
 
 @given(logs(), LIMITS)
@@ -183,17 +194,34 @@ def test_one_request_by_hand():
     assert outcome.stored.peak == 20 * 2
 
 
-def test_a_second_request_is_chunked_between_decode_steps_by_hand():
+def test_a_second_request_is_chunked_beside_decode_steps_by_hand():
     first, second = record(0.0, [1] * 8, output=9), record(0.0, [2] * 16, output=1)
     jobs, _ = run([first, second], config())
     a, b, c = EXACT.a, EXACT.b, EXACT.c
     prefill = a + 8 * b + 8 * c
-    decode = [a + b + c * entries for entries in (9, 10)]
-    # The first prompt, a decode step, a chunk of the second, a decode step, its last chunk.
-    expected = prefill + decode[0] + (a + 8 * b + 8 * c) + decode[1] + (a + 8 * b + 16 * c)
-    assert jobs[0].first == prefill
-    assert jobs[1].started == prefill + decode[0]
-    assert jobs[1].first == expected
+    # The first prompt, then in each step of eight tokens one that is decoded and seven of the second prompt.
+    steps = [(8, 9 + 7), (8, 10 + 14), (3, 11 + 16)]
+    assert jobs[0].first == jobs[1].started == prefill
+    assert jobs[1].first == prefill + sum(a + tokens * b + context * c for tokens, context in steps)
+
+
+def test_a_short_prompt_is_computed_before_the_rest_of_a_long_one_by_hand():
+    long, short = record(0.0, [1] * 800, output=1), record(2**-5, [2] * 4, output=1)
+    jobs, _ = run([long, short], config())
+    a, b, c = EXACT.a, EXACT.b, EXACT.c
+    steps = [(8, 8), (8, 16), (8, 20 + 4)]  # it comes during the second, and takes half of the third
+    assert jobs[1].first == sum(a + tokens * b + context * c for tokens, context in steps)
+    assert jobs[1].first < jobs[0].first
+
+
+def test_identical_prompts_that_come_together_are_computed_once():
+    jobs, _ = run([record(0.0, [1] * 40, name=str(number)) for number in range(4)], config("engine.step_tokens=100"))
+    assert [job.reused for job in jobs] == [0, 39, 39, 39]
+    jobs, _ = run(
+        [record(0.0, [1] * 40, name=str(number)) for number in range(4)],
+        config("engine.step_tokens=160", "prefix_cache.enabled=false"),
+    )
+    assert len({job.first for job in jobs}) == 1  # where nothing is kept nobody waits for it
 
 
 def test_an_arrival_joins_at_the_next_step():

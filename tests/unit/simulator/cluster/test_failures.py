@@ -22,7 +22,7 @@ SETTINGS = st.sampled_from(
     [
         (),
         ("simulator.startup_seconds=0",),
-        ("engine.max_slots=1", "engine.prefill_chunk=3", "simulator.startup_seconds=1"),
+        ("engine.max_slots=1", "engine.step_tokens=3", "simulator.startup_seconds=1"),
         ("simulator.index_delay=0.25", "cluster.gateways=2"),
         ("cluster.replicas=3", "prefix_cache.memory_bytes=60B", "prefix_cache.host.memory_bytes=120B"),
         ("engine.max_queue=1", "cluster.max_queued_requests=2"),

@@ -36,7 +36,7 @@ def test_without_a_model_a_replica_has_what_it_always_had():
 
 
 def test_explicit_sizes_stay(model):
-    flags = ("engine.kv_bytes=3GiB", "prefix_cache.memory_bytes=2GiB")
+    flags = ("engine.kv_bytes=3GiB", "prefix_cache.memory_bytes=2GiB", "engine.step_tokens=512")
     assert sizes(*flags) == sizes(*flags, model) == (3 << 30, 2 << 30)
     assert sizes(flags[0]) == (3 << 30, 512 << 20)
     settings = load(flags=flags, environ={})

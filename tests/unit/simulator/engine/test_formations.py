@@ -1,7 +1,6 @@
 """Both ways to form batches in a cluster of replicas with prefixes, and the same engine by itself."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,13 +11,12 @@ from warmkv.simulator.engine.mixed import BatchingError, Limits
 from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost
 
-# Sums of times, reused tokens, work and preemptions that two engines gave before they became one: a `Replica` that
-# computed prompts first, and a `Server` for calibrations. Times of steps are sums of powers of two, so these are exact.
-PREFILL_FIRST, REUSED = (636.2808990478516, 693.8390045166016), 20298
+# Sums of times, work and preemptions that a `Server` for calibrations gave when it had an engine of its own. Times of
+# steps are sums of powers of two, so these are exact.
 SERVER = (1219.1372528076172, 1264.82568359375, (644, 9182, 118827), 8)
 MIXED = "simulator.batching=mixed"
-FORMATIONS = pytest.mark.parametrize("flags", [(), (MIXED,)], ids=["prefill_first", "mixed"])
-TIGHT = ("engine.kv_bytes=256", "engine.prefill_chunk=16", "prefix_cache.memory_bytes=200")  # 8 blocks of 16 tokens
+FORMATIONS = pytest.mark.parametrize("flags", [(), (MIXED,)], ids=["shortest_first", "mixed"])
+TIGHT = ("engine.kv_bytes=256", "engine.step_tokens=16", "prefix_cache.memory_bytes=200")  # 8 blocks of 16 tokens
 
 
 def conversations(count=60, seed=1):
@@ -78,12 +76,17 @@ def test_a_calibrated_server_is_the_replica_of_a_cluster_of_one():
     assert all(ours >= theirs for (ours, *_), (theirs, *_) in zip(found, expected, strict=True))
 
 
-def test_decoding_goes_on_beside_a_long_prompt_only_if_mixed():
-    """Prefill first computes a chunk and then decodes; mixed does both in one step, of which a prompt takes fewer."""
-    records = [record(0.0, [1] * 8, 40, name="short"), record(0.25, [2] * 64, 2, name="long")]
-    first, mixed = (run(records, config(*flags), cost=StepCost(2**-4, 0.0, 0.0))[0] for flags in ((), (MIXED,)))
-    assert mixed[1].first - mixed[1].started < first[1].first - first[1].started
-    assert mixed[0].finished < first[0].finished
+def test_a_short_prompt_waits_for_a_long_one_only_first_come_first_served():
+    records = [record(0.0, [1] * 64, 2, name="long"), record(0.125, [2] * 4, 2, name="short")]
+    ours, vllm = (run(records, config(*flags), cost=StepCost(2**-4, 0.0, 0.0))[0] for flags in ((), (MIXED,)))
+    assert ours[1].first < ours[0].first == vllm[1].first
+    assert ours[0].first == vllm[0].first + 2**-4  # half a step later, for the short one
+
+
+def test_what_replicas_did_once_is_what_they_do_now(caplog):
+    settings = config("simulator.batching=prefill_first")
+    assert settings.simulator.batching == "shortest_first"
+    assert "prefill_first is shortest_first now" in caplog.text
 
 
 def test_requests_of_a_replica_that_dies_go_on_elsewhere():
@@ -97,15 +100,6 @@ def test_requests_of_a_replica_that_dies_go_on_elsewhere():
 def test_what_vllm_does_not_do_is_refused():
     with pytest.raises(BatchingError, match=r"keeps the whole cache.*request r has snapkv.*choose the policy full"):
         run([record(0.0, [1] * 40, 5, policy="snapkv@6", name="r")], config(MIXED))
-    with pytest.raises(BatchingError, match=r"engine.prefill_chunk \(8\).*must be at least engine.max_slots \(9\)"):
-        run([record(0.0, [1] * 40)], config(MIXED, "engine.max_slots=9"))
-
-
-def test_prefill_first_gives_what_it_always_gave():
-    records = [replace(one, policy=("full", "snapkv@0.3")[n % 2]) for n, one in enumerate(conversations(120))]
-    jobs, _ = run(records, config("cluster.replicas=2", "engine.kv_bytes=3000"))
-    assert (sum(job.first for job in jobs), sum(job.finished for job in jobs)) == PREFILL_FIRST
-    assert sum(job.reused for job in jobs) == REUSED
 
 
 def test_a_server_gives_what_it_always_gave():

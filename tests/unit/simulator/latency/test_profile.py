@@ -72,7 +72,7 @@ def test_a_request_that_ends_before_its_slot_is_full_takes_only_its_own_entries_
         replace(record(0.0, [2] * 8, output=3, name="early"), max_tokens=100),
     ]
     (late, early), _ = run(records, config(), cost=cost, fast_forward=fast_forward)
-    alone = (cost.seconds(1, 8 + step) for step in range(4, 50))  # one step before the other came, two with it
+    alone = (cost.seconds(1, 8 + step) for step in range(5, 50))  # two beside the prompt of the other, two with it
     assert late.finished - early.finished == sum(alone)
 
 

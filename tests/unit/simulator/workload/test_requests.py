@@ -148,7 +148,7 @@ def test_instant_requests_find_what_a_pass_over_the_trace_finds(rows, room, ttl)
     full = [(at, blocks, len(blocks) * BLOCK, output, session, 0.0) for at, blocks, _, output, session, _ in rows]
     trace = trace_of(*[row for row in full if row[1]])
     expected = cachesim.lru(trace, unit="blocks", tail_first=True).hits(room, ttl).blocks
-    settings = config(f"prefix_cache.memory_bytes={room * BLOCK * 2}")
+    settings = config(f"prefix_cache.memory_bytes={room * BLOCK * 2}", "engine.max_slots=1")  # one after the other
     done = replayed(trace, settings, INSTANT, Variant(ttl=ttl))
     assert sum(job.match.blocks for job in done.jobs) == expected
 

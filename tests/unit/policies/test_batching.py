@@ -1,0 +1,96 @@
+"""Forming batches: who gets tokens of a step, who is admitted, and how long anybody may wait."""
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.policies.batching import OLDEST_SHARE, PASSES, admits_below, next_prompt, shares_prefix, split
+
+BUDGETS = st.integers(1, 600)
+LACKING = st.lists(st.integers(1, 2000), max_size=12)
+
+
+@given(BUDGETS, LACKING)
+def test_a_budget_is_used_up_or_everything_is_computed(budget, remaining):
+    shares = split(budget, remaining)
+    assert all(0 <= share <= lacking for share, lacking in zip(shares, remaining, strict=True))
+    assert sum(shares) == min(budget, sum(remaining))
+
+
+@given(BUDGETS, LACKING)
+def test_the_oldest_has_its_share_and_the_shortest_the_rest(budget, remaining):
+    shares = split(budget, remaining)
+    if not remaining:
+        return
+    assert shares[0] >= min(remaining[0], budget // OLDEST_SHARE)
+    whole = [share == lacking for share, lacking in zip(shares, remaining, strict=True)]
+    for at, lacking in enumerate(remaining):
+        if shares[at] and at:  # whoever gets something beside the oldest has no shorter one behind it
+            assert all(whole[other] for other, shorter in enumerate(remaining) if other and shorter < lacking)
+
+
+@given(BUDGETS, LACKING, st.integers(1, 2000))
+def test_one_more_prompt_gets_tokens_if_it_is_shorter_than_that(budget, remaining, tokens):
+    gets = split(budget, [*remaining, tokens])[-1] > 0
+    assert gets == (tokens < admits_below(budget, remaining))
+
+
+@given(BUDGETS, st.lists(st.integers(1, 2000), min_size=1, max_size=8), st.lists(st.integers(1, 50), max_size=400))
+def test_a_long_prompt_ends_however_many_short_ones_come(budget, remaining, others):
+    """It is the oldest when those before it have ended, each of which has its share of every step."""
+    steps = sum(-(-lacking // max(1, budget // OLDEST_SHARE)) for lacking in remaining)
+    prompts, left = list(remaining), len(remaining)  # of which `left` are those that were there
+    for step in range(steps):
+        shares = split(budget, prompts)
+        prompts = [lacking - share for lacking, share in zip(prompts, shares, strict=True)]
+        left -= sum(lacking == 0 for lacking in prompts[:left])
+        prompts = [lacking for lacking in prompts if lacking] + others[step : step + 1]
+    assert left == 0
+
+
+def test_a_short_prompt_takes_the_tokens_of_a_long_one():
+    assert split(512, [8000]) == [512]
+    assert split(512, [8000, 100]) == [412, 100]
+    assert split(512, [8000, 1000, 100]) == [128, 284, 100]
+    assert split(512, [400, 400, 400]) == [400, 112, 0]
+
+
+@dataclass(eq=False)
+class Waiting:
+    name: str
+    passed: int = 0
+
+
+def test_who_does_not_fit_is_passed_a_bounded_number_of_times():
+    large, admitted = Waiting("large"), 0
+    while (
+        found := next_prompt([large, Waiting("small")], lambda each: each is not large, lambda each: False)
+    ) is not None:
+        assert found is not large
+        admitted += 1
+    assert admitted == large.passed == PASSES
+    assert next_prompt([large, Waiting("small")], lambda each: True, lambda each: False) is large
+
+
+def test_who_waits_for_a_prefix_in_progress_is_passed_by_anybody():
+    waits, other = Waiting("waits", passed=PASSES), Waiting("other")
+    assert next_prompt([waits, other], lambda each: True, lambda each: each is waits) is other
+    assert waits.passed == PASSES
+
+
+def test_only_the_first_of_a_long_queue_are_considered():
+    seen = []
+    queue = [Waiting(str(number)) for number in range(10 * PASSES)]
+    assert next_prompt(queue, lambda each: bool(seen.append(each)), lambda each: False) is None
+    assert seen == queue[:PASSES]
+
+
+def test_a_prompt_waits_only_for_the_block_that_it_lacks():
+    mine = [b"a", b"b", b"c"]
+    assert shares_prefix(mine, 0, [[b"a"]])
+    assert shares_prefix(mine, 1, [[b"a", b"x"], [b"a", b"b"]])
+    assert not shares_prefix(mine, 1, [[b"a", b"x"]])
+    assert not shares_prefix(mine, 2, [[b"a", b"b"]])  # all that the other has is stored
+    assert not shares_prefix(mine, 3, [mine])
+    assert not shares_prefix([], 0, [mine])

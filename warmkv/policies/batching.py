@@ -1,0 +1,94 @@
+"""Forming the batch of a step: a token of every sequence that decodes, and prompts with the rest of a token budget.
+
+Sarathi-Serve's mixed batches (arXiv 2403.02310), with prompts in the order of shortest remaining processing time first
+(SRPT) rather than first come, first served. Two rules bound what the long ones wait: the prompt that was admitted first
+has a share of every step, and a waiting request is passed by so many others at most. Pure: the replica's engine
+and the simulator run this same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
+
+OLDEST_SHARE = 4
+"""One in so many tokens that a step has for prompts goes to the prompt that was admitted first."""
+
+PASSES = 16
+"""How often others may be admitted before a request that is next; and how many waiting requests are considered."""
+
+
+class WaitingRequest(Protocol):
+    passed: int  # how often another was admitted before it
+
+
+Request = TypeVar("Request", bound=WaitingRequest)
+
+
+def split(budget: int, remaining: Sequence[int]) -> list[int]:
+    """Divide the tokens that a step has for prompts; returns those of each.
+
+    `remaining` are the tokens that each prompt lacks, in the order of admission. The first has its share, the rest goes
+    to the shortest. The sum is the budget, or everything that is lacking.
+    """
+    if not remaining:
+        return []
+    shares = [0] * len(remaining)
+    shares[0] = min(remaining[0], budget, max(1, budget // OLDEST_SHARE))
+    left = budget - shares[0]
+    for at in sorted(range(len(remaining)), key=remaining.__getitem__):
+        more = min(left, remaining[at] - shares[at])
+        shares[at] += more
+        left -= more
+    return shares
+
+
+def admits_below(budget: int, remaining: Sequence[int]) -> float:
+    """Return the length below which one more prompt would get tokens of the step that is divided by `split`."""
+    if not remaining:
+        return math.inf
+    first = min(remaining[0], budget, max(1, budget // OLDEST_SHARE))
+    left, most = budget - first, 0
+    for at in sorted(range(len(remaining)), key=remaining.__getitem__):
+        if left <= 0:
+            return most
+        most = remaining[at]
+        left -= most - (0 if at else first)
+    return math.inf if left > 0 else most
+
+
+def shares_prefix(hashes: Sequence[bytes], resident: int, computing: Iterable[Sequence[bytes]]) -> bool:
+    """Return True if a prompt that is being computed has the first block that is not resident of another prompt.
+
+    Then that one waits and finds it warm, rather than compute it a second time. Hashes are chained: where one is
+    equal, so are those before it. `resident` counts the leading blocks that are stored.
+    """
+    if resident >= len(hashes):
+        return False
+    lacking = hashes[resident]
+    return any(resident < len(other) and other[resident] == lacking for other in computing)
+
+
+def next_prompt(
+    waiting: Iterable[Request], fits: Callable[[Request], bool], waits: Callable[[Request], bool]
+) -> Request | None:
+    """Return the first waiting request that may be admitted now, if there is one, and count whom it passes.
+
+    `waiting` is in the order in which requests would be taken. One that does not fit, or gets no tokens of the step,
+    lets others pass, until it has been passed `PASSES` times. Those that `waits` accepts wait for a prompt in progress:
+    they are passed by anybody.
+    """
+    passed: list[Request] = []
+    for request in islice(waiting, PASSES):
+        if waits(request):
+            continue
+        if fits(request):
+            for other in passed:
+                other.passed += 1
+            return request
+        if request.passed >= PASSES:
+            return None
+        passed.append(request)
+    return None

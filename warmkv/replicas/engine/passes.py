@@ -1,0 +1,169 @@
+"""A pass of the model: chunks of prompts and the next token of every sequence that decodes, packed in one row.
+
+A pass survives the request that it fails with, and running out of memory: its parts go on with the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.softmax import Softmax
+from warmkv.replicas.engine.faults import NotFiniteError, is_sticky, let_go
+from warmkv.replicas.engine.isolation import isolate
+from warmkv.replicas.engine.sampling import NO_TOKEN
+from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import Slot, SlotPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the model computes at once: chunks of prompts, then a token each of the sequences of a decode step."""
+
+    prompts: Items[Sequence]  # whose chunks have begun
+    decoding: Items[Sequence] = ()
+    state: DecodeState | None = None  # of these
+
+    @property
+    def ending(self) -> list[Sequence]:
+        """Return the prompts of which this is the last chunk."""
+        return [sequence for sequence in self.prompts if sequence.workspace.ends]
+
+    def ids(self, device: torch.device) -> Tensor:
+        """Token ids [1, tokens]."""
+        ids: list[int] = []
+        for sequence in self.prompts:
+            chunk = sequence.workspace.chunk
+            ids += sequence.request.token_ids[chunk.start : chunk.stop]
+        ids += [sequence.last_token for sequence in self.decoding]
+        return torch.tensor([ids], device=device)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions of the tokens in their sequences [1, tokens]."""
+        positions = [position for sequence in self.prompts for position in sequence.workspace.chunk]
+        return torch.tensor([[*positions, *(self.state.positions if self.state else ())]], device=device)
+
+    def drawn(self, device: torch.device) -> Tensor:
+        """Places of the tokens that others are drawn after: the last of prompts that end, and all that decode."""
+        places, end = [], 0
+        for sequence in self.prompts:
+            end += len(sequence.workspace.chunk)
+            if sequence.workspace.ends:
+                places.append(end - 1)
+        return torch.tensor([*places, *range(end, end + len(self.decoding))], device=device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """Attend q [1, q_heads, tokens, head_dim] to k and v [1, kv_heads, tokens, head_dim], each in its sequence."""
+        out, start = torch.empty_like(query), 0
+        for sequence in self.prompts:
+            at = slice(start, start + len(sequence.workspace.chunk))
+            out[:, :, at] = sequence.workspace.attend(layer, query[:, :, at], key[:, :, at], value[:, :, at], softmax)
+            start = at.stop
+        if self.state is not None:
+            q, k, v = (part[0, :, start:].transpose(0, 1)[:, :, None] for part in (query, key, value))
+            out[0, :, start:] = self.state.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a step: tokens, NO_TOKEN of prompts that go on; who failed with which error, and who was shed."""
+
+    tokens: list[tuple[Sequence, int]] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    left: list[Sequence] = field(default_factory=list)
+
+
+def run(
+    prompts: Items[Sequence],
+    decoding: Mapping[Slot, Sequence],
+    pool: SlotPool,
+    compute: Callable[[Pass], list[int]],
+    *,
+    max_context: int,
+    inv_freq: Tensor,
+    leave: Callable[[Sequence, Exception], None],
+    retrying: Callable[[], None],
+) -> Outcome:
+    """Compute the chunks that prompts have begun, and draw a token for every sequence that decodes, in one pass.
+
+    If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
+    down to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, the youngest
+    are ended by `leave` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
+    token of every prompt and sequence of a pass. Raises errors after which the device cannot be used any more.
+    """
+    outcome = Outcome()
+
+    def end(sequence: Sequence, error: Exception) -> None:
+        outcome.left.append(sequence)
+        leave(sequence, error)
+
+    for slot, sequence in list(decoding.items()):
+        try:
+            pool.rebase(slot, max_context, inv_freq)
+        except Exception as error:  # some of its keys may be turned: it cannot go on here
+            if is_sticky(error):
+                raise
+            log.exception("the keys of %s cannot be turned back", sequence.request.id)
+            end(sequence, let_go(error))
+
+    steps: dict[Slot, DecodeState] = {}  # that were begun, by the slots in them
+
+    def decode_state(slots: list[Slot]) -> DecodeState:
+        state = steps.get(slots[0])
+        if state is None:
+            state = DecodeState(pool, slots, inv_freq)
+        elif state.slots != slots:
+            state = state.part(slots)
+        steps.update(dict.fromkeys(slots, state))
+        return state
+
+    tries = 0
+
+    def next_tokens(batch: Items[Sequence]) -> list[int]:
+        nonlocal tries
+        tries += 1
+        if tries > 1:
+            retrying()
+        chunks = [sequence for sequence in batch if sequence.prefill is not None]
+        others = [sequence for sequence in batch if sequence.prefill is None]
+        slots = [sequence.slot for sequence in others if sequence.slot is not None]
+        return compute(Pass(chunks, others, decode_state(slots) if slots else None))
+
+    def shed(batch: Items[Sequence], error: Exception) -> Sequence:
+        youngest = max(batch, key=lambda sequence: sequence.arrived)
+        end(youngest, error)
+        return youngest
+
+    batch = [*prompts, *decoding.values()]
+    if batch:
+        isolated = isolate(batch, next_tokens, lambda: empty_cache(inv_freq.device), shed, _apart)
+        outcome.failed.extend(isolated.failed)
+        for sequence, token in isolated.results:
+            draws = sequence.prefill is None or (sequence.prefill.is_computed and sequence.request.sampling.max_tokens)
+            if token == NO_TOKEN and draws:
+                outcome.failed.append((sequence, NotFiniteError()))
+            else:
+                outcome.tokens.append((sequence, token))
+    return outcome
+
+
+def _apart(batch: Items[Sequence]) -> list[list[Sequence]]:
+    """Return the parts of a pass that can be computed apart: each prompt, and what decodes."""
+    decoding = [sequence for sequence in batch if sequence.prefill is None]
+    prompts = [[sequence] for sequence in batch if sequence.prefill is not None]
+    return [decoding, *prompts] if decoding else prompts
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back to a device what its allocator holds in reserve."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

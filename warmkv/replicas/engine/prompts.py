@@ -1,0 +1,125 @@
+"""A prompt from the queue to its decode slot: warm blocks attached, computed in chunks, stored, compressed.
+
+Prefixes are stored whole, for whoever begins alike; what its own slot keeps is the request's policy's choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
+from warmkv.policies.prefix_cache import sum_positions
+from warmkv.replicas.block_store import BlockStore, WarmPrefix
+from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots.slots import SlotPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """What came of a prompt for the client to know."""
+
+    match: WarmPrefix
+    written: int  # position of the highest mark that is stored
+    kept_tokens: int  # of a layer and KV head, on average
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The steps that a prompt takes, each for one sequence."""
+
+    model: LoadedModel
+    store: BlockStore
+    pool: SlotPool
+    classes: TokenClasses | None = None
+
+    def look_up(self, sequence: Sequence, now: float) -> None:
+        """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
+        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
+        sequence.admitted = now
+        most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
+        sums = budgets.needs_column_sums(spec, tokens)
+        sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
+
+    def begin_chunk(self, sequence: Sequence, tokens: int) -> None:
+        """Prepare to compute at most so many tokens. The first time set up the workspace and attach what is warm."""
+        if sequence.prefill is None:
+            assert sequence.match is not None
+            prompt = self.model.prefill_state(sequence.request.token_ids, [sequence.policy.spec], self.classes)
+            sequence.prefill = prompt
+            sequence.reused, sums = self.store.attach(sequence.match, prompt.keys, prompt.values)
+            prompt.reuse(sequence.reused, sums)
+        prompt = sequence.prefill
+        start, end = prompt.computed, min(prompt.computed + tokens, prompt.tokens)
+        end = min([end, *(position for position in self._summed_positions(sequence, prompt) if position > start)])
+        prompt.begin_chunk(end - start)
+
+    def keep_sums(self, sequence: Sequence) -> None:
+        """Copy the column sums at the end of a chunk for the store, if a later prompt can go on from there."""
+        prompt = sequence.workspace
+        if prompt.column_sums is not None and prompt.computed in self._summed_positions(sequence, prompt):
+            sequence.column_sums[prompt.computed] = prompt.column_sums[..., : prompt.computed].clone()
+
+    def _summed_positions(self, sequence: Sequence, prompt: PrefillState) -> list[int]:
+        """Where a later prompt can go on with this one's column sums."""
+        if prompt.column_sums is None or not self.store.enabled:
+            return []
+        return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
+
+    def hand_off(self, sequence: Sequence, room: int) -> HandOff:
+        """From prefill to decode: keep the prefix for others whole, compress this request's own copy.
+
+        Slots may take `room` bytes.
+        """
+        prompt, match, request = sequence.workspace, sequence.match, sequence.request
+        assert match is not None
+        written = self.store.store(
+            request.hashes,
+            request.marks,
+            prompt.keys,
+            prompt.values,
+            column_sums=sequence.column_sums,
+            tenant=request.tenant,
+            warm=match,
+            begun=sequence.arrived,
+            lifetimes=request.lifetimes,
+        )
+        sequence.column_sums = {}
+        self.release(sequence)
+        kept = budgets.kept_tokens(sequence.policy.spec, prompt.tokens)
+        if sequence.slot is not None:
+            selections = sequence.policy.select(prompt)
+            kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prompt.layers / prompt.kv_heads)
+            sequence.slot.limit = room
+            self.pool.fill(sequence.slot, prompt, selections)
+        sequence.prefill = None
+        return HandOff(match, written, kept)
+
+    def keep_computed(self, sequence: Sequence) -> None:
+        """Store the full blocks of an abandoned prompt, for requests that wait for the same prefix."""
+        prompt, request = sequence.prefill, sequence.request
+        if prompt is None:
+            return
+        hashes = request.hashes[: prompt.computed // self.store.block_size]
+        try:
+            self.store.store(
+                hashes,
+                (),
+                prompt.keys,
+                prompt.values,
+                tenant=request.tenant,
+                begun=sequence.arrived,
+                lifetimes=request.lifetimes,
+            )
+        except Exception:  # memory, say: the others must not suffer from it
+            log.exception("the blocks of %s could not be kept", request.id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go what a request found warm."""
+        match, sequence.match = sequence.match, None
+        if match is not None:
+            self.store.release(match)
