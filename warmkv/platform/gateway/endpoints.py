@@ -175,7 +175,9 @@ def create_app(
 
     @app.delete("/v1/warmkv/prefixes")
     async def drop_prefixes(request: Request) -> Response:
-        freed = await drop(admitted(request).lease.tenant.label)
+        tenant = admitted(request).lease.tenant
+        parsing.forget(tenant)
+        freed = await drop(tenant.label)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
     @app.get("/healthz")

@@ -293,6 +293,17 @@ def test_marks_change_nothing_where_they_are_taken_to(template, texts):
         assert said("{", "}").replace("{", "").replace("}", "") == said("", "")
 
 
+def test_a_tenants_prompts_are_forgotten_when_it_says_so(counted):
+    body = message(counted.gateway, LONG)
+    for salt in (b"a", b"b"):
+        counted.parse(body, salt)
+    counted.parsing.forget(Tenant("", b"a", frozenset(), LimitsConfig()))
+    counted.parse(body, b"b")
+    assert counted.tokenizer.texts == []
+    counted.parse(body, b"a")
+    assert LONG in counted.tokenizer.texts
+
+
 # --- the cache
 
 
@@ -328,6 +339,8 @@ def test_a_tenant_that_sends_much_loses_its_own():
     cache.keep(b"third", {key: piece(10) for key in keys("more", 2)})
     assert cache.find(b"quiet", keys("small", 2)) == []
     assert cache.nbytes == 6 * size
+    cache.forget(b"loud")
+    assert cache.nbytes == 2 * size
 
 
 def test_a_piece_takes_no_more_memory_than_is_counted():

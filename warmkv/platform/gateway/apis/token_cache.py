@@ -85,3 +85,9 @@ class TokenCache:
                 self.nbytes -= self._tenants[oldest].pop()
                 if not self._tenants[oldest].pieces:
                     del self._tenants[oldest]
+
+    def forget(self, tenant: bytes) -> None:
+        """Drop all of a tenant."""
+        with self._lock:
+            if (held := self._tenants.pop(tenant, None)) is not None:
+                self.nbytes -= held.nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import queue
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -120,10 +120,13 @@ class Lane:
 
     def __init__(self, name: str, threads: int, waiting: int, tokenizer: Any, clock: Callable[[], float]) -> None:
         self._threads, self._limit = threads, waiting
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"intake-{name}")
-        self._tokenizers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # they hold state while they encode
-        for _ in range(threads):
-            self._tokenizers.put(copy.deepcopy(tokenizer))
+        copies = [copy.deepcopy(tokenizer) for _ in range(threads)]  # they hold state while they encode
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(
+            threads,
+            thread_name_prefix=f"intake-{name}",
+            initializer=lambda: setattr(self._own, "tokenizer", copies.pop()),
+        )
         self.backlog = Backlog(clock)
 
     async def run(self, work: Callable[[Any], T], seconds: float) -> T:
@@ -137,7 +140,7 @@ class Lane:
             )
         held = [work]  # emptied when nobody waits any more: the pool keeps a cancelled job until its turn
         self.backlog.joined()
-        future = self._pool.submit(self._work, held)
+        future = self._pool.submit(lambda: held.pop()(self._own.tokenizer))
         served = False
         try:
             async with asyncio.timeout(seconds):
@@ -158,14 +161,6 @@ class Lane:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _work(self, held: list[Callable[[Any], T]]) -> T:
-        work = held.pop()  # raises where nobody waits any more, which nobody sees
-        tokenizer = self._tokenizers.get()
-        try:
-            return work(tokenizer)
-        finally:
-            self._tokenizers.put(tokenizer)
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

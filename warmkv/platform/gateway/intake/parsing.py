@@ -14,7 +14,7 @@ from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Arrival, Service
-from warmkv.platform.tenants import chain_root
+from warmkv.platform.tenants import Tenant, chain_root
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
@@ -30,7 +30,7 @@ class Parsing:
         self._service, self._max_context = service, max_context
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
-        self.cache = TokenCache()
+        self._cache = TokenCache()
 
     def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
@@ -61,6 +61,10 @@ class Parsing:
         self._service.check_model(body.model)
         return self._completion(body, self._prompt(arrival, tokenizer, body.prompt))
 
+    def forget(self, tenant: Tenant) -> None:
+        """Forget the tokens of a tenant's earlier prompts."""
+        self._cache.forget(chain_root(tenant.salt, self._service.config))
+
     def _completion(self, body: openai.CompletionBody, prompt: Prompt) -> ParsedRequest:
         sampling = body.sampling(_seed(body.warmkv.seed), self._gateway.default_output_tokens)
         usage = body.stream_options is not None and body.stream_options.include_usage
@@ -76,7 +80,7 @@ class Parsing:
             rendered = render(tokenizer, said)
         config = arrival.policy.config
         root = chain_root(arrival.lease.tenant.salt, config)
-        prompt = tokenize(tokenizer, rendered, self.cache, root, config.prefix_cache.block_size)
+        prompt = tokenize(tokenizer, rendered, self._cache, root, config.prefix_cache.block_size)
         if len(prompt.tokens) > self._max_context:
             raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
         return prompt
