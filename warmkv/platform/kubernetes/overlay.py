@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from warmkv.config import put
+from warmkv.config import Config, put
 from warmkv.model_shape import ModelShape
 from warmkv.platform import manifest
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS, pod_memory
@@ -42,7 +42,7 @@ def write_overlay(
     files = {
         SETTINGS: said + yaml.safe_dump(tree, sort_keys=False),
         "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base), sort_keys=False),
-        "workers.yaml": yaml.safe_dump(_workers(config.cluster.replicas, config, shape), sort_keys=False),
+        "workers.yaml": yaml.safe_dump(_workers(config, shape), sort_keys=False),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -72,17 +72,17 @@ def _kustomization(folder: Path, base: Path) -> dict[str, Any]:
     }
 
 
-def _workers(replicas: int, config: Any, shape: ModelShape) -> list[dict[str, Any]]:
+def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     """Return a JSON patch of the worker group."""
     cluster, gpu = config.cluster, config.simulator.gpu
     on_a_pod = max(1, int(1 / cluster.gpus_per_replica)) if cluster.gpus_per_replica < 1 else 1
-    pods = -(-replicas // on_a_pod)
+    pods = -(-cluster.replicas // on_a_pod)
     resources = {
         "cpu": str(max(CPUS, round(CPUS * on_a_pod * max(1.0, cluster.cpus_per_replica)))),
         "memory": f"{pod_memory(config, shape, on_a_pod, True) >> 30}Gi",
         GPU: str(max(1, round(cluster.gpus_per_replica))),
     }
-    grace = int(cluster.drain_seconds + config.transfer.handover_seconds) + 50
+    grace = int(cluster.drain_seconds + cluster.handover_seconds) + 50
     changes: dict[str, Any] = {f"{GROUP}/{key}": pods for key in ("replicas", "minReplicas", "maxReplicas")}
     changes[f"{GROUP}/template/spec/terminationGracePeriodSeconds"] = grace
     changes |= {
