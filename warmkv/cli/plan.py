@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from warmkv.terminal import bar, console
 if TYPE_CHECKING:
     from warmkv.simulator.studies.sizing import Machine
 
+AICONFIGURATOR = "aiconfigurator"
 DTYPE_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -69,6 +71,14 @@ def plan(
     host_memory: Annotated[
         str, typer.Option(help="Host memory of a replica that a tier of stored prefixes may take; 0: none.")
     ] = "8GiB",
+    peer: Annotated[
+        bool,
+        typer.Option(
+            "--peer",
+            help="Show beside it the plan of NVIDIA AIConfigurator, which sizes vLLM for the trace's means; a minute "
+            "for each GPU. Needs the command aiconfigurator.",
+        ),
+    ] = False,
     max_replicas: Annotated[int, typer.Option(min=1, help="Most replicas that are tried.")] = 64,
     out: Annotated[
         Path | None, typer.Option(help="Folder of an overlay to write, as in k8s/overlays/NAME.", show_default="none")
@@ -95,6 +105,8 @@ def plan(
         make_folder_of(report)
     if quality is not None:
         require("--eval", "pyarrow")
+    if peer and shutil.which(AICONFIGURATOR) is None:
+        fail(f"--peer needs the command {AICONFIGURATOR}: pip install aisimulate, in an environment of its own")
     path = config_file(model)
     fixed = options.read()
     sized_as = {**figures(path), "path": str(path.resolve()), "dtype_bytes": DTYPE_BYTES[fixed.model.dtype]}
@@ -137,7 +149,13 @@ def plan(
             return sizing.choices(at, shape, machine.gpu, host_bytes, good)
 
         sized = search.run(machines, choices_of, lower or [sizing.UNMEASURED])
-    document = plan_page.document(sized, configure, shape, trace)
+        peers = []
+        if peer:
+            from warmkv.simulator.studies import peer_plan
+
+            folder = path.parent if path.name == "config.json" else Path(model)
+            peers = peer_plan.beside(search, sized, trace.requests, folder)
+    document = plan_page.document(sized, configure, shape, trace, peers)
     chosen = sized.chosen
     if report is not None:
         write(plan_page.render(document, sized, configure), report)

@@ -191,6 +191,7 @@ def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path
         (["--out", "overlays/mine"], "there is no kustomize base"),
         (["--trace", "absent.jsonl"], "absent.jsonl"),
         (["--eval", "absent"], "cannot read absent"),
+        (["--peer"], "--peer needs the command aiconfigurator"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(model: Path, trace: tuple[Path, Path], flags: list[str], says: str) -> None:

@@ -85,6 +85,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     grace = int(cluster.drain_seconds + cluster.handover_seconds) + 50
     changes: dict[str, Any] = {f"{GROUP}/{key}": pods for key in ("replicas", "minReplicas", "maxReplicas")}
     changes[f"{GROUP}/template/spec/terminationGracePeriodSeconds"] = grace
+    changes["/spec/rayClusterDeletionDelaySeconds"] = grace + 30
     changes |= {
         f"{GROUP}/template/spec/containers/0/resources/{bound}/{name.replace('/', '~1')}": amount
         for bound in ("requests", "limits")

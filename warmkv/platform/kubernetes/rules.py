@@ -21,6 +21,7 @@ from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
 
 DEFAULT_GRACE = 30  # seconds, where a pod says nothing
+DEFAULT_DELETION_DELAY = 60  # seconds, of KubeRay
 OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not have
 
 
@@ -356,6 +357,7 @@ def grace_periods(rendered: Rendered) -> Told:
     """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
     for service, config in _configured(rendered):
         drain, handover = config.cluster.drain_seconds, config.cluster.handover_seconds
+        delay = service.resource["spec"].get("rayClusterDeletionDelaySeconds", DEFAULT_DELETION_DELAY)
         for group in service.workers:
             grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
             if grace <= drain + handover:
@@ -364,6 +366,13 @@ def grace_periods(rendered: Rendered) -> Told:
                     f"a pod is killed after {grace} s, and its replicas may take {drain + handover:g}: "
                     f"cluster.drain_seconds {drain:g}, and a third of it to hand blocks over",
                     f"set it to {int(drain + handover) + 20} or more",
+                )
+            if delay < grace:
+                yield (
+                    f"{service.where}: spec.rayClusterDeletionDelaySeconds",
+                    f"an upgrade deletes the old cluster after {delay} s, and pods of the group {group.name} may take "
+                    f"{grace} to end",
+                    f"set it to {grace} or more",
                 )
 
 

@@ -14,6 +14,7 @@ from warmkv.report_page import figure, page, table
 from warmkv.simulator.cluster import memory
 from warmkv.simulator.reports.figure_text import figure_text
 from warmkv.simulator.studies.grid import Configure, label, point
+from warmkv.simulator.studies.peer_plan import PeerPlan
 from warmkv.simulator.studies.sizing import Machine, Sized, Trial, rows_of
 from warmkv.simulator.studies.tune import Constraint
 from warmkv.simulator.workload.source import LoadedTrace
@@ -23,8 +24,14 @@ COLUMNS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "hit_rate_tokens", "q
 HEADS = ("TTFT p50", "p99", "TPOT p50", "p99", "hit", "quality")
 
 
-def document(sized: Sized, configure: Configure, model: ModelShape, trace: LoadedTrace) -> dict[str, Any]:
-    """Return the plan as JSON has it; what people see is made of this."""
+def document(
+    sized: Sized,
+    configure: Configure,
+    model: ModelShape,
+    trace: LoadedTrace,
+    peers: Sequence[tuple[PeerPlan, Trial | None]] = (),
+) -> dict[str, Any]:
+    """Return the plan as JSON has it, and those of a peer; what people see is made of this."""
     chosen = sized.chosen
     gpus = [_of_gpu(sized, one) for one in sized.machines]
     return {
@@ -38,6 +45,14 @@ def document(sized: Sized, configure: Configure, model: ModelShape, trace: Loade
         "chosen": chosen and {**chosen.to_json(), "dollars_month": chosen.dollars},
         "memory": chosen and _memory(chosen, configure, model),
         "gpus": gpus,
+        "peer": [
+            {
+                **planned.to_json(),
+                "replayed": trial and trial.to_json(),
+                "says": peer_text(planned, trial, sized.limits),
+            }
+            for planned, trial in peers
+        ],
         "cheaper": [{**one.to_json(), "misses": misses(one, sized.limits)} for one in sized.cheaper()],
         "trials": [trial.to_json() for trial in sized.trials],
     }
@@ -121,6 +136,19 @@ def _beside(sized: Sized, one: Machine) -> str:
     )
 
 
+def peer_text(planned: PeerPlan, trial: Trial | None, limits: Sequence[Constraint]) -> str:
+    """Return what a peer plans, and what a replay makes of as many replicas of this engine."""
+    begin = "AIConfigurator, for vLLM and the means of the trace"
+    if planned.refused:
+        return f"{begin}: nothing on {planned.gpu}: {planned.refused}."
+    times = f"TTFT {figure_text('ttft', planned.ttft)}, TPOT {figure_text('tpot', planned.tpot)}"
+    said = f"{begin}: {planned.gpus} x {planned.gpu} for ${planned.dollars_month:,.0f} a month, {times}."
+    if trial is None:
+        return f"{said} It spreads a replica over {planned.gpus_per_replica} GPUs, which is not replayed."
+    missed = ", ".join(misses(trial, limits))
+    return f"{said} Replayed, {trial.replicas} here {f'have {missed}' if missed else 'meet the SLO'}."
+
+
 def show(document: dict[str, Any], console: Console) -> None:
     """Print the plan: a screen of text."""
     shown = plain_table("GPU", "replicas", "a month", *HEADS, gap=2)
@@ -138,7 +166,7 @@ def show(document: dict[str, Any], console: Console) -> None:
             lines.add_row(*row)
         show_table(lines, console)
     console.print()
-    for sentence in document["why"]:
+    for sentence in [*document["why"], *(one["says"] for one in document["peer"])]:
         console.print(sentence)
 
 
@@ -176,7 +204,7 @@ def render(document: dict[str, Any], sized: Sized, configure: Configure) -> str:
         f"<h1>Plan for {name}</h1>",
         f'<p class="soft">{document["trace"]["requests"]:,} requests; {escape(", ".join(document["slo"]))}; '
         f"{len(rows)} replays.</p>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in document["why"]),
+        *(f"<p>{escape(sentence)}</p>" for sentence in [*document["why"], *(one["says"] for one in document["peer"])]),
         "<h2>GPUs side by side</h2>",
         table(["GPU", "replicas", "a month", *HEADS], [row for row in _gpu_rows(document) if len(row) > 2]),
         "<h2>Cheaper, at a cost</h2>",
