@@ -18,7 +18,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, files, lines, routers, version
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, files, lines, routers, rounds, share, version
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -143,6 +143,36 @@ DIRECTORY_BLOCKS = Metric(
 DIRECTORY_LEFT_OUT = Metric(
     "warmkv_directory_left_out", "gauge", "Blocks so far that the full directory had no room for", "blocks", ("shard",)
 )
+# Recorded by the what-if service: figures with each replay of a candidate, whose names are few (platform/whatif).
+WHATIF_HIT_RATE = Metric(
+    "warmkv_whatif_hit_rate", "gauge", "Predicted share of the prompt tokens that are reused", "share", ("candidate",)
+)
+WHATIF_BYTES = Metric(
+    "warmkv_whatif_resident_bytes", "gauge", "Predicted bytes of stored prefixes, all replicas", "bytes", ("candidate",)
+)
+WHATIF_TTFT_P50 = Metric(
+    "warmkv_whatif_ttft_p50_seconds", "gauge", "Predicted median time to first token", "seconds", ("candidate",)
+)
+WHATIF_TTFT_P99 = Metric(
+    "warmkv_whatif_ttft_p99_seconds", "gauge", "Predicted p99 of the time to first token", "seconds", ("candidate",)
+)
+WHATIF_DOLLARS = Metric(
+    "warmkv_whatif_dollars_per_million_tokens", "gauge", "Predicted bill of a million tokens", "dollars", ("candidate",)
+)
+WHATIF_QUALITY = Metric(
+    "warmkv_whatif_quality", "gauge", "Share of the full cache's score that the policy keeps", "share", ("candidate",)
+)
+WHATIF_ERROR = Metric(
+    "warmkv_whatif_model_error",
+    "gauge",
+    "Prediction for the settings in force against what was measured: shares as a difference, others relative",
+    "share",
+    ("figure",),
+)
+WHATIF_WINDOW = Metric("warmkv_whatif_window_requests", "gauge", "Requests that can be replayed", "requests")
+WHATIF_ROUNDS = Metric(
+    "warmkv_whatif_rounds", "counter", "Rounds of replays: done, stopped by load, failed", "rounds", ("result",)
+)
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, LIVE_CONFIG_VERSION, TENANTS_READ)
@@ -151,7 +181,16 @@ REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, *STORE)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
 ROUTER = (ROUTED, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
-ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY)
+WHATIF_FIGURES = {
+    "hit_rate": WHATIF_HIT_RATE,
+    "resident_bytes": WHATIF_BYTES,
+    "ttft_p50": WHATIF_TTFT_P50,
+    "ttft_p99": WHATIF_TTFT_P99,
+    "dollars_per_million_tokens": WHATIF_DOLLARS,
+    "quality": WHATIF_QUALITY,
+}
+WHATIF = (*WHATIF_FIGURES.values(), WHATIF_ERROR, WHATIF_WINDOW, WHATIF_ROUNDS)
+ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY, *WHATIF)
 
 
 REFRESH_SECONDS = 1.0
@@ -164,6 +203,7 @@ class Recorder(Protocol):
     def add(self, counter: Metric, value: float, **labels: str) -> None: ...
     def grow(self, counter: Metric, total: float, **labels: str) -> None: ...
     def set(self, gauge: Metric, value: float, **labels: str) -> None: ...
+    def forget(self, gauge: Metric, **labels: str) -> None: ...
     def observe(self, histogram: Metric, value: float, **labels: str) -> None: ...
 
 
@@ -208,6 +248,12 @@ class RayRecorder:
     def set(self, gauge: Metric, value: float, **labels: str) -> None:
         self._gauges[gauge, tuple(labels.values())] = value, labels
         self._series[gauge].set(value, tags=labels)
+
+    def forget(self, gauge: Metric, **labels: str) -> None:
+        """End a gauge: Ray drops what is not set any more. Fewer labels than it has stand for all that have these."""
+        for known, values in list(self._gauges):
+            if known == gauge and labels.items() <= dict(zip(gauge.labels, values, strict=True)).items():
+                self._gauges.pop((known, values), None)
 
     def refresh(self) -> None:
         """Set every gauge to its last value again."""

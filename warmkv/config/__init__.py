@@ -3,7 +3,7 @@
 from warmkv.config.base import AutoBytes, ConfigError, Section
 from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
 from warmkv.config.compression import CompressionConfig
-from warmkv.config.control import ControlConfig
+from warmkv.config.control import ControlConfig, WhatIfConfig
 from warmkv.config.dashboards import DashboardsConfig
 from warmkv.config.engine import EngineConfig
 from warmkv.config.gateway import GatewayConfig
@@ -60,6 +60,7 @@ __all__ = [
     "TenantLimits",
     "TierConfig",
     "TransferConfig",
+    "WhatIfConfig",
     "check_key_holders",
     "describe",
     "load",

@@ -20,6 +20,7 @@ SECTIONS: Sequence[tuple[str, Sequence[Metric]]] = (
     ("Transfer between replicas", telemetry.TRANSFER),
     ("Routers", telemetry.ROUTER),
     ("Prefix directory", telemetry.DIRECTORY),
+    ("What-if service, where `control.whatif` is set", telemetry.WHATIF),
 )
 
 

@@ -41,6 +41,7 @@ class Panels:
         *,
         width: int = 12,
         stacked: bool = False,
+        least: float | None = 0,
         top: float | None = None,
     ) -> Any:
         legend = options.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
@@ -48,7 +49,6 @@ class Panels:
             self._common(timeseries.Panel(), title, description, unit, queries)
             .height(8)
             .span(width)
-            .min(0)
             .fill_opacity(30 if stacked else 8)
             .legend(legend.placement(common.LegendPlacement.BOTTOM))
             .tooltip(
@@ -57,6 +57,8 @@ class Panels:
         )
         if stacked:
             panel.stacking(options.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+        if least is not None:
+            panel.min(least)
         return panel if top is None else panel.max(top)
 
     def number(self, title: str, description: str, unit: str, query: str) -> Any:

@@ -17,6 +17,7 @@ from warmkv.platform.listening import check_listening
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.router import PrefixRouter
 from warmkv.platform.tenants import SALT_ENV
+from warmkv.platform.whatif.actor import start_whatif
 from warmkv.replicas.deployment import Replica
 
 
@@ -40,6 +41,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
     start_control(cluster.application, config.control)
+    start_whatif(config, directory)
     patience = config.gateway.health_seconds
     health = {"health_check_period_s": patience / 3, "health_check_timeout_s": patience}
     replicas = serve.deployment(

@@ -94,7 +94,7 @@ def in_force(start: Config, version: Version) -> Config:
 
     Raises ConfigError where it does not fit.
     """
-    return _changed(start, version.settings)
+    return changed(start, version.settings)
 
 
 def values(config: Config, settings: Iterable[str] = LIVE) -> dict[str, Any]:
@@ -114,12 +114,8 @@ def change(start: Config, history: History, changes: Mapping[str, Any], based_on
     Raises StaleVersionError, or ConfigError with the place of every fault.
     """
     current = _check_base(history, based_on)
-    try:
-        json.dumps(changes, allow_nan=False)
-    except ValueError:
-        raise ConfigError("numbers must be finite") from None
-    config = _changed(in_force(start, current), changes)
-    touched = {dotted: ".".join(dotted.split(".")[:2]) for dotted in changes}
+    config = changed(in_force(start, current), changes)
+    touched = {dotted: setting_of(dotted) for dotted in changes}
     if fixed := [dotted for dotted, setting in touched.items() if setting not in LIVE]:
         raise ConfigError(f"{fixed[0]} cannot be changed while the service runs; what can: {', '.join(LIVE)}")
     kept = (dotted for dotted in current.settings if dotted in LIVE)  # a version may know settings of the past
@@ -138,6 +134,11 @@ def roll_back(start: Config, history: History, to: int | None, based_on: int | N
     return Version(number=current.number + 1, settings=earlier.settings, rolled_back_to=earlier.number, **by)
 
 
+def setting_of(dotted: str) -> str:
+    """Return the setting that a dotted path lies in, as compression.policy of compression.policy.budget."""
+    return ".".join(dotted.split(".")[:2])
+
+
 def _check_base(history: History, based_on: int | None) -> Version:
     current = history.current
     if based_on not in (None, current.number):
@@ -148,7 +149,12 @@ def _check_base(history: History, based_on: int | None) -> Version:
     return current
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a configuration with dotted settings at new values. Raises ConfigError with the place of every fault."""
+    try:
+        json.dumps(changes, allow_nan=False)
+    except ValueError:
+        raise ConfigError("numbers must be finite") from None
     tree = config.model_dump(mode="json")
     for dotted, value in changes.items():
         put(tree, dotted, value)

@@ -15,6 +15,7 @@ from warmkv.platform.control import Control
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
+from warmkv.platform.gateway.whatif import WhatIfControl
 from warmkv.platform.live_config_store import FolderStore
 from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Delta, Event, Finished, Started
@@ -37,7 +38,7 @@ class Reply:
 class Gateway:
     """An application whose clock is `now`; its replica draws `output_tokens`, after `gate` is open."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, whatif: WhatIfControl | None = None) -> None:
         config = load(flags=flags, environ={})
         self.now, self.output_tokens, self.cached_tokens = 0.0, 3, 0
         self.gate: asyncio.Event | None = None
@@ -71,8 +72,9 @@ class Gateway:
             wall_clock=lambda: DAY + self.now,
         )
         control = Control(FolderStore(folder), "warmkv")
+        tokenizer = load_tokenizer(config.model)
         self.app = create_app(
-            service, load_tokenizer(config.model), SECRET, 4096, status, drop, DAY, control, "this gateway", lambda: 1
+            service, tokenizer, SECRET, 4096, status, drop, DAY, control, "this gateway", lambda: 1, whatif
         )
 
     def call(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:

@@ -21,6 +21,9 @@ from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
 from warmkv.platform.router import PrefixRouter
+from warmkv.platform.whatif.actor import RemoteWhatIf
+from warmkv.platform.whatif.feed import Feed
+from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
 
@@ -50,14 +53,15 @@ class Gateway:
         recorder = telemetry.RayRecorder(*telemetry.GATEWAY)
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
         self._log = AccessLog(config.gateway, dropped) if config.gateway.access_log else None
+        self._whatif = RemoteWhatIf(config.cluster.application, self._name) if config.control.whatif else None
+        self._feed: Feed | None = None
         self._service = Service(
-            config,
-            self._send,
-            recorder,
-            write_log=self._log.write if self._log else lambda record: None,
-            clock=time.monotonic,
-            wall_clock=time.time,
+            config, self._send, recorder, write_log=self._write_log, clock=time.monotonic, wall_clock=time.time
         )
+        if self._whatif is not None:
+            lost = partial(recorder.add, telemetry.DROPPED_LINES, log="whatif")
+            self._feed = Feed(self._whatif.send, lambda: self._service.backlog.waiting, lost)
+            self._feeding = asyncio.get_running_loop().create_task(self._feed.run())
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(
@@ -71,7 +75,14 @@ class Gateway:
             self._control,
             self._name,
             self._taking,
+            self._whatif,
         )
+
+    def _write_log(self, record: RequestRecord) -> None:
+        """Hand a line of the access log to whoever wants it; no request waits for them."""
+        for taker in (self._log, self._feed):
+            if taker is not None:
+                taker.write(record)
 
     def _send(self, attempt: Attempt) -> Mailbox:
         """Send an attempt. Its events come by the replica's stream, its refusal, or the replica's end, by Serve."""

@@ -28,6 +28,7 @@ from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
+from warmkv.platform.gateway.whatif import WhatIfControl, add_whatif_endpoints
 from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
@@ -45,6 +46,7 @@ def create_app(
     control: LiveConfigControl,
     name: str,
     taking: Callable[[], int],
+    whatif: WhatIfControl | None = None,
 ) -> FastAPI:
     """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
 
@@ -191,6 +193,7 @@ def create_app(
         return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
 
     add_policy_endpoints(app, service, operators, control, operator_of)
+    add_whatif_endpoints(app, service, operators, whatif, operator_of)
     return app
 
 

@@ -52,6 +52,7 @@ def test_serve_never_refuses_what_the_gateway_would(monkeypatch):
     """Serve's refusals are plain text: it queues without limit, and lets more in than the gateway takes."""
     monkeypatch.setattr(application, "start_directory", lambda *_: [])
     monkeypatch.setattr(application, "start_control", lambda *_: None)
+    monkeypatch.setattr(application, "start_whatif", lambda *_: None)
     for flags in ((), ("cluster.replicas=5",), ("cluster.max_queued_requests=10",)):
         config = load(flags=flags)
         bound: Any = application.build(config.model_dump(mode="json", exclude_defaults=True))

@@ -1,0 +1,179 @@
+"""A round of replays: the settings that are known to be best come first, and the model's error is that of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
+from tests.unit.simulator.conversations import run
+from warmkv.config import Config, load
+from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, proposals
+from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies.whatif import Prediction, measure, ranked, warm_up
+
+ALWAYS_FULL = [Default(0.0, "full")]
+TTL = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
+
+
+def replayed(
+    log: Sequence[RequestRecord],
+    now: Config,
+    candidates: Sequence[Candidate] | None = None,
+    *,
+    defaults: Sequence[Default] = ALWAYS_FULL,
+    changed: float = 0.0,
+    **more: Any,
+) -> tuple[Basis, dict[str, Replayed]]:
+    """What a round yields: its basis, and the results by name."""
+    tried = proposals(now) if candidates is None else candidates
+    basis, *results = replays(Round(log, now, defaults, changed, tried, **more))
+    assert isinstance(basis, Basis)
+    return basis, {one.candidate.name: one for one in results if isinstance(one, Replayed)}
+
+
+def order(results: dict[str, Replayed]) -> list[str]:
+    return ranked({name: one.prediction for name, one in results.items() if one.prediction}, NOW)
+
+
+def figure(results: dict[str, Replayed], name: str, of: str) -> float:
+    prediction = results[name].prediction
+    assert prediction is not None
+    value = prediction.figures[of]
+    assert value is not None
+    return value
+
+
+def test_the_ttl_that_is_known_to_be_best_is_first_and_comes_true():
+    before = settings()
+    log = logged(prompts(), before)
+    _, results = replayed(log, before)
+    assert order(results)[0] == "ttl-double"  # an hour finds as much, and keeps more
+    assert figure(results, "ttl-1h", "hit_rate") == figure(results, "ttl-double", "hit_rate") > 0.4
+    assert figure(results, NOW, "hit_rate") == 0
+    after = settings("prefix_cache.ttls={5m: 600, 1h: 3600}")
+    live = measure(logged(prompts(), after)[160:], after)
+    for name in ("hit_rate", "ttft_p50", "ttft_p99"):
+        assert figure(results, "ttl-double", name) == pytest.approx(live[name], rel=0.1)
+    _, outcome = run(prompts(), after)
+    assert figure(results, "ttl-double", "resident_bytes_end") == pytest.approx(outcome.stored.value, rel=0.1)
+
+
+def test_the_budget_that_is_known_to_be_best_is_first_where_quality_was_measured(tmp_path):
+    sample = {"variant": "v", "length": 64, "depth": 0, "sample": 0, "prompt_tokens": 64}
+    kept = {0.5: (32, 0.999), 0.2: (13, 0.6)}  # half of the cache leaves the answers, a fifth does not
+    rows: list[dict[str, Any]] = [{"policy": "full", "share": 1.0, "score": 1.0, "kept_tokens": 64}]
+    rows += [
+        {"policy": "snapkv", "share": share, "score": score, "kept_tokens": tokens}
+        for share, (tokens, score) in kept.items()
+    ]
+    file = tmp_path / "results.parquet"
+    pq.write_table(pa.Table.from_pylist([{"task": "t", **sample, **row} for row in rows]), file)
+    now = settings("prefix_cache.enabled=false")
+    log = logged(prompts()[:120], now)
+    given = load(flags=[f"control.whatif={{quality: {file}}}"], environ={}).control.whatif
+    assert given is not None
+    _, results = replayed(log, now, quality=given.quality)
+    assert order(results)[0] == "snapkv-0.5"
+    assert figure(results, "snapkv-0.2", "quality") == pytest.approx(0.6, abs=0.01)
+    assert figure(results, "snapkv-0.5", "slot_bytes") < figure(results, NOW, "slot_bytes")
+    basis, unknown = replayed(log, now, quality=tmp_path / "nothing.parquet")
+    assert order(unknown)[0] == NOW  # what nobody has measured is no advice
+    assert "quality is unknown" in basis.notes[0]
+
+
+def test_the_error_of_the_settings_in_force_is_small_and_grows_with_what_the_model_does_not_know():
+    now = settings()
+    log = logged(prompts(), now)
+    held = 3840  # bytes at the end: 300 s of prompts
+    basis, results = replayed(log, now, [], stored_bytes=held)
+    assert (basis.requests, basis.warm_up, basis.step_times) == (320, 160, "fitted to 320 measured requests of the log")
+    error = results[NOW].error
+    assert error is not None
+    assert results[NOW].judged == 160
+    assert {name: value for name, value in error.items() if value and abs(value) > 0.01} == {}
+    surprised = [replace(line, cached_tokens=60) for line in log]
+    error = replayed(surprised, now, [], stored_bytes=2 * held)[1][NOW].error
+    assert error is not None
+    assert error["hit_rate"] == pytest.approx(-60 / 64)
+    assert error["resident_bytes_end"] == pytest.approx(-0.5)
+
+
+def test_only_requests_since_the_last_change_judge_the_model():
+    now = settings()
+    log = logged(prompts(), now)
+    late = replayed(log, now, [], changed=log[200].arrival)[1][NOW]
+    assert late.judged == 120
+    assert late.error is not None
+    few = replayed(log, now, [], changed=log[310].arrival)[1][NOW]
+    assert (few.judged, few.error) == (10, None)
+    assert few.measured is not None
+
+
+def test_caches_are_filled_by_the_first_requests_and_these_are_not_counted():
+    now = settings("prefix_cache.ttls={5m: 600, 1h: 3600}")
+    log = logged(prompts(), now)
+    counted = replayed(log, now, [])[1]
+    # As long as the service has run already: from an empty cache the first use of each prompt would be a miss.
+    assert figure(counted, NOW, "hit_rate") == pytest.approx(0.5, abs=0.01)
+    assert warm_up(log, 100.0) == sum(line.arrival < OFFSET + 100 for line in log)
+    assert warm_up(log, 1e9) == len(log) // 2
+    assert warm_up([], 100.0) == 0
+
+
+def test_requests_that_named_a_policy_keep_it():
+    log = [replace(line, policy="snapkv@0.5" if n % 2 else "full") for n, line in enumerate(prompts()[:60])]
+    assert named_no_policy(log, ALWAYS_FULL) == [n % 2 == 0 for n in range(60)]
+    switched = [*ALWAYS_FULL, Default(log[31].arrival, "snapkv@0.5")]
+    assert named_no_policy(log, switched) == [(n % 2 == 0) if n < 31 else (n % 2 == 1) for n in range(60)]
+    now = settings("prefix_cache.enabled=false")
+    served = logged(log, now)
+    policy = [Candidate("1", {"compression.policy": "streaming_llm@0.2"})]
+    all_free = figure(replayed(logged(prompts()[:60], now), now, policy)[1], "1", "slot_bytes")
+    half_free = figure(replayed(served, now, policy)[1], "1", "slot_bytes")
+    assert all_free < half_free < figure(replayed(served, now, policy)[1], NOW, "slot_bytes")
+
+
+def test_what_cannot_be_replayed_is_a_fault_of_its_candidate_alone():
+    now = settings()
+    log = logged(prompts()[:60], now)
+    wrong, right = Candidate("1", {"prefix_cache.default_ttl": "2m"}), Candidate("2", TTL)
+    _, results = replayed(log, now, [wrong, right])
+    assert "default_ttl" in results["1"].fault
+    assert results["1"].prediction is None
+    assert results["2"].prediction is not None
+
+
+def test_the_search_combines_what_is_better_alone():
+    now = settings("compression.policy=streaming_llm@0.8")
+    log = logged([replace(line, policy="streaming_llm@0.8") for line in prompts()], now)
+    price = Candidate("1", {"pricing.output": 5.0})
+    _, results = replayed(log, now, [Candidate("2", TTL), price], defaults=[Default(0.0, "streaming_llm@0.8")])
+    assert order(results)[0] == BEST
+    assert results[BEST].candidate.changes == {**TTL, "pricing.output": 5.0}
+
+
+def prediction(policy: str = "full", **figures: float | None) -> Prediction:
+    usual = {"in_slo": 1.0, "dollars_per_million_tokens": 2.0, "bytes": 100.0, "ttft_p99": 1.0, "quality": None}
+    return Prediction(policy, {**usual, "gpu_dollars_per_million_tokens": 1.0, **figures}, 100)
+
+
+def test_the_order_is_quality_then_slo_then_dollars_then_bytes_then_ttft():
+    now = prediction()
+    others = {
+        "lossy": prediction("snapkv@0.5", dollars_per_million_tokens=0.1),
+        "late": prediction(in_slo=0.5, dollars_per_million_tokens=0.5),
+        "cheap": prediction(dollars_per_million_tokens=1.5, bytes=500.0),
+        "small": prediction(dollars_per_million_tokens=2.01, bytes=50.0),  # dollars within 1% are alike
+        "fast": prediction(bytes=102.0, ttft_p99=0.5),  # bytes within 5% are
+        "alike": prediction(),
+        "dear": prediction(gpu_dollars_per_million_tokens=2.0, dollars_per_million_tokens=0.1),
+    }
+    found = ranked({**others, NOW: now}, NOW)
+    assert found == ["cheap", "small", "fast", NOW, "alike", "dear", "late", "lossy"]

@@ -1,0 +1,376 @@
+"""The what-if service without Ray: its window, its rounds, the load that stops them, operators' candidates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tests import clocks
+from tests.unit.platform.conftest import Counted
+from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
+from warmkv import telemetry
+from warmkv.config import ConfigError, load
+from warmkv.platform.live_config import Version
+from warmkv.platform.whatif import service as service_module
+from warmkv.platform.whatif.candidates import (
+    MOST_CANDIDATES,
+    NOW,
+    Candidate,
+    TooManyCandidatesError,
+    UnknownCandidateError,
+    check,
+    proposals,
+)
+from warmkv.platform.whatif.feed import BATCH, QUEUE, Feed
+from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, replays
+from warmkv.platform.whatif.service import WhatIf
+from warmkv.platform.whatif.sizes import Held, with_sizes
+from warmkv.platform.whatif.window import BYTES, REQUESTS, Window, size_of
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies.whatif import Prediction
+
+FIGURES = {"hit_rate": 0.5, "resident_bytes": 10.0, "bytes": 10.0, "ttft_p50": 0.1, "ttft_p99": 0.2, "in_slo": 1.0}
+FIGURES |= {"dollars_per_million_tokens": 2.0, "gpu_dollars_per_million_tokens": 1.0}
+
+
+@dataclass
+class Gauges(Counted):
+    """The gauges that a scrape would find."""
+
+    held: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None:
+        super().set(gauge, value, **labels)
+        self.held[gauge.name, "".join(labels.values())] = value
+
+    def forget(self, gauge: telemetry.Metric, **labels: str) -> None:
+        wanted = "".join(labels.values())
+        self.held = {key: v for key, v in self.held.items() if key[0] != gauge.name or (wanted and key[1] != wanted)}
+
+
+class Bench:
+    """A service whose replays are the test's: each candidate takes a second."""
+
+    def __init__(self, *flags: str) -> None:
+        self.config = settings("control.whatif={}", *flags)
+        assert self.config.control.whatif is not None
+        self.rounds: list[Round] = []
+        self.closed = 0
+        self.versions: list[Version] = []
+        self.held = Held(replicas=1, stored_bytes=7)
+        self.metrics = Gauges()
+        loop = asyncio.get_running_loop()
+        self.whatif = WhatIf(
+            self.config,
+            self.config.control.whatif,
+            self.replay,
+            self._versions,
+            self._held,
+            self.metrics,
+            clock=loop.time,
+            wall_clock=lambda: OFFSET + loop.time(),
+        )
+
+    async def replay(self, work: Round) -> AsyncGenerator[Basis | Replayed]:
+        self.rounds.append(work)
+        try:
+            yield Basis(len(work.records), 0, 1.0, "the test")
+            present = Prediction("full", dict(FIGURES), 20)
+            yield Replayed(Candidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
+            for candidate in work.candidates:
+                await asyncio.sleep(1)
+                found = Prediction("full", {**FIGURES, "hit_rate": 0.6}, 20)
+                yield Replayed(candidate, found, present)
+        finally:
+            self.closed += 1
+
+    async def _versions(self) -> list[Version]:
+        return self.versions
+
+    async def _held(self) -> Held:
+        return self.held
+
+    async def come(self, count: int = 40, waiting: int = 0) -> None:
+        await self.whatif.take("a", records(count), waiting)
+
+    def rounds_counted(self) -> list[str]:
+        return [labels["result"] for name, _, labels in self.metrics.seen if name == telemetry.WHATIF_ROUNDS.name]
+
+
+def records(count: int) -> list[RequestRecord]:
+    return [replace(line, status="ok") for line in prompts()[:count]]
+
+
+def test_a_round_is_replayed_when_there_is_something_new():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come(10)
+        await bench.whatif.turn()
+        assert (bench.rounds, (await bench.whatif.table())["state"]) == ([], "waiting for 20 requests")
+        await bench.come(100)
+        await bench.whatif.turn()
+        (first,) = bench.rounds
+        assert [one.arrival for one in first.records] == sorted(one.arrival for one in first.records)
+        assert (len(first.records), first.stored_bytes) == (110, 7)
+        await bench.whatif.turn()
+        await bench.come(4)
+        await bench.whatif.turn()
+        assert len(bench.rounds) == 1  # too little is new
+        await bench.come(4)
+        await bench.whatif.turn()
+        assert len(bench.rounds) == 2
+        await bench.whatif.add({"routing.load_weight": 1.0})
+        await bench.whatif.turn()
+        assert "1" in {one.name for one in bench.rounds[2].candidates}
+        assert bench.rounds[2].candidates[0].name == "1"  # what was never replayed comes first
+        bench.versions = [Version(number=4, settings={"prefix_cache.default_ttl": "1h"}, when=datetime.now(UTC))]
+        await bench.whatif.turn()
+        assert bench.rounds[3].now.prefix_cache.default_ttl == "1h"
+        assert (await bench.whatif.table())["version"] == 4
+        assert bench.rounds_counted() == ["done"] * 4
+
+    clocks.run(scenario())
+
+
+def test_load_stops_the_replay_and_its_end_lets_it_go_on():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        turning = asyncio.create_task(bench.whatif.turn())
+        await asyncio.sleep(2.5)
+        assert bench.closed == 0
+        await bench.come(1, waiting=1)  # one prompt is computed: no load
+        await asyncio.sleep(0)
+        assert bench.closed == 0
+        await bench.come(1, waiting=2)
+        await turning
+        assert (bench.closed, bench.rounds_counted()) == (1, ["stopped"])
+        table = await bench.whatif.table()
+        assert table["state"].startswith("stopped")
+        assert len([row for row in table["candidates"] if row["rank"]]) == 3  # now, and what was done before
+        await bench.whatif.turn()
+        assert len(bench.rounds) == 1
+        await bench.whatif.take("a", [], 0)
+        await bench.whatif.turn()
+        assert (len(bench.rounds), bench.closed) == (2, 2)
+        assert bench.rounds[1].candidates[-1].name in {row["candidate"] for row in table["candidates"]}
+        await bench.whatif.take("b", [], 9)  # and then that gateway dies
+        assert bench.whatif.loaded
+        await asyncio.sleep(service_module.SILENCE_SECONDS + 1)
+        assert not bench.whatif.loaded
+
+    clocks.run(scenario())
+
+
+def test_the_loop_goes_on_after_a_fault_and_shows_it():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        bench.held = None  # type: ignore[assignment]
+        running = asyncio.create_task(bench.whatif.run())
+        await asyncio.sleep(1)
+        assert "AttributeError" in (await bench.whatif.table())["fault"]
+        bench.held = Held()
+        await asyncio.sleep(60)
+        assert (await bench.whatif.table())["fault"] is None
+        assert bench.rounds_counted() == ["failed", "done"]
+        running.cancel()
+
+    clocks.run(scenario())
+
+
+def test_the_table_and_the_metrics_show_each_candidate_and_forget_it():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        added = await bench.whatif.add({"engine.max_slots": 2})
+        assert added == {
+            "candidate": "1",
+            "proposed": False,
+            "changes": {"engine.max_slots": 2},
+            "restart": ["engine.max_slots"],
+        }
+        before = {row["candidate"]: row for row in (await bench.whatif.table())["candidates"]}
+        assert (before["1"]["rank"], before["1"]["figures"]) == (None, None)
+        await bench.whatif.turn()
+        table = await bench.whatif.table()
+        rows = {row["candidate"]: row for row in table["candidates"]}
+        assert [row["rank"] for row in table["candidates"]] == list(range(1, len(rows) + 1))
+        assert table["candidates"][0]["candidate"] == NOW  # a draw is no reason to change anything
+        assert rows["1"]["difference"]["hit_rate"] == pytest.approx(0.1)
+        assert rows["1"]["pareto"]
+        assert table["model_error"]["error"] == {"hit_rate": 0.01}
+        assert table["window"]["replayed"]["requests"] == 40
+        hit_rate = telemetry.WHATIF_HIT_RATE.name
+        assert bench.metrics.held[hit_rate, "1"] == 0.6
+        assert bench.metrics.held[hit_rate, NOW] == 0.5
+        assert bench.metrics.held[telemetry.WHATIF_ERROR.name, "hit_rate"] == 0.01
+        await bench.whatif.remove("1")
+        assert (hit_rate, "1") not in bench.metrics.held
+        assert "1" not in {row["candidate"] for row in (await bench.whatif.table())["candidates"]}
+
+    clocks.run(scenario())
+
+
+def test_candidates_are_refused_by_what_is_wrong_with_them():
+    async def scenario() -> None:
+        whatif = Bench().whatif
+        for changes, reason in (
+            ({"prefix_cache.memory_byte": 1}, "did you mean 'prefix_cache.memory_bytes'"),
+            ({"gateway.port": 1}, "no choice that a replay can judge"),
+            ({"prefix_cache.block_size": 16}, "no choice"),  # the hashes of the log are of its own blocks
+            ({"prefix_cache.default_ttl": "2m"}, "not one of ttls"),
+            ({"routing.load_weight": -1}, "routing.load_weight"),
+            ({"routing.load_weight": float("nan")}, "finite"),
+        ):
+            with pytest.raises(ConfigError, match=reason):
+                await whatif.add(changes)
+        for number in range(MOST_CANDIDATES):
+            assert (await whatif.add({"engine.max_slots": 10 + number}))["candidate"] == str(number + 1)
+        assert (await whatif.add({"engine.max_slots": 10}))["candidate"] == "1"  # it is there already
+        with pytest.raises(TooManyCandidatesError, match=str(MOST_CANDIDATES)):
+            await whatif.add({"engine.max_slots": 99})
+        await whatif.remove("3")
+        assert (await whatif.add({"engine.max_slots": 99}))["candidate"] == "3"
+        for name in ("9", NOW, "ttl-half"):
+            with pytest.raises(UnknownCandidateError, match="no candidate"):
+                await whatif.remove(name)
+
+    clocks.run(scenario())
+
+
+def test_default_policies_follow_the_versions():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        at = datetime.fromtimestamp(OFFSET, UTC)
+        bench.versions = [
+            Version(number=2, settings={"nothing.known": 1}, when=at),  # which the gateways cannot take, either
+            Version(number=1, settings={"compression.policy": "snapkv@0.2"}, when=at),
+        ]
+        await bench.whatif.turn()
+        (work,) = bench.rounds
+        assert work.defaults == [Default(0.0, "full"), Default(OFFSET, "snapkv@0.2")]
+        assert work.now.compression.policy.label == "snapkv@0.2"
+        assert work.changed == OFFSET
+
+    clocks.run(scenario())
+
+
+def test_old_records_say_nothing_of_the_bytes_held_now():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        await asyncio.sleep(service_module.SILENCE_SECONDS + 1)
+        await bench.whatif.turn()
+        assert bench.rounds[0].stored_bytes is None
+
+    clocks.run(scenario())
+
+
+def test_proposals_are_neighbours_and_few():
+    def names(*flags: str) -> set[str]:
+        return {one.name for one in proposals(settings(*flags))}
+
+    usual = names()
+    assert {"ttl-double", "ttl-half", "ttl-1h", "memory-half", "order-lfu", "snapkv-0.5"} <= usual
+    assert not {"ttl-5m", "order-lru", "load-half"} & usual  # as it is, or of no effect
+    assert {"budget-half", "budget-double"} <= names("compression.policy=snapkv@0.4")
+    assert "budget-double" not in names("compression.policy=snapkv@1.0")
+    assert {"budget-half", "budget-double"} <= names("compression.policy=snapkv@64")
+    assert {"load-half", "load-double"} <= names("cluster.replicas=2")
+    assert not {name for name in names("prefix_cache.enabled=false") if name.startswith(("ttl", "memory", "order"))}
+    now = settings()
+    for one in proposals(now):
+        assert check(now, one.changes) != now
+        assert bool(one.restart) == one.name.startswith(("memory", "order"))
+    assert len(proposals(settings("cluster.replicas=2"))) <= 16
+
+
+def test_the_window_is_bounded_by_requests_and_by_bytes():
+    window = Window(requests=100)
+    window.add([*records(150), replace(records(1)[0], status="error")])
+    assert (len(window), window.seen) == (100, 150)
+    assert window.records()[0].arrival == records(51)[-1].arrival
+    assert window.bytes == 100 * size_of(records(1)[0])
+    small = Window(1000, most_bytes=10 * size_of(records(1)[0]))
+    small.add(records(150))
+    assert len(small) == 10
+    assert REQUESTS * size_of(records(1)[0]) < 2 * BYTES  # with few blocks their number is what counts
+
+
+def test_sizes_are_those_of_the_replicas_and_of_the_model():
+    replica = {"memory": {"limits": {"engine.kv_bytes": {"bytes": 5}, "prefix_cache.memory_bytes": {"bytes": 9}}}}
+    smaller = {"memory": {"limits": {"engine.kv_bytes": {"bytes": 4}, "prefix_cache.memory_bytes": {"bytes": 10}}}}
+    status = {"replicas": {"a": {**replica, "store_tiers": {"device": 1, "host": 2}}, "b": {**smaller}}}
+    held = Held.of(status)
+    assert held == Held(2, 3, {"engine.kv_bytes": 4, "prefix_cache.memory_bytes": 9})
+    sized = with_sizes(load(environ={}), held)
+    assert (sized.engine.kv_limit, sized.prefix_cache.memory_limit) == (4, 9)
+    assert (sized.simulator.model.layers, sized.simulator.model.dtype_bytes) == (6, 4)
+    assert with_sizes(load(flags=["prefix_cache.memory_bytes=7"], environ={}), held).prefix_cache.memory_limit == 7
+    on_gpu = Held.of({"replicas": {"a": {**replica, "allocator_bytes": 1}}})
+    assert with_sizes(load(environ={}), on_gpu).simulator.model.dtype_bytes == 2
+    for own in ("model.path=nobody/nothing", "model.path=tiny"):
+        told = load(flags=[own, "simulator.model={layers: 3}"], environ={})
+        assert with_sizes(told, Held()).simulator.model.layers == 3
+    assert Held.of({"replicas": {}}) == Held()
+
+
+def test_a_feed_never_waits_and_counts_what_it_drops():
+    async def scenario() -> None:
+        sent: list[tuple[int, int]] = []
+        gate = asyncio.Event()
+        waiting = 0
+        lost: list[int] = []
+
+        async def send(batch: Sequence[RequestRecord], load: int) -> None:
+            await gate.wait()
+            sent.append((len(batch), load))
+
+        feed = Feed(send, lambda: waiting, lost.append)
+        (record,) = records(1)
+        await feed.flush()
+        assert sent == []  # nothing to tell
+        for _ in range(QUEUE + 3):
+            feed.write(record)
+        assert sum(lost) == 3
+        gate.set()
+        await feed.flush()
+        assert sent == [(BATCH, 0)] * (QUEUE // BATCH)
+        waiting = 4
+        await feed.flush()
+        waiting = 0
+        await feed.flush()
+        await feed.flush()
+        assert sent[QUEUE // BATCH :] == [(0, 4), (0, 0)]  # the end of a load is told once
+        gate.clear()
+        lost.clear()
+        feed.write(record)
+        await feed.flush()  # the service does not answer
+        assert lost == [1]
+
+    clocks.run(scenario())
+
+
+def test_a_whole_round_of_real_replays_through_the_service():
+    async def scenario() -> None:
+        bench = Bench()
+
+        async def replay(work: Round) -> AsyncGenerator[Basis | Replayed]:
+            for step in replays(work):
+                yield step
+
+        bench.whatif._replay = replay
+        await bench.whatif.take("a", logged(prompts()[:200], bench.config), 0)
+        await bench.whatif.turn()
+        table: Any = await bench.whatif.table()
+        assert table["candidates"][0]["candidate"] == "ttl-double"
+        assert abs(table["model_error"]["error"]["ttft_p99"]) < 0.05
+
+    clocks.run(scenario())

@@ -1,0 +1,38 @@
+"""Made-up traffic whose best settings are known, as a service with known step times would have logged it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.unit.simulator.conversations import config, record, run, with_timings
+from warmkv.config import Config
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
+
+TRUE = UniformCosts(PhaseCosts(StepCost(0.005, 1e-3, 1e-6), StepCost(0.003, 4e-4, 1e-6)))
+OFFSET = 1.7e9  # Unix time of the first arrival
+GAP = 400.0  # seconds from one use of a prompt to the next: the default TTL of 300 s is too short for it
+PROMPTS, CYCLES = 20, 8
+TOKENS = 64
+
+
+def settings(*flags: str) -> Config:
+    """The service as it was started: it listens to nobody, and has room for everything."""
+    return config("prefix_cache.block_size=4", "prefix_cache.memory_bytes=1GiB", *flags)
+
+
+def prompts() -> list[RequestRecord]:
+    """Twenty prompts that come again every 400 s, each followed by one that never comes again."""
+    found = []
+    for turn in range(CYCLES * PROMPTS):
+        arrival = turn * GAP / PROMPTS
+        for token, at in ((turn % PROMPTS, arrival), (1000 + turn, arrival + 1)):
+            found.append(replace(record(at, [token] * TOKENS, 4, name=f"{token}-{at}"), api="chat", max_tokens=4))
+    return found
+
+
+def logged(records: Sequence[RequestRecord], served_by: Config) -> list[RequestRecord]:
+    """What the access log of a service with these settings would say of the requests."""
+    jobs, _ = run(records, served_by, cost=TRUE)
+    return [replace(line, status="ok") for line in with_timings(jobs, OFFSET, outside=0.01)]

@@ -1,0 +1,82 @@
+"""Endpoints of the what-if service: operators see candidates, add their own and take them away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from warmkv.config import ConfigError
+from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
+from warmkv.platform.gateway.apis.schema import Body, parse
+from warmkv.platform.gateway.intake.body import Intake
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
+from warmkv.platform.gateway.service import Service
+from warmkv.platform.tenants import Caller
+from warmkv.platform.whatif.candidates import TooManyCandidatesError, UnknownCandidateError
+
+
+class WhatIfControl(Protocol):
+    """What the endpoints ask of the service, which `WhatIf` is and `RemoteWhatIf` calls."""
+
+    async def table(self) -> dict[str, Any]: ...
+    async def add(self, changes: dict[str, Any]) -> dict[str, Any]: ...
+    async def remove(self, name: str) -> None: ...
+
+
+class CandidateBody(Body):
+    changes: dict[str, Any] = Field(min_length=1, max_length=100, description="dotted settings and their values")
+
+
+def add_whatif_endpoints(
+    app: FastAPI,
+    service: Service,
+    intake: Intake,
+    whatif: WhatIfControl | None,
+    operator_of: Callable[[Request], Caller],
+) -> None:
+    """Add `/v1/warmkv/whatif` and what is below it. `operator_of` raises ApiError for who may not."""
+    limits = BodyLimits.of(service.config.gateway)
+
+    def on(request: Request) -> WhatIfControl:
+        """Return the service. Raises ApiError for who is no operator, and where there is none."""
+        operator_of(request)
+        if whatif is None:
+            raise ApiError(
+                "not_found_error", "there is no what-if service here: set control.whatif, {} for the defaults"
+            )
+        return whatif
+
+    @app.get("/v1/warmkv/whatif")
+    async def get_whatif(request: Request) -> Response:
+        return JSONResponse(await on(request).table())
+
+    @app.post("/v1/warmkv/whatif")
+    async def add_candidate(request: Request) -> Response:
+        known = on(request)
+        body = await intake.take(request, lambda data, _: parse(data, CandidateBody, limits))
+        with _refusals():
+            return JSONResponse(await known.add(body.changes))
+
+    @app.delete("/v1/warmkv/whatif/{name}")
+    async def remove_candidate(request: Request, name: str) -> Response:
+        known = on(request)
+        with _refusals():
+            await known.remove(name)
+        return JSONResponse({"type": "candidate_removed", "candidate": name})
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise invalid(reason(error)) from None
+    except TooManyCandidatesError as error:
+        raise ApiError("conflict_error", reason(error)) from None
+    except UnknownCandidateError as error:
+        raise ApiError("not_found_error", reason(error)) from None

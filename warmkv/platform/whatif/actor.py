@@ -1,0 +1,118 @@
+"""The what-if service on Ray: a named actor beside the directory, and replays in a process of lowest priority."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from warmkv import telemetry
+from warmkv.config import Config, WhatIfConfig
+from warmkv.platform.control import RemoteControl
+from warmkv.platform.live_config_store import NAMESPACE
+from warmkv.platform.prefix_directory import merged
+from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
+from warmkv.platform.whatif.service import WhatIf
+from warmkv.platform.whatif.sizes import Held
+from warmkv.prefixes.record import RequestRecord
+
+NICEST = 19  # the least share of a core that Linux gives a process: what is left by others
+
+
+class WhatIfActor(WhatIf):
+    """The service as Ray runs it."""
+
+    def __init__(self, start: Config, settings: WhatIfConfig, directory: Sequence[Any]) -> None:
+        async def held() -> Held:
+            return Held.of(merged(await asyncio.gather(*(shard.status.remote() for shard in directory))))
+
+        application = start.cluster.application
+        super().__init__(
+            start,
+            settings,
+            replayed_on_ray,
+            RemoteControl(application).history,
+            held,
+            telemetry.RayRecorder(*telemetry.WHATIF, application=application),
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
+        """Take a gateway's records; the first ones start the replays."""
+        if self._running is None:
+            self._running = asyncio.create_task(self.run())
+        await super().take(gateway, records, waiting)
+
+
+async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:
+    """Replay a round in a Ray task that reserves no core and takes none; it is killed when nobody follows it any more.
+
+    Its process replays this round alone, for its priority cannot be raised again.
+    """
+    import ray
+
+    steps = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_replay).remote(work)
+    ended = False
+    try:
+        async for step in steps:
+            yield await step
+        ended = True
+    finally:
+        if not ended:
+            ray.cancel(steps, force=True)
+
+
+def _replay(work: Round) -> Iterator[Basis | Replayed]:
+    os.nice(NICEST)
+    yield from replays(work)
+
+
+class RemoteWhatIf:
+    """The actor of an application, found by its name for every call: it may have been started anew."""
+
+    def __init__(self, application: str, gateway: str) -> None:
+        self._name, self._gateway = whatif_name(application), gateway
+
+    async def send(self, records: Sequence[RequestRecord], waiting: int) -> None:
+        """Hand over a gateway's records."""
+        await self._call("take", self._gateway, records, waiting)
+
+    async def table(self) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call("table")
+        return found
+
+    async def add(self, changes: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call("add", changes)
+        return found
+
+    async def remove(self, name: str) -> None:
+        await self._call("remove", name)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        import ray
+
+        actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
+        return await getattr(actor, method).remote(*args)
+
+
+def whatif_name(application: str) -> str:
+    return f"{application}-what-if"
+
+
+def start_whatif(config: Config, directory: Sequence[Any]) -> None:
+    """Start the application's what-if actor anew, or end it where `control.whatif` is not set any more."""
+    import ray
+
+    name = whatif_name(config.cluster.application)
+    with contextlib.suppress(ValueError):  # there is none
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    if config.control.whatif is None:
+        return
+    ray.remote(WhatIfActor).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000
+    ).remote(config, config.control.whatif, directory)

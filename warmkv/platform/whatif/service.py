@@ -1,0 +1,290 @@
+"""The what-if service: it owns the window, has rounds replayed while nothing waits, and keeps their results.
+
+Without Ray: the actor gives it what it calls (`actor.py`), tests what they like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from warmkv import telemetry
+from warmkv.config import Config, ConfigError, WhatIfConfig
+from warmkv.platform.live_config import Version, in_force
+from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, OperatorCandidates, check, proposals
+from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round
+from warmkv.platform.whatif.sizes import Held, with_sizes
+from warmkv.platform.whatif.window import Window
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies.step_times import ENOUGH
+from warmkv.simulator.studies.whatif import differences, pareto, ranked
+
+log = logging.getLogger("ray.serve")
+
+PAUSE_SECONDS = 5.0  # between two looks for something to do
+FRESH_SHARE = 20  # a round is due when one in so many requests of the window is new
+SILENCE_SECONDS = 10.0  # after which what a gateway said of its load counts no more, and no bytes go with its records
+WAITING_PER_REPLICA = 1  # requests for each replica that wait for their first token; more are load
+
+Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
+"""Replays a round elsewhere; closing the generator ends the replay at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was replayed last of a candidate."""
+
+    replayed: Replayed
+    at: float  # Unix time
+
+
+class WhatIf:
+    """State and loop of the service.
+
+    `versions` tells the versions of the live configuration, the last one first, and `held` what the replicas hold now.
+    """
+
+    def __init__(
+        self,
+        start: Config,
+        settings: WhatIfConfig,
+        replay: Replay,
+        versions: Callable[[], Awaitable[Sequence[Version]]],
+        held: Callable[[], Awaitable[Held]],
+        recorder: telemetry.Recorder,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._start, self._settings, self._replay = start, settings, replay
+        self._versions, self._held, self._recorder = versions, held, recorder
+        self._clock, self._wall_clock = clock, wall_clock
+        self._window, self._own = Window(), OperatorCandidates()
+        self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
+        self._replicas = start.cluster.replicas
+        self._heard = -SILENCE_SECONDS  # when the last records came
+        self._loaded = asyncio.Event()
+        self._basis: Basis | None = None
+        self._results: dict[str, Result] = {}
+        self._done: tuple[Any, ...] = ()  # what the last whole round was of
+        self._replayed_at = 0  # requests seen by then
+        self._version, self._rounds, self._state, self._fault = 0, 0, "waiting for requests", ""
+
+    # --- what gateways and operators call
+
+    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
+        """Add a gateway's records to the window; nothing is replayed while too many requests wait."""
+        self._window.add(records)
+        self._loads[gateway] = waiting, self._clock()
+        if records:
+            self._heard = self._clock()
+        self._recorder.set(telemetry.WHATIF_WINDOW, len(self._window))
+        if self.loaded:
+            self._loaded.set()
+
+    @property
+    def loaded(self) -> bool:
+        """Return True while more requests wait for their first token than the replicas compute prompts at a time."""
+        since = self._clock() - SILENCE_SECONDS
+        self._loads = {name: said for name, said in self._loads.items() if said[1] >= since}
+        return sum(waiting for waiting, _ in self._loads.values()) > WAITING_PER_REPLICA * self._replicas
+
+    async def add(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a candidate and return it. Raises ConfigError, or TooManyCandidatesError."""
+        now, _, _ = await self._in_force()
+        check(now, changes)
+        return self._shown(self._own.add(changes))
+
+    async def remove(self, name: str) -> None:
+        """Take an operator's candidate away. Raises UnknownCandidateError."""
+        self._own.remove(name)
+        self._forget(name)
+
+    async def table(self) -> dict[str, Any]:
+        """Return the candidates, the best first, and what they rest on."""
+        present = self._results.get(NOW)
+        predictions = {
+            name: result.replayed.prediction
+            for name, result in self._results.items()
+            if result.replayed.prediction is not None
+        }
+        order = ranked(predictions, NOW) if present else []
+        front = pareto(predictions, NOW) if present else {}
+        known = {candidate.name: candidate for candidate in self._own.all()}
+        known |= {name: result.replayed.candidate for name, result in self._results.items()}
+        rows = []
+        for name in [*order, *(name for name in known if name not in order)]:
+            result = self._results.get(name)
+            rank = order.index(name) + 1 if name in order else None
+            rows.append(self._row(known[name], result, rank, front.get(name, False)))
+        return {
+            "state": self._state,
+            "fault": self._fault or None,
+            "rounds": self._rounds,
+            "version": self._version,
+            "window": {
+                "requests": len(self._window),
+                "bytes": self._window.bytes,
+                "seen": self._window.seen,
+                **({"replayed": asdict(self._basis)} if self._basis else {}),
+            },
+            "model_error": _error(present.replayed) if present else None,
+            "candidates": rows,
+        }
+
+    # --- the loop
+
+    async def run(self) -> None:
+        """Replay round after round, until cancelled."""
+        while True:
+            try:
+                await self.turn()
+                self._fault = ""
+            except Exception as error:  # whatever it is, the next round may do better
+                self._state, self._fault = "failed", f"{type(error).__name__}: {error}"
+                self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="failed")
+                log.error("what-if: a round failed: %s", self._fault)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def turn(self) -> None:
+        """Replay a round if there is something new and nothing waits; stop it as soon as requests wait."""
+        if len(self._window) < ENOUGH:
+            self._state = f"waiting for {ENOUGH} requests"
+            return
+        if self.loaded:
+            self._state = "stopped: requests wait for a replica"
+            return
+        work = await self._round()
+        due = (self._version, sorted((one.name, repr(one.changes)) for one in work.candidates))
+        if self._done == due and (self._window.seen - self._replayed_at) * FRESH_SHARE < len(self._window):
+            self._state = "up to date"
+            return
+        seen, self._state = self._window.seen, "replaying"
+        self._loaded.clear()
+        for name in self._results.keys() - {NOW, BEST} - {one.name for one in work.candidates}:
+            self._forget(name)
+        if await self._followed(work):
+            self._done, self._replayed_at, self._rounds, self._state = due, seen, self._rounds + 1, "up to date"
+            self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
+        else:
+            self._state = "stopped: requests wait for a replica"
+            self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
+
+    async def _followed(self, work: Round) -> bool:
+        """Keep the results of a round as they come; False if it was stopped since requests wait."""
+        following = asyncio.ensure_future(self._follow(work))
+        loaded = asyncio.ensure_future(self._loaded.wait())
+        try:
+            await asyncio.wait((following, loaded), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+                return True
+            return False
+        finally:
+            following.cancel()
+            loaded.cancel()
+            await asyncio.gather(following, loaded, return_exceptions=True)
+
+    async def _follow(self, work: Round) -> None:
+        found = set()
+        steps = self._replay(work)
+        try:
+            async for step in steps:
+                if isinstance(step, Basis):
+                    self._basis = step
+                else:
+                    self._keep(step)
+                    found.add(step.candidate.name)
+        finally:
+            await steps.aclose()
+        if BEST not in found:
+            self._forget(BEST)
+
+    async def _round(self) -> Round:
+        now, defaults, changed = await self._in_force()
+        held = await self._held()
+        self._replicas = held.replicas or self._start.cluster.replicas
+        sized = with_sizes(now, held)
+        quiet = self._clock() - self._heard > SILENCE_SECONDS  # what they hold has expired since
+        candidates = sorted(
+            [*self._own.all(), *proposals(sized)],
+            key=lambda one: self._results[one.name].at if one.name in self._results else 0.0,
+        )
+        return Round(
+            self._window.records(),
+            sized,
+            defaults,
+            changed,
+            candidates,
+            None if quiet else held.stored_bytes,
+            self._settings.quality,
+        )
+
+    async def _in_force(self) -> tuple[Config, list[Default], float]:
+        """Return the settings in force, the default policies over time, and since when they are in force."""
+        versions = list(await self._versions())
+        defaults, now, changed = [Default(0.0, self._start.compression.policy.label)], self._start, 0.0
+        self._version = 0
+        for version in reversed(versions):
+            try:
+                now = in_force(self._start, version)
+            except ConfigError:
+                continue  # the gateways serve as before, too
+            changed = version.when.timestamp() if version.when else 0.0
+            defaults.append(Default(changed, now.compression.policy.label))
+            self._version = version.number
+        return now, defaults, changed
+
+    # --- results
+
+    def _keep(self, replayed: Replayed) -> None:
+        name, record = replayed.candidate.name, self._recorder
+        self._forget(name)
+        self._results[name] = Result(replayed, self._wall_clock())
+        if replayed.prediction is not None:
+            for figure, metric in telemetry.WHATIF_FIGURES.items():
+                value = replayed.prediction.figures.get(figure)
+                if value is not None:
+                    record.set(metric, value, candidate=name)
+        for figure, value in (replayed.error or {}).items():
+            if value is not None:
+                record.set(telemetry.WHATIF_ERROR, value, figure=figure)
+
+    def _forget(self, name: str) -> None:
+        self._results.pop(name, None)
+        for metric in telemetry.WHATIF_FIGURES.values():
+            self._recorder.forget(metric, candidate=name)
+        if name == NOW:
+            self._recorder.forget(telemetry.WHATIF_ERROR)
+
+    def _shown(self, candidate: Candidate) -> dict[str, Any]:
+        return {
+            "candidate": candidate.name,
+            "proposed": candidate.proposed,
+            "changes": dict(candidate.changes),
+            "restart": list(candidate.restart),
+        }
+
+    def _row(self, candidate: Candidate, result: Result | None, rank: int | None, front: bool) -> dict[str, Any]:
+        row = {**self._shown(candidate), "rank": rank, "pareto": front, "fault": None, "at": None}
+        if result is None:
+            return {**row, "requests": 0, "figures": None, "difference": None}
+        replayed = result.replayed
+        found, base = replayed.prediction, replayed.now
+        return {
+            **row,
+            "fault": replayed.fault or None,
+            "at": datetime.fromtimestamp(result.at, UTC).isoformat(),
+            "requests": found.requests if found else 0,
+            "figures": found.figures if found else None,
+            "difference": differences(found.figures, base.figures) if found and base else None,
+        }
+
+
+def _error(present: Replayed) -> dict[str, Any]:
+    """Return the model's own error: what it predicts for the settings in force, against what was measured."""
+    return {"requests": present.judged, "measured": present.measured, "error": present.error}

@@ -1,0 +1,79 @@
+"""Sizes that a configuration leaves open, as the running replicas have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize
+
+from warmkv.config import Config, ModelConfig
+from warmkv.model_shape import ModelShape, ModelShapeError, kv_figures
+from warmkv.models import tiny
+from warmkv.simulator.cluster.memory import resolved
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the replicas say of themselves. `limits` are those of the one with the least memory, by setting."""
+
+    replicas: int = 0
+    stored_bytes: int | None = None  # of prefixes, all tiers and replicas
+    limits: Mapping[str, int] = field(default_factory=dict)
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any]) -> Held:
+        """Read what the prefix directory knows of the replicas."""
+        replicas = list(status["replicas"].values())
+        plans = [plan for replica in replicas if (plan := replica.get("memory"))]
+        limits: dict[str, int] = {}
+        for plan in plans:
+            for name, limit in plan["limits"].items():
+                limits[name] = min(limit["bytes"], limits.get(name, limit["bytes"]))
+        stored = sum(sum(replica.get("store_tiers", {}).values()) for replica in replicas)
+        on_gpu = any(replica.get("allocator_bytes") is not None for replica in replicas)  # none is counted on a CPU
+        return cls(len(replicas), stored if replicas else None, limits, on_gpu)
+
+
+def with_sizes(config: Config, held: Held) -> Config:
+    """Return a configuration with every `auto` size in bytes and the KV shape of the model that is served.
+
+    Where a size is not known it is the simulator's; where the model's configuration is not on this node, the shape is
+    that of `simulator.model`.
+    """
+    engine, cache, simulator = config.engine, config.prefix_cache, config.simulator
+    if engine.kv_bytes == "auto" and (limit := held.limits.get("engine.kv_bytes")):
+        engine = engine.model_copy(update={"kv_bytes": ByteSize(limit)})
+    if cache.memory_bytes == "auto" and (limit := held.limits.get("prefix_cache.memory_bytes")):
+        cache = cache.model_copy(update={"memory_bytes": ByteSize(limit)})
+    if simulator.model == ModelShape.model_validate({}) and (folder := _folder(config.model)) is not None:
+        simulator = simulator.model_copy(update={"model": _shape(folder, config.model, held.on_gpu)})
+    return resolved(config.model_copy(update={"engine": engine, "prefix_cache": cache, "simulator": simulator}))
+
+
+def _shape(folder: Path, model: ModelConfig, on_gpu: bool) -> ModelShape:
+    try:
+        figures = kv_figures(folder)
+    except ModelShapeError:
+        figures = {}
+    dtype = ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype
+    return ModelShape.model_validate({**figures, "dtype_bytes": _BYTES[dtype]})
+
+
+def _folder(model: ModelConfig) -> Path | None:
+    """Return the folder, or the config.json in the hub's cache, of a model; None if it is not on this node."""
+    path = tiny.PATH if model.path == "tiny" else Path(model.path)
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    except ValueError:  # no name of a model of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,46 @@
+"""The latest requests of a service, bounded by their number and by the memory that they take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from warmkv.prefixes.record import RequestRecord
+
+REQUESTS, BYTES = 20_000, 64 << 20
+"""Most requests of a window, and the memory that they may take."""
+
+RECORD_BYTES, KEY_BYTES, MARK_BYTES = 1500, 80, 300  # of a record, a block hash, a breakpoint or candidate
+
+
+class Window:
+    """Requests that succeeded, the latest ones; older ones go as new ones come."""
+
+    def __init__(self, requests: int = REQUESTS, most_bytes: int = BYTES) -> None:
+        self._most, self._most_bytes = requests, most_bytes
+        self._records: deque[tuple[RequestRecord, int]] = deque()
+        self.bytes = 0
+        self.seen = 0  # requests so far
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, records: Iterable[RequestRecord]) -> None:
+        """Append requests; those that failed or were cancelled are left out, as from any replay."""
+        for record in records:
+            if record.status == "ok":
+                size = size_of(record)
+                self._records.append((record, size))
+                self.bytes += size
+                self.seen += 1
+        while self._records and (len(self._records) > self._most or self.bytes > self._most_bytes):
+            self.bytes -= self._records.popleft()[1]
+
+    def records(self) -> list[RequestRecord]:
+        """Return the requests in the order of their arrival."""
+        return sorted((record for record, _ in self._records), key=lambda record: record.arrival)
+
+
+def size_of(record: RequestRecord) -> int:
+    """Estimate the bytes that a record takes in memory."""
+    return RECORD_BYTES + KEY_BYTES * len(record.hashes) + MARK_BYTES * (len(record.marks) + len(record.reads))
