@@ -29,7 +29,7 @@ PAGES = {
     "profile": "measuring.md",
     "policy": "control.md",
     "dashboards": "operations.md",
-    "k8s": "../k8s/README.md",
+    "k8s": "kubernetes.md",
 }
 """Where a command or a group is explained, relative to the page."""
 

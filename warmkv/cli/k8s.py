@@ -1,4 +1,4 @@
-"""`warmkv k8s`: the parts of the Kubernetes manifests that follow from settings, and what is wrong with the rest."""
+"""`warmkv k8s`: what of the manifests follows from settings, what is wrong with the rest; what pods run beside Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warmkv.cli.command import add_command, writing
+from warmkv.cli.command import add_command, fail, writing
 from warmkv.cli.options import JsonOptions
 from warmkv.terminal import console
 
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 STANDARD_INPUT = Path("-")
 CRDS = Path("crds")
 
-app = typer.Typer(no_args_is_help=True, help="Write what of the Kubernetes manifests follows from settings, check all.")
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML file with the settings of the service.")]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Write what of the Kubernetes manifests follows from settings, check all; fetch and drain, in pods.",
+)
 
 
 @add_command(app, code=2)
@@ -81,7 +86,7 @@ def _show(manifests: Rendered, findings: Sequence[Finding]) -> None:
 @add_command(app, code=1)
 def render(
     output: JsonOptions,
-    config: Annotated[Path, typer.Option("--config", "-c", help="YAML file with the settings of the service.")],
+    config: ConfigOption,
     manifest_path: Annotated[
         Path | None,
         typer.Option("--manifest", "-m", help="File to write; `serve-config.yaml` beside the settings if absent."),
@@ -98,3 +103,45 @@ def render(
         changed = manifest.render(config, path)
     said = f"{'wrote' if changed else 'up to date:'} {path}"
     output.give({"manifest": str(path), "changed": changed}, lambda: print(said))
+
+
+@add_command(app, code=1)
+def fetch(config: ConfigOption) -> None:
+    """Download the model of the settings into the hub's cache (`HF_HOME`), unless it is there.
+
+    Example, in a pod: `warmkv k8s fetch --config /etc/warmkv/config/warmkv.yaml`
+    """
+    from warmkv.config import load
+    from warmkv.replicas.loading.load import fetch as fetch_model
+
+    settings = load(config)
+    try:
+        print(f"{settings.model.name} is in {fetch_model(settings.model)}")
+    except OSError as error:
+        fail(f"cannot fetch {settings.model.path}: {error}", 1)
+
+
+@add_command(app, code=1)
+def drain(
+    config: ConfigOption,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Time until all must have gone, instead of 30 s for replacements to start elsewhere, "
+            "`cluster.drain_seconds` and a third of that for blocks.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Drain the Ray node of this pod: its replicas and gateways start elsewhere, end their requests, hand over blocks.
+
+    Exits 1 if some are still there when the time is over. Example, as a preStop hook:
+    `warmkv k8s drain --config /etc/warmkv/config/warmkv.yaml`
+    """
+    from warmkv.config import load
+    from warmkv.platform.drain import drain_node, seconds_to_drain
+
+    if left := drain_node(seconds_to_drain(load(config)) if seconds is None else seconds):
+        fail(f"still on this node: {', '.join(left)}", 1)
+    print("drained")

@@ -63,7 +63,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         max_ongoing_requests=2 * most_open(config),
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=cluster.drain_seconds,  # its streams come from replicas that have as long
         **health,
     )
     return gateway.bind(args, secret, replicas, directory)

@@ -6,6 +6,7 @@ import logging
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from warmkv.replicas.loading.structure import LayerTraits, check_config, is_list
 log = logging.getLogger(__name__)
 
 TINY = tiny.PATH
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # of a hub model: weights, and all that describes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,23 @@ class LoadedModel:
 def model_path(config: ModelConfig) -> str:
     """Folder or hub name to load; `tiny` is the model in the package."""
     return str(TINY) if config.path == "tiny" else config.path
+
+
+def fetch(config: ModelConfig) -> Path:
+    """Download a hub model into the hub's cache, unless it is there; return its folder. Others are where they are.
+
+    Processes that share the cache wait for each other's downloads. Raises OSError where it cannot be had, or has no
+    weights as safetensors.
+    """
+    from huggingface_hub import snapshot_download
+
+    named = Path(model_path(config))
+    folder = (
+        named if named.exists() else Path(snapshot_download(str(named), revision=config.revision, allow_patterns=FILES))
+    )
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"no *.safetensors in {config.path} (model.path)")
+    return folder
 
 
 def resolve_device(name: str) -> torch.device:
