@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 CPU_TARGET = 60.0
 """Microseconds of CPU for a token in gateways and proxies."""
 KV_BYTES = 1 << 30  # of slots, and as many of prefixes
+CEILING = Load("64x20/250", 64, 20, 250, 2)
+CEILING_TARGET = 15_000.0
+"""Tokens a second of a gateway that has a core to itself, whose replicas answer from a script."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loads = [load for load in LOADS if not options.only or load.name in options.only]
     if options.quick:
         loads = [replace(load, clients=2, requests=1 + load.again, new_tokens=8) for load in loads]
+    figures = _ceiling(options, say) if options.ceiling else _race(loads, options, say)
+    if options.json is not None:
+        identity = machine.identity(torch.device("cpu"))
+        commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
+        settings = {
+            "threads": options.threads,
+            "repeats": options.repeats,
+            "vllm": bool(options.vllm),
+            "url": options.url,
+        }
+        report.write(options.json, report.document(identity, machine.versions(), commit, settings, figures, []))
+    report.show("served through HTTP", figures, [])
+    return 1 if not options.quick and any(each.met is False for each in figures) else 0
+
+
+def _race(loads: Sequence[Load], options: argparse.Namespace, say: Callable[[str], None]) -> list[Figure]:
     seen: dict[str, dict[str, list[Measured]]] = {}
     with ExitStack() as stack:
         servers = _servers(options, stack, say)
@@ -57,14 +76,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     say(f"{load.name}, {server.name}")
                     measured = asyncio.run(measure(server, load, words, repeat))
                     seen.setdefault(load.name, {}).setdefault(server.name, []).append(measured)
-    figures = [each for load in loads for each in figures_of(load, seen[load.name], servers)]
-    if options.json is not None:
-        identity = machine.identity(torch.device("cpu"))
-        commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
-        settings = {"threads": options.threads, "repeats": options.repeats, "servers": [each.name for each in servers]}
-        report.write(options.json, report.document(identity, machine.versions(), commit, settings, figures, []))
-    report.show("served through HTTP", figures, [])
-    return 1 if not options.quick and any(each.met is False for each in figures) else 0
+    return [each for load in loads for each in figures_of(load, seen[load.name], servers)]
+
+
+def _ceiling(options: argparse.Namespace, say: Callable[[str], None]) -> list[Figure]:
+    """Measure what a core of a gateway passes on, with one gateway and with two."""
+    from benchmarks.report import figure
+    from benchmarks.served.scripted import scripted
+
+    load, words = CEILING, single_token_words(options.model)
+    if options.quick:
+        load = replace(load, clients=2, requests=1, new_tokens=8)
+    found = []
+    for gateways in (1, 2):
+        with scripted(gateways) as server:
+            say(f"{load.name}, {server.name}")
+            asyncio.run(measure(server, Load("warm-up", 4, 20, 8, 1), words, -1))
+            runs = [asyncio.run(measure(server, load, words, repeat)) for repeat in range(options.repeats)]
+        costs = [max(run.cpu["gateway"], 1e-9) / run.tokens for run in runs]
+        name = f"ceiling_{gateways}_gateways"
+        found += [
+            figure(f"{name}_tokens_per_core_second", [1 / cost for cost in costs], CEILING_TARGET, "higher"),
+            figure(f"{name}_cpu_us_per_token", [cost * 1e6 for cost in costs], None, "lower"),
+            figure(f"{name}_tokens_per_second", [run.tokens / run.wall for run in runs], None, "higher"),
+        ]
+    return found
 
 
 def _servers(options: argparse.Namespace, stack: ExitStack, say: Callable[[str], None]) -> list[Server]:
@@ -126,6 +162,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few and short requests: whether it runs, not how well")
     names = [load.name for load in LOADS]
     parser.add_argument("--only", action="append", metavar="LOAD", choices=names, help="one of the loads, repeatable")
+    parser.add_argument("--ceiling", action="store_true", help="gateways alone: their replicas answer from a script")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of every load and server, in turn (1)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of the replica (1)")
     parser.add_argument("--model", type=Path, default=PATH, metavar="FOLDER", help="served by both (the shipped one)")

@@ -33,8 +33,8 @@ class ClusterConfig(Section):
     drain_seconds: float = Field(
         30.0,
         ge=0,
-        description="time for the requests in flight when a replica is stopped; then it hands its blocks over, within "
-        "a third of that",
+        description="time for what is in flight when a replica or gateway is stopped; then a replica hands its blocks "
+        "over, within a third of that",
     )
     gateways: int = Field(1, ge=1, description="gateways in the cluster")
     cpus_per_replica: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica")

@@ -33,8 +33,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     )
 
 
-def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Application:
-    """Build the application with any router between gateways and replicas: races put others there."""
+def routed(args: dict[str, Any], router: RequestRouterConfig, replica: type[Any] = Replica) -> serve.Application:
+    """Build the application with any router and replicas behind its gateways: races put others there."""
     config = parse(args)
     check_listening(config.gateway)
     secret = os.environ.get(SALT_ENV, "").encode() or secrets.token_bytes(32)
@@ -45,7 +45,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
     patience = config.gateway.health_seconds
     health = {"health_check_period_s": patience / 3, "health_check_timeout_s": patience}
     replicas = serve.deployment(
-        Replica,
+        replica,
         name="replica",
         **_size(cluster),
         max_ongoing_requests=config.ongoing_requests,
@@ -63,7 +63,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig) -> serve.Applicati
         max_ongoing_requests=2 * most_open(config),
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=cluster.drain_seconds,  # its streams come from replicas that have as long
+        graceful_shutdown_timeout_s=5 + cluster.drain_seconds,  # Serve looks for requests of its own first
         **health,
     )
     return gateway.bind(args, secret, replicas, directory)

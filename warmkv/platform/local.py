@@ -206,6 +206,7 @@ def running(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     operator_key = secrets.token_urlsafe(32)
     gateway = with_operator(config.gateway, operator_key)
     document = serve_document(config.model_copy(update={"gateway": gateway}))
+    document["proxy_location"] = "Disabled"  # on one machine, gateways listen by themselves
     start_ray(config)
     import ray
     from ray import serve

@@ -108,6 +108,7 @@ class Exchange:
         self.status, self.headers, self.body = 0, {}, b""
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.changed = asyncio.Event()
+        self.discards = False  # what it is sent
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -155,7 +156,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        else:
+        elif not self.discards:
             self.body += message.get("body", b"")
         self.changed.set()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError
 from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.http_server import HttpServer, serving
 from warmkv.platform.gateway.replies import Mailbox, Replies
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
@@ -26,6 +28,8 @@ from warmkv.platform.whatif.feed import Feed
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
+
+LATE_SECONDS = 5.0  # that the end of an answer may come later than Serve's word of it
 
 
 class Gateway:
@@ -40,11 +44,14 @@ class Gateway:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # several are at it; their own threads spin when idle
         config = parse(settings)
         self._secret, self._directory = secret, directory
-        self._name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._name, self._application = context.replica_id.unique_id, context.app_name
+        self._node = util.get_node_ip_address()
+        self._http: HttpServer | None = None
         self._control = RemoteControl(config.cluster.application)
         self._handle = replicas.options(method_name="generate")
         self._drop_timeout = config.gateway.request_timeout_seconds
-        self._replies = Replies(util.get_node_ip_address())
+        self._replies = Replies(self._node)
         self._listening = asyncio.get_running_loop().create_task(self._replies.listen(ray_tls("server")))
         self._watching: set[asyncio.Task[None]] = set()
         self._tokenizer = load_tokenizer(config.model)
@@ -64,7 +71,8 @@ class Gateway:
             self._feeding = asyncio.get_running_loop().create_task(self._feed.run())
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(
+        """Return the application, which listens at an address of its own from its start to its end."""
+        app = create_app(
             self._service,
             self._tokenizer,
             self._secret,
@@ -77,6 +85,21 @@ class Gateway:
             self._taking,
             self._whatif,
         )
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def listening(app: Any) -> AsyncIterator[None]:
+            async with inner(app), serving(app, self._application, self._service.config.gateway, self._node) as server:
+                self._http = server
+                yield
+
+        app.router.lifespan_context = listening
+        return app
+
+    def check_health(self) -> None:
+        """Raise if nothing listens any more; Serve then replaces the gateway."""
+        if self._http is not None:
+            self._http.check()
 
     def _write_log(self, record: RequestRecord) -> None:
         """Hand a line of the access log to whoever wants it; no request waits for them."""
@@ -91,7 +114,7 @@ class Gateway:
             if not mailbox.ended:  # an answer that nobody waits for any more must not go on in the replica
                 response.cancel()
 
-        mailbox = self._replies.mailbox(closed)
+        mailbox = self._replies.mailbox(closed, attempt.take)
         attempt.request = replace(attempt.request, reply=mailbox.reply)
         response = self._handle.remote(attempt)
         watching = asyncio.ensure_future(_watch(response, mailbox))
@@ -125,9 +148,12 @@ class Gateway:
 
 
 async def _watch(response: Any, mailbox: Mailbox) -> None:
-    """Let a mailbox know that its replica refuses, fails or is gone."""
+    """Let a mailbox know that its replica refuses, fails or is gone, or that what it sent was lost on the way."""
     try:
         await response
+        if not mailbox.ended:
+            await asyncio.sleep(LATE_SECONDS)
+            mailbox.fail(ReplicaFailedError("its end did not come"))  # unless it has
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise

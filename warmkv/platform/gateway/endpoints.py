@@ -115,8 +115,7 @@ def create_app(
         asked = await intake.take(request, partial(parsing.message, arrival))
         admission = await service.start("messages", arrival, asked)
         if asked.stream:
-            events = messages.stream(admission)
-            return EventStream(events, admission, MESSAGES_PING, PING_SECONDS)
+            return EventStream(partial(messages.stream, admission), admission, MESSAGES_PING, PING_SECONDS)
         return JSONResponse(await messages.respond(await admission.begin()))
 
     @app.post("/v1/messages/count_tokens")
@@ -139,8 +138,8 @@ def create_app(
         admission = await service.start(api, arrival, asked)
         chat = api == "chat"
         if asked.stream:
-            events = openai.stream(admission, chat, asked.include_usage)
-            return EventStream(events, admission, OPENAI_PING, PING_SECONDS)
+            answered = partial(openai.stream, admission, chat, asked.include_usage)
+            return EventStream(answered, admission, OPENAI_PING, PING_SECONDS)
         return JSONResponse(await openai.respond(await admission.begin(), chat))
 
     def described() -> dict[str, Any]:

@@ -27,10 +27,15 @@ HELLO_SECONDS = 10.0
 
 
 class Mailbox:
-    """The events of one attempt, in order; `close` is called once, when nobody takes any more or wants any more."""
+    """The events of one attempt, in order; `close` is called once, when nobody takes any more or wants any more.
 
-    def __init__(self, reply: ReplyTo, close: Callable[[Mailbox], None]) -> None:
-        self.reply = reply
+    Text before which nothing waits is offered to `take` first, and lies here only if that returns False.
+    """
+
+    def __init__(
+        self, reply: ReplyTo, close: Callable[[Mailbox], None], take: Callable[[Delta], bool] = lambda delta: False
+    ) -> None:
+        self.reply, self._take = reply, take
         self._close: Callable[[Mailbox], None] | None = close
         self._events: deque[Event] = deque()
         self._unread = 0  # characters
@@ -44,6 +49,8 @@ class Mailbox:
         if self._close is None:
             return
         if isinstance(event, Delta):
+            if not self._events and self._taken(event):
+                return
             self._unread += len(event.text)
             if self._unread > MOST_UNREAD:
                 self._events.clear()
@@ -53,6 +60,13 @@ class Mailbox:
             self.ended = True
         self._events.append(event)
         self._wake()
+
+    def _taken(self, delta: Delta) -> bool:
+        try:
+            return self._take(delta)
+        except Exception as error:  # of this answer; those that came with it must be heard
+            self.fail(error)
+            return True
 
     def fail(self, error: Exception) -> None:
         """Raise an error behind what has come; nothing comes any more."""
@@ -117,7 +131,7 @@ class Replies:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Connection(self), sock=self._socket, ssl=tls)
 
-    def mailbox(self, close: Callable[[Mailbox], None]) -> Mailbox:
+    def mailbox(self, close: Callable[[Mailbox], None], take: Callable[[Delta], bool] = lambda delta: False) -> Mailbox:
         """Return a new mailbox."""
 
         def closed(mailbox: Mailbox) -> None:
@@ -125,7 +139,7 @@ class Replies:
             close(mailbox)
 
         reply = ReplyTo(self._host, self._port, self.key, next(self._numbers))
-        self.open[reply.stream] = mailbox = Mailbox(reply, closed)
+        self.open[reply.stream] = mailbox = Mailbox(reply, closed, take)
         return mailbox
 
     def close(self) -> None:

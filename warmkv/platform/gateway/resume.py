@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from warmkv.config import GatewayConfig, RoutingConfig
@@ -44,6 +44,7 @@ class Attempt:
     others: int = 0  # replicas that it was not sent to yet
     began: Callable[[], None] = lambda: None  # tells the router that the prompt is computed
     ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended
+    take: Callable[[Delta], bool] = lambda delta: False  # of text: whether it was passed on at once
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.request,)
@@ -51,6 +52,40 @@ class Attempt:
 
 def _itself(request: GenerateRequest) -> GenerateRequest:
     return request
+
+
+@dataclass(slots=True, eq=False)
+class Sink:
+    """Where text goes as it comes, without a task that is woken for it. While there is no `take`, it is yielded."""
+
+    take: Callable[[Delta], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """What the client has of an answer, and what the attempts have made of it."""
+
+    sent: int = 0  # characters
+    output_ids: list[int] = field(default_factory=list)  # of the attempt that got furthest
+    own: list[int] = field(default_factory=list)  # of the attempt that runs
+    length: int = 0  # its characters
+    heard: float = 0.0  # when something came last
+
+    def begin(self) -> None:
+        """Note that another attempt begins."""
+        self.own, self.length = [], 0
+
+    def missing(self, delta: Delta) -> Delta | None:
+        """Note text of the attempt, and return what of it the client lacks."""
+        self.own += delta.tokens
+        if len(self.own) > len(self.output_ids):
+            self.output_ids = self.own
+        self.length += len(delta.text)
+        new = self.length - self.sent
+        if new <= 0:
+            return None
+        self.sent = self.length
+        return delta if new >= len(delta.text) else replace(delta, text=delta.text[-new:])
 
 
 class Events(Protocol):
@@ -70,8 +105,11 @@ async def resumed(
     retried: Callable[[str], None],
     deadline: float = math.inf,
     routing: RoutingConfig | None = None,
+    sink: Sink | None = None,
 ) -> AsyncGenerator[Event]:
     """Yield the events of an answer from as many replicas as needed: one Admitted, one Started, text, one Finished.
+
+    Text that `sink` takes is not yielded.
 
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
@@ -80,20 +118,27 @@ async def resumed(
     QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
     clock = asyncio.get_running_loop().time
-    admitted, started, sent = False, False, 0  # characters
-    output_ids: list[int] = []
+    admitted, started, progress = False, False, Progress()
+
+    def take(delta: Delta) -> bool:
+        if sink is None or sink.take is None:
+            return False
+        progress.heard = clock()
+        if (new := progress.missing(delta)) is not None:
+            sink.take(new)
+        return True
+
     attempts: tuple[Attempt, ...] = ()
     failed = 0
     full: list[Exception] = []
     while True:
         name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
-        attempt = Attempt(replace(request, id=name, resume=tuple(output_ids)), attempts, routing)
-        own: list[int] = []
-        length = 0
+        attempt = Attempt(replace(request, id=name, resume=tuple(progress.output_ids)), attempts, routing, take=take)
+        progress.begin()
         outcome: Outcome = "none"
         try:
             async with aclosing(send(attempt)) as events:
-                while not isinstance(event := await _next(events, config.stall_seconds, deadline), Finished):
+                while not isinstance(event := await _next(events, progress, config.stall_seconds, deadline), Finished):
                     if isinstance(event, Admitted):
                         if not admitted:
                             admitted = True
@@ -103,13 +148,8 @@ async def resumed(
                         if not started:
                             started = True
                             yield event
-                    elif isinstance(event, Delta):
-                        own += event.tokens
-                        output_ids = max(output_ids, own, key=len)
-                        length += len(event.text)
-                        if length > sent:
-                            new, sent = event.text[sent - length :], length
-                            yield replace(event, text=new)
+                    elif isinstance(event, Delta) and (new := progress.missing(event)) is not None:
+                        yield new
                 outcome = "ok"
                 yield event
                 return
@@ -145,20 +185,24 @@ def _room_after(error: Exception) -> float:
     return math.inf if seconds is None else seconds
 
 
-async def _next(events: Events, silence: float, deadline: float) -> Event:
+async def _next(events: Events, progress: Progress, silence: float, deadline: float) -> Event:
     """Return the next event.
 
-    Raises ReplicaFailedError where there is none, or none within `silence` seconds, RequestFailedError where the
-    request cannot be computed, TimeoutError at the `deadline`.
+    Raises ReplicaFailedError where there is none, or nothing comes within `silence` seconds, RequestFailedError where
+    the request cannot be computed, TimeoutError at the `deadline`.
     """
-    stalled = asyncio.get_running_loop().time() + silence
-    try:
-        async with asyncio.timeout_at(min(stalled, deadline)) as waiting:
-            event = await anext(events, None)
-    except TimeoutError:
-        if waiting.expired() and stalled < deadline:
-            raise ReplicaStalledError(f"it was silent for {silence:g} s") from None
-        raise
+    progress.heard = asyncio.get_running_loop().time()
+    while True:
+        stalled = progress.heard + silence
+        try:
+            async with asyncio.timeout_at(min(stalled, deadline)) as waiting:
+                event = await anext(events, None)
+            break
+        except TimeoutError:
+            if not waiting.expired() or stalled >= deadline:
+                raise
+            if stalled == progress.heard + silence:  # else text was taken meanwhile
+                raise ReplicaStalledError(f"it was silent for {silence:g} s") from None
     if event is None:
         raise ReplicaFailedError("it ended the answer early")
     if isinstance(event, Failed):

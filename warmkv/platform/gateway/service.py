@@ -17,7 +17,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
-from warmkv.platform.gateway.resume import Send, resumed
+from warmkv.platform.gateway.resume import Send, Sink, resumed
 from warmkv.platform.live_config import Version, in_force
 from warmkv.policies import pricing
 from warmkv.policies.prefix_cache import Lifetimes
@@ -122,7 +122,8 @@ class Service:
         gateway = self.config.gateway
         left = arrival.begun + gateway.request_timeout_seconds - self._clock()
         deadline = asyncio.get_running_loop().time() + left
-        events = resumed(request, self._send, gateway, self._retried, deadline, policy.config.routing)
+        sink = Sink()
+        events = resumed(request, self._send, gateway, self._retried, deadline, policy.config.routing, sink)
 
         def began(started: Started) -> Answer:
             self._waits_no_more(served=True)
@@ -140,6 +141,7 @@ class Service:
                 begun=arrival.begun,
                 on_end=self._ended,
                 events=events,
+                sink=sink,
                 first_token=self._clock() - arrival.begun,
             )
             lease.answered(answer)

@@ -1,64 +1,143 @@
-"""Server-sent events as a response: pings while nothing is to say, and an end that frees what the stream holds."""
+"""Server-sent events as a response: written as they come, with pings while there are none."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Protocol
+import types
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Protocol
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-MESSAGES_PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 PING_SECONDS = 5.0  # silence of a stream after which it sends a ping
-OPENAI_PING = ": ping\n\n"  # a comment
+OPENAI_PING = b": ping\n\n"  # a comment
 
 
 class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-class EventStream(StreamingResponse):
-    """A stream of events that sends `ping` after `silence` seconds without one.
+class EventWriter:
+    """Writes to a client, by ASGI's `send`, from any callback of the event loop: no task is woken for a piece.
 
-    Closes the events and then their source at its end, even if the client leaves before the first event is asked for.
+    Where `send` would wait, because the client reads too slowly, a task waits in its place, and `is_behind` until then.
+    `lost` gets what `send` raised. After `silence` seconds without an event, `ping` is sent.
     """
 
-    def __init__(self, events: AsyncGenerator[str], source: Closable, ping: str, silence: float) -> None:
-        self._events, self._source, self._ping, self._silence = events, source, ping, silence
-        self._spoke = 0.0  # time of the loop
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, send: Send, ping: bytes, silence: float) -> None:
+        self._send, self._ping, self._silence = send, ping, silence
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Task[None] | None = None
+        self.lost: asyncio.Future[Exception] = self._loop.create_future()
+        self._spoke = self._loop.time()
+        self._timer = self._loop.call_at(self._spoke + silence, self._fill_silence)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return True while the client must read, or has gone: then nothing may be written without `send`."""
+        return self._waiting is not None or self.lost.done()
+
+    def write(self, event: bytes) -> None:
+        """Write an event now."""
+        self._spoke = self._loop.time()
+        sending = self._send({"type": "http.response.body", "body": event, "more_body": True}).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return
+        except Exception as error:
+            self.lost.set_result(error)
+        else:
+            self._waiting = self._loop.create_task(self._finish(sending, waits_for))
+
+    async def send(self, event: bytes) -> None:
+        """Write an event when the client has read enough. Never returns if it has gone."""
+        await self.drain()
+        self.write(event)
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough. Never returns if it has gone."""
+        while self._waiting is not None:
+            await self._waiting
+        if self.lost.done():
+            await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._timer.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _finish(self, sending: Generator[Any, Any, Any], waits_for: Any) -> None:
+        try:
+            await _rest(sending, waits_for)
+        except Exception as error:
+            self.lost.set_result(error)
+        finally:
+            self._waiting = None
+
+    def _fill_silence(self) -> None:
+        now = self._loop.time()
+        if now >= self._spoke + self._silence:
+            self._spoke = now
+            if not self.is_behind:
+                self.write(self._ping)
+        self._timer = self._loop.call_at(self._spoke + self._silence, self._fill_silence)
+
+
+@types.coroutine
+def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, None]:
+    """Await an awaitable that was begun already, and that waits for this."""
+    yield waits_for
+    yield from begun
+
+
+class EventStream(Response):
+    """A stream of events: `write` has them written, until it returns or the client leaves. Closes `source` then."""
+
+    def __init__(
+        self, write: Callable[[EventWriter], Awaitable[None]], source: Closable, ping: bytes, silence: float
+    ) -> None:
+        self._write, self._source, self._ping, self._silence = write, source, ping, silence
+        self.status_code, self.media_type, self.background = 200, "text/event-stream", None
+        self.init_headers({"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream. Raises ClientDisconnect where `send` says that the client has left."""
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if await self._written(receive, send):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            raise ClientDisconnect from None
         finally:
-            try:
-                await self._events.aclose()
-            finally:
-                await self._source.aclose()
+            await self._source.aclose()
 
-    async def stream_response(self, send: Send) -> None:
-        """Send every event as it comes, and pings between. Raises what `send` raises where the client has left."""
-        loop = asyncio.get_running_loop()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._spoke = loop.time()
+    async def _written(self, receive: Receive, send: Send) -> bool:
+        """Return True if all is written, False if the client has left. Raises what `send` raises."""
+        out = EventWriter(send, self._ping, self._silence)
+
+        async def written() -> None:
+            await self._write(out)
+            await out.drain()
+
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        writing, leaving = asyncio.ensure_future(written()), asyncio.ensure_future(left())
         try:
-            async with asyncio.TaskGroup() as group:
-                pings = group.create_task(self._send_pings(send))
-                async for event in self._events:
-                    self._spoke = loop.time()
-                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-                pings.cancel()
-        except ExceptionGroup as failed:  # the client has left: Starlette expects it plain
-            raise failed.exceptions[0] from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_pings(self, send: Send) -> None:
-        ping = {"type": "http.response.body", "body": self._ping.encode(), "more_body": True}
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._spoke + self._silence - loop.time())
-            if loop.time() >= self._spoke + self._silence:
-                self._spoke = loop.time()
-                await send(ping)
+            await asyncio.wait((writing, leaving, out.lost), return_when=asyncio.FIRST_COMPLETED)
+            if out.lost.done():
+                raise out.lost.result()
+            if writing.done():
+                writing.result()
+            return writing.done()
+        finally:
+            out.close()
+            writing.cancel()
+            leaving.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)

@@ -56,7 +56,7 @@ async def _answered(folder: Path) -> list[Hop]:
         await replies.listen()
 
         def send(attempt: Attempt) -> Mailbox:
-            mailbox = replies.mailbox(lambda closed: None)
+            mailbox = replies.mailbox(lambda closed: None, attempt.take)
 
             async def generate() -> None:
                 link = await links.to(mailbox.reply)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import ssl
 import sys
-from collections.abc import Callable, Coroutine
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray._common.tls_utils import generate_self_signed_tls_certs
 
 from tests.engine_stream import BEAT
 from tests.tokenizers import of_words
@@ -21,13 +28,17 @@ from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway import replies as streams
+from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies
-from warmkv.platform.gateway.resume import Attempt, resumed
+from warmkv.platform.gateway.resume import Attempt, Sink, resumed
+from warmkv.platform.gateway.streams import EventWriter
+from warmkv.policies.pricing import Price
+from warmkv.prefixes.usage import Usage
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.frames import Lines, decode, encode
-from warmkv.replicas.links import Link, Links
+from warmkv.replicas.links import Link, Links, ray_tls
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import (
     Admitted,
@@ -105,7 +116,7 @@ class Cluster:
         replica = self.replicas[self.sent % len(self.replicas)]
         self.sent += 1
         attempt.replica = str(replica.number)
-        mailbox = self.replies.mailbox(lambda closed: replica.cancel(closed))
+        mailbox = self.replies.mailbox(lambda closed: replica.cancel(closed), attempt.take)
         attempt.request = replace(attempt.request, reply=mailbox.reply)
         replica.begin(attempt.request, mailbox)
         return mailbox
@@ -115,6 +126,7 @@ class Replica:
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster, self.number = cluster, number
         self.answers: dict[int, tuple[GenerateRequest, Mailbox, int]] = {}  # tokens so far, by stream
+        self.told: list[Mailbox] = []  # of those whose end was sent
         self.connect()
 
     def connect(self) -> None:
@@ -140,6 +152,7 @@ class Replica:
             if drawn == len(tokens):
                 self.link.send(stream, Finished("end", drawn))
                 del self.answers[stream]
+                self.told.append(mailbox)
             else:
                 new = tokens[drawn : drawn + pace]
                 drawn += len(new)
@@ -158,6 +171,7 @@ class Replica:
         lost, self.answers = self.answers, {}
         for _, mailbox, _ in lost.values():  # what the replica raises comes by Serve
             mailbox.fail(ConnectionError("lost"))
+        self.miss()
         self.connect()
 
     def die(self, _: int) -> None:
@@ -166,7 +180,49 @@ class Replica:
         for _, mailbox, _ in lost.values():
             mailbox.fail(ReplicaFailedError("it died"))
         self.connection.connection_lost(None)
+        self.miss()
         self.connect()
+
+    def miss(self) -> None:
+        """The gateway hears by Serve that an answer has ended, and waits in vain for what was on the way."""
+        for mailbox in self.told:
+            mailbox.fail(ReplicaFailedError("its end did not come"))
+
+
+def answer_of(request: GenerateRequest, started: Started, events: AsyncGenerator[Event], sink: Sink) -> Answer:
+    return Answer(
+        id=request.id,
+        model="tiny",
+        api="messages",
+        tenant="",
+        arrival=0.0,
+        request=request,
+        started=started,
+        prompt_usage=Usage(input=0, read=0),
+        price=lambda usage: cast(Price, None),
+        clock=lambda: 0.0,
+        begun=0.0,
+        on_end=lambda answer, status: None,
+        events=events,
+        sink=sink,
+    )
+
+
+async def written(answer: Answer, pauses: list[int]) -> list[Event]:
+    """What a client reads of an answer, and the end; before every piece it pauses for so many turns of the loop."""
+    turns, read = itertools.cycle(pauses), list[Event]()
+
+    async def send(message: Any) -> None:
+        for _ in range(next(turns)):
+            await asyncio.sleep(0)
+        read.append(Delta(message["body"].decode(), 0))
+
+    out = EventWriter(send, b"", 1e9)
+    await answer.write(out, str.encode)
+    await out.drain()
+    out.close()
+    assert answer.output_tokens == answer.end.output_tokens
+    return [*read, answer.end]
 
 
 MOVES = st.one_of(
@@ -180,16 +236,24 @@ MOVES = st.one_of(
 @given(
     texts=st.lists(st.text("abcdef", max_size=12), min_size=1, max_size=4),
     moves=st.lists(st.tuples(MOVES, st.integers(0, 3)), max_size=60),
+    pauses=st.none() | st.lists(st.integers(0, 3), min_size=1),
 )
-def test_no_token_is_lost_doubled_or_out_of_order(texts, moves):
-    """Whatever dies, at whatever byte, and in whatever order it is heard of."""
+def test_no_token_is_lost_doubled_or_out_of_order(texts, moves, pauses):
+    """Whatever dies, at whatever byte, and in whatever order it is heard of; and however slowly clients read.
+
+    With `pauses`, turns of the loop in which a client does not read, text is written as it comes, else asked for.
+    """
 
     async def ask(cluster: Cluster, text: str, heard: list[Event]) -> None:
         request = make_request([ord(letter) for letter in text] or [0], name=str(len(heard)))
         request = replace(request, token_ids=tuple(ord(letter) for letter in text))
-        config = GatewayConfig(retries=1000)
-        async for event in resumed(request, cluster.send, config, lambda when: None):
+        sink = Sink()
+        events = resumed(request, cluster.send, GatewayConfig(retries=1000), lambda when: None, sink=sink)
+        async for event in events:
             heard.append(event)
+            if isinstance(event, Started) and pauses is not None:
+                heard += await written(answer_of(request, event, events, sink), pauses)
+                return
 
     async def run() -> None:
         cluster = Cluster(2)
@@ -372,44 +436,147 @@ def test_a_gateway_that_cannot_be_reached_is_asked_again_by_the_next_request():
     asyncio.run(over_sockets(scenario, None))
 
 
-def test_a_token_costs_a_gateway_a_few_calls(tmp_path):
-    """Calls of warmkv's functions, wake-ups of its coroutines included, from the bytes of a message to a chunk."""
+@pytest.fixture
+def certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[ssl.SSLContext, ssl.SSLContext]]:
+    """Make a cluster's certificates, and return the contexts of a gateway and of a replica that were told of them."""
 
-    async def run(path: str, tokens: int) -> int:
-        gateway, source = Gateway(tmp_path), Wire()
-        replies = Replies("127.0.0.1")
-        connection, mailboxes, calls = Connection(replies), list[Mailbox](), 0
-        connection.connection_made(source)
-        connection.data_received(b'{"key": "%s"}\n' % replies.key.encode())
+    def make(name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        certificate, key = generate_self_signed_tls_certs()
+        paths = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
+        for path, text in zip(paths, (certificate, key), strict=True):
+            path.write_text(text)
+        named = {"RAY_TLS_SERVER_CERT": paths[0], "RAY_TLS_SERVER_KEY": paths[1], "RAY_TLS_CA_CERT": paths[0]}
+        for variable, path in (named | {"RAY_USE_TLS": 1}).items():
+            monkeypatch.setenv(variable, str(path))
+        gateway, replica = ray_tls("server"), ray_tls("client")
+        assert gateway is not None
+        assert replica is not None
+        return gateway, replica
 
-        def send(attempt: Attempt) -> Mailbox:
-            mailboxes.append(replies.mailbox(lambda closed: None))
-            return mailboxes[-1]
+    return make
 
-        gateway.service._send = send
+
+def test_without_rays_tls_there_is_none(monkeypatch):
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    assert ray_tls("server") is ray_tls("client") is None
+
+
+def test_tokens_travel_under_rays_certificates(certified):
+    """Those of the cluster are taken; who has none, or another cluster's, is not heard."""
+    cluster, others = certified("cluster"), certified("others")
+    deltas = [Delta("text" * 5000, number, (number,)) for number in range(9)]  # longer than a record of TLS
+
+    async def scenario(replies: Replies, links: Links) -> None:
+        mailbox = replies.mailbox(lambda closed: None)
+        for tls in (None, others[1]):
+            strangers = Links(tls)
+            with contextlib.suppress(OSError):  # refused at once, or the connection is lost
+                link, lost = await strangers.to(mailbox.reply), list[Exception]()
+                with link.heard(lost.append):
+                    link.send(mailbox.reply.stream, Delta("forged", 1))
+                    await until(lambda lost=lost: lost)
+            await strangers.close()
+        link = await links.to(mailbox.reply)
+        for delta in deltas:
+            link.send(mailbox.reply.stream, delta)
+            await asyncio.sleep(0)
+        text = ""
+        while len(text) < 9 * 20_000:
+            text += cast(Delta, await mailbox.__anext__()).text
+        assert text == "text" * 45_000
+        assert replies.messages == len(deltas)
+
+    asyncio.run(over_sockets(scenario, cluster))
+
+
+class Fed:
+    """A gateway whose replicas' messages the test writes itself, and the streams of its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gateway, self.replies = Gateway(folder), Replies("127.0.0.1")
+        self.mailboxes: list[Mailbox] = []
+        self._connection = Connection(self.replies)
+        self._connection.connection_made(Wire())
+        self._connection.data_received(b'{"key": "%s"}\n' % self.replies.key.encode())
+        self.gateway.service._send = self._send
+
+    def _send(self, attempt: Attempt) -> Mailbox:
+        self.mailboxes.append(self.replies.mailbox(lambda closed: None, attempt.take))
+        return self.mailboxes[-1]
+
+    def tell(self, event: Event) -> None:
+        """Have a message come with an event of every answer."""
+        self._connection.data_received(encode([(box.reply.stream, event) for box in self.mailboxes]))
+
+    async def begin(self, path: str, clients: int) -> list[Exchange]:
+        """Return as many streams, each with its first token."""
         more = {"stream": True, "max_tokens": 64}
-        body = message(gateway, **more) if "messages" in path else chat(gateway, **more)
-        exchange = Exchange(gateway, path, body)
-        await until(lambda: mailboxes)
-        stream = mailboxes[0].reply.stream
+        body = message(self.gateway, **more) if "messages" in path else chat(self.gateway, **more)
+        streams = [Exchange(self.gateway, path, body) for _ in range(clients)]
+        await until(lambda: len(self.mailboxes) == clients)
+        for event in (Admitted(), Started("a", 0, 0, 0, 0, 0, 0.0, 0.0), Delta("zq", 1, (0,))):
+            self.tell(event)
+        for stream in streams:
+            await stream.until(lambda stream=stream: b"zq" in stream.body)
+        return streams
 
-        def count(frame: Any, event: str, _: Any) -> None:
-            nonlocal calls
-            calls += event == "call" and "/warmkv/" in frame.f_code.co_filename
+    async def end(self, streams: list[Exchange], tokens: int) -> None:
+        self.tell(Finished("end", tokens))
+        for stream in streams:
+            assert (await stream.whole()).status == 200
+            assert stream.body.count(b"zq") == tokens
+        self.replies.close()
 
-        begin: list[Event] = [Admitted(), Started("a", 0, 0, 0, 0, 0, 0.0, 0.0)]
-        connection.data_received(encode([(stream, event) for event in begin]))
-        for number in range(tokens):
-            if number == 1:
-                sys.setprofile(count)
-            connection.data_received(encode([(stream, Delta("zq", number + 1, (number,)))]))
-            await exchange.until(lambda so_far=number + 1: exchange.body.count(b"zq") == so_far)
-        sys.setprofile(None)
-        connection.data_received(encode([(stream, Finished("end", tokens))]))
-        assert (await exchange.whole()).status == 200
-        replies.close()
-        return calls
 
-    for path in ("/v1/messages", "/v1/chat/completions"):
-        few, many = asyncio.run(run(path, 11)), asyncio.run(run(path, 31))
-        assert (many - few) / 20 <= 21, (path, few, many)  # of them 7 a message, 10 wake-ups of coroutines
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_a_token_costs_a_gateway_a_few_calls_and_wakes_nobody(tmp_path, path):
+    """From the bytes of a message to every client: no turn of the event loop, and no coroutine but ASGI's `send`."""
+    clients, tokens = 16, 21
+    called: list[CodeType] = []
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "/warmkv/" in frame.f_code.co_filename:
+            called.append(frame.f_code)
+
+    async def run() -> None:
+        fed = Fed(tmp_path)
+        streams = await fed.begin(path, clients)
+        for number in range(1, tokens):
+            sys.setprofile(count)
+            fed.tell(Delta("zq", number + 1, (number,)))
+            sys.setprofile(None)
+            assert all(stream.body.count(b"zq") == number + 1 for stream in streams)
+        await fed.end(streams, tokens)
+
+    asyncio.run(run())
+    each = clients * (tokens - 1)
+    awaits = [code.co_name for code in called if code.co_flags & (CO_COROUTINE | CO_ASYNC_GENERATOR)]
+    assert len(awaits) == 2 * each, Counter(awaits)  # the middleware that adds headers
+    assert len(called) / each <= 13, Counter(code.co_qualname for code in called)
+
+
+def test_a_token_costs_a_gateway_little_memory_and_leaves_none(tmp_path):
+    """Bytes that a message of 64 tokens has allocated at most at a time, and those that are left of it."""
+    clients, tokens = 64, 12
+
+    async def run() -> None:
+        fed = Fed(tmp_path)
+        streams = await fed.begin("/v1/messages", clients)
+        for stream in streams:
+            stream.discards = True
+        tracemalloc.start()
+        for number in range(1, tokens):
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            fed.tell(Delta("zq", number + 1, (number,)))
+            after, peak = tracemalloc.get_traced_memory()
+            if number > 3:  # lists have grown
+                assert (peak - before) / clients <= 900, (peak - before) / clients
+                assert (after - before) / clients <= 64, (after - before) / clients
+        tracemalloc.stop()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    asyncio.run(run())

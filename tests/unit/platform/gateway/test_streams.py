@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from tests.clocks import SkippingLoop, run, skip
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from warmkv.platform.gateway import endpoints
-from warmkv.platform.gateway.streams import EventStream
+from warmkv.platform.gateway.streams import EventStream, EventWriter
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
 
@@ -155,61 +155,74 @@ def test_a_client_that_leaves_before_the_first_token_is_counted_once(fast_pings,
     asyncio.run(run())
 
 
-def test_a_stream_that_nobody_reads_closes_its_source():
-    closed = []
+SCOPE = {"type": "http"}
 
-    class Source:
-        async def aclose(self) -> None:
-            closed.append(True)
 
-    async def events() -> Any:
-        yield "never asked for"
+class Source:
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Client:
+    """Reads what it is sent, as long as it `reads`; may leave."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.reads, self.leaves = asyncio.Event(), asyncio.Event()
+        self.reads.set()
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.seen.append(message.get("body", b"start"))
+
+    async def receive(self) -> Any:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_a_stream_whose_client_is_gone_closes_its_source():
+    async def write(out: EventWriter) -> None:
+        raise AssertionError("never asked for")
 
     async def gone(_: Any) -> None:
         raise ConnectionResetError
 
     async def run() -> None:
-        stream = EventStream(events(), Source(), "", 60)
-        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        source = Source()
         with pytest.raises(ClientDisconnect):
-            await stream(scope, asyncio.Queue().get, gone)
+            await EventStream(write, source, b"", 60)(SCOPE, Client().receive, gone)
+        assert source.closed
 
     asyncio.run(run())
-    assert closed == [True]
-
-
-class Source:
-    async def aclose(self) -> None: ...
 
 
 def test_pings_fill_silences_and_change_nothing():
     async def scenario() -> None:
-        async def events() -> Any:
-            yield "a"
+        async def write(out: EventWriter) -> None:
+            await out.send(b"a")
             await asyncio.sleep(35)
-            yield "b"
+            await out.send(b"b")
             for _ in range(9):
                 await asyncio.sleep(3)
-                yield "c"
+                await out.send(b"c")
 
-        seen = []
-
-        async def send(message: Any) -> None:
-            seen.append(message.get("body", b"").decode())
-
-        await EventStream(events(), Source(), "ping", 10).stream_response(send)
-        assert seen == ["", "a", "ping", "ping", "ping", "b", *"ccccccccc", ""]
+        client = Client()
+        await EventStream(write, Source(), b"ping", 10)(SCOPE, client.receive, client.send)
+        assert client.seen == [b"start", b"a", b"ping", b"ping", b"ping", b"b", *[b"c"] * 9, b""]
 
     run(scenario())
 
 
 def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer():
     async def scenario() -> None:
-        closed = []
+        source, closed = Source(), []
 
-        async def events() -> Any:
+        async def write(out: EventWriter) -> None:
             try:
-                yield "a"
+                await out.send(b"a")
                 await asyncio.Event().wait()
             finally:
                 closed.append(True)
@@ -218,9 +231,55 @@ def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer():
             if message.get("body") == b"ping":
                 raise OSError("the connection is closed")
 
-        stream = EventStream(events(), Source(), "ping", 10)
         with pytest.raises(ClientDisconnect):
-            await stream({"type": "http", "asgi": {"spec_version": "2.4"}}, asyncio.Queue().get, send)
+            await EventStream(write, source, b"ping", 10)(SCOPE, Client().receive, send)
         assert closed == [True]
+        assert source.closed
+
+    run(scenario())
+
+
+def test_a_client_that_reads_too_slowly_gets_all_in_order_and_no_ping_meanwhile():
+    """What is written while it reads is there at once; where it does not, `send` waits, and `is_behind` says so."""
+
+    async def scenario() -> None:
+        client = Client()
+
+        async def write(out: EventWriter) -> None:
+            out.write(b"a")
+            assert client.seen == [b"start", b"a"]
+            client.reads.clear()
+            out.write(b"b")
+            assert out.is_behind
+            asyncio.get_running_loop().call_later(35, client.reads.set)
+            await out.send(b"c")
+            assert not out.is_behind
+            out.write(b"d")
+
+        await EventStream(write, Source(), b"ping", 10)(SCOPE, client.receive, client.send)
+        assert client.seen == [b"start", b"a", b"b", b"c", b"d", b""]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_leaves_ends_the_writing(reads):
+    async def scenario() -> None:
+        client, source, ended = Client(), Source(), []
+
+        async def write(out: EventWriter) -> None:
+            try:
+                if not reads:
+                    client.reads.clear()
+                for _ in range(3):
+                    await out.send(b"a")
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        asyncio.get_running_loop().call_later(1, client.leaves.set)
+        await EventStream(write, source, b"ping", 10)(SCOPE, client.receive, client.send)
+        assert (ended, source.closed) == ([True], True)
+        assert client.seen == [b"start", *[b"a"] * (3 if reads else 0)]
 
     run(scenario())

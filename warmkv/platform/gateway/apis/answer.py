@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from warmkv.platform.gateway.apis.errors import ApiError, from_exception
+from warmkv.platform.gateway.resume import Sink
+from warmkv.platform.gateway.streams import EventWriter
 from warmkv.policies.pricing import Price
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started
@@ -35,6 +37,7 @@ class Answer:
     begun: float  # clock at the arrival
     on_end: Callable[[Answer, Status], None]
     events: AsyncGenerator[Event]
+    sink: Sink  # of the events: text may be taken as it comes
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
     output_tokens: int = 0
@@ -74,10 +77,37 @@ class Answer:
 
     async def text(self) -> str:
         """Return the whole text. Raises ApiError."""
-        parts = []
+        parts: list[str] = []
+
+        def take(delta: Delta) -> None:
+            self._count(delta.output_tokens)
+            parts.append(delta.text)
+
+        self.sink.take = take
         while (delta := await self.more()) is not None:
             parts.append(delta.text)
         return "".join(parts)
+
+    async def write(self, out: EventWriter, event: Callable[[str], bytes]) -> None:
+        """Write the text to the end, each piece as the `event` it makes. Raises ApiError.
+
+        While the client keeps up, a piece is written as it comes from the replica. One that does not has its text wait
+        in the mailbox, which bounds it.
+        """
+
+        def take(delta: Delta) -> None:
+            self._count(delta.output_tokens)
+            out.write(event(delta.text))
+            if out.is_behind:
+                self.sink.take = None
+
+        while True:
+            self.sink.take = None if out.is_behind else take
+            delta = await self.more()
+            self.sink.take = None
+            if delta is None:
+                return
+            await out.send(event(delta.text))
 
     async def aclose(self) -> None:
         """Give the answer up, if it has not ended: its client may leave before it reads any text."""
@@ -124,7 +154,11 @@ as_json = json.encoder.encode_basestring_ascii
 """Format text as JSON. Escapes all but ASCII, since clients may take U+2028 and others for the end of a line."""
 
 
-def around_text(event: str) -> tuple[str, str]:
-    """Return what stands before and after `TEXT` in an event."""
-    before, _, after = event.partition(as_json(TEXT))
-    return before, after
+def event_of_text(event: bytes) -> Callable[[str], bytes]:
+    """Return what makes the event of a text out of that of `TEXT`."""
+    head, _, tail = event.partition(as_json(TEXT).encode())
+
+    def made(text: str) -> bytes:
+        return head + as_json(text).encode() + tail
+
+    return made

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -12,11 +10,12 @@ from pydantic import Field, model_validator
 from warmkv.config import PrefixCacheConfig
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis import content
-from warmkv.platform.gateway.apis.answer import TEXT, Answer, around_text, as_json
+from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.content import CacheControl, Message, TextBlock, Tool, ToolChoice
 from warmkv.platform.gateway.apis.errors import anthropic_body, invalid
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
@@ -128,36 +127,32 @@ async def respond(answer: Answer) -> dict[str, Any]:
     }
 
 
-async def stream(admission: SubmittedRequest) -> AsyncGenerator[str]:
-    """Stream the answer as server-sent events. A fault after admission is an `error` event."""
+async def stream(admission: SubmittedRequest, out: EventWriter) -> None:
+    """Write the answer as server-sent events. A fault after admission is an `error` event."""
     try:
-        async with aclosing(admission):
-            answer = await admission.begin()
-            start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
-            start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
-            yield _event({"type": "message_start", "message": start})
+        answer = await admission.begin()
+        start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
+        await out.send(_event({"type": "message_start", "message": start}))
+        if (first := await answer.more()) is not None:
+            block = {"type": "text", "text": ""}
+            await out.send(_event({"type": "content_block_start", "index": 0, "content_block": block}))
             more = {"type": "text_delta", "text": TEXT}
-            before, after = around_text(_event({"type": "content_block_delta", "index": 0, "delta": more}))
-            opened = False
-            while (delta := await answer.more()) is not None:
-                if not opened:
-                    opened = True
-                    block = {"type": "text", "text": ""}
-                    yield _event({"type": "content_block_start", "index": 0, "content_block": block})
-                yield before + as_json(delta.text) + after
-            if opened:
-                yield _event({"type": "content_block_stop", "index": 0})
-            stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
-            usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
-            yield _event({"type": "message_delta", "delta": stop, "usage": usage})
-            yield _event({"type": "message_stop"})
+            event = event_of_text(_event({"type": "content_block_delta", "index": 0, "delta": more}))
+            await out.send(event(first.text))
+            await answer.write(out, event)
+            await out.send(_event({"type": "content_block_stop", "index": 0}))
+        stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
+        usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
+        await out.send(_event({"type": "message_delta", "delta": stop, "usage": usage}))
+        await out.send(_event({"type": "message_stop"}))
     except Exception as error:
-        yield _event(anthropic_body(admission.failed(error), admission.id))
+        await out.send(_event(anthropic_body(admission.failed(error), admission.id)))
 
 
 def _head(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.name}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
+def _event(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()

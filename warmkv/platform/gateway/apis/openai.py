@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from warmkv.platform.gateway.admission import SubmittedRequest
-from warmkv.platform.gateway.apis.answer import TEXT, Answer, around_text, as_json
+from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.errors import invalid, openai_body
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason, SamplingParams
 
@@ -149,29 +148,30 @@ async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
 
 
-async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool) -> AsyncGenerator[str]:
-    """Stream the answer as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
+async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool, out: EventWriter) -> None:
+    """Write the answer as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
 
-    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
+    def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
         body = {"delta": delta} if chat else {"text": delta.get("content", "")}
         choice = {"index": 0, **body, "finish_reason": reason, "logprobs": None}
-        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+        return _event({**head, "choices": [choice]})
 
     try:
-        async with aclosing(admission):
-            answer = await admission.begin()
-            head = _head(answer, chat, chunk=True)
-            if chat:
-                yield chunk({"role": "assistant", "content": ""})
-            before, after = around_text(chunk({"content": TEXT}))
-            while (delta := await answer.more()) is not None:
-                yield before + as_json(delta.text) + after
-            yield chunk({}, FINISH_REASONS[answer.end.reason])
-            if include_usage:
-                yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
-            yield "data: [DONE]\n\n"
+        answer = await admission.begin()
+        head = _head(answer, chat, chunk=True)
+        if chat:
+            await out.send(chunk({"role": "assistant", "content": ""}))
+        await answer.write(out, event_of_text(chunk({"content": TEXT})))
+        await out.send(chunk({}, FINISH_REASONS[answer.end.reason]))
+        if include_usage:
+            await out.send(_event({**head, "choices": [], "usage": _usage(answer)}))
+        await out.send(b"data: [DONE]\n\n")
     except Exception as error:
-        yield f"data: {json.dumps(openai_body(admission.failed(error), admission.id))}\n\n"
+        await out.send(_event(openai_body(admission.failed(error), admission.id)))
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

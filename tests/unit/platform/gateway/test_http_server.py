@@ -1,0 +1,222 @@
+"""The gateway's own HTTP server: which paths it answers, beside whom it listens, and that it closes without a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.serve.config import HTTPOptions
+from starlette.responses import PlainTextResponse
+
+from tests.unit.platform.exchanges import Gateway, until
+from warmkv.platform.gateway.http_server import HttpServer, Paths, own_address
+from warmkv.platform.local import free_port
+from warmkv.platform.tenants import hash_key
+
+HOST = "127.0.0.1"
+
+
+class App:
+    """Answers with its name and path, when its gate is open."""
+
+    def __init__(self, name: str = "app") -> None:
+        self.name, self.gate, self.asked, self.left = name, asyncio.Event(), 0, 0
+        self.gate.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        await PlainTextResponse(f"{self.name} {scope['path']} below {scope['root_path']}")(scope, receive, send)
+
+
+def server(app: Any, port: int, *, shared: bool = False) -> HttpServer:
+    return HttpServer(Paths(app, "ours"), "ours", HTTPOptions(host=HOST, port=port), shared=shared)
+
+
+async def ask(port: int, *paths: str) -> list[tuple[int, str]]:
+    """Status and body of some requests that are sent at once over one connection."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    for path in paths:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())
+    found = []
+    for _ in paths:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        found.append((int(head.split()[1]), (await reader.readexactly(length)).decode()))
+    writer.close()
+    return found
+
+
+def scenario(run: Callable[[int], Awaitable[None]]) -> None:
+    asyncio.run(run(free_port(HOST)))  # type: ignore[arg-type]
+
+
+def test_paths_are_those_of_serves_proxy():
+    async def run(port: int) -> None:
+        own = server(App(), port)
+        await own.follow({"ours": "/"})
+        assert await ask(port, "/v1/models", "/-/healthz", "/-/routes") == [
+            (200, "app /v1/models below "),
+            (200, "success"),
+            (200, '{"/":"ours"}'),
+        ]
+        await own.follow({"ours": "/b"})
+        assert await ask(port, "/b/v1", "/b", "/bc", "/v1", "/-/healthz") == [
+            (200, "app /b/v1 below /b"),
+            (200, "app /b below /b"),
+            (404, "Path '/bc' not found. See /-/routes."),
+            (404, "Path '/v1' not found. See /-/routes."),
+            (200, "success"),
+        ]
+        await own.close()
+
+    scenario(run)
+
+
+def test_the_gateways_application_is_served_below_its_prefix(tmp_path):
+    async def run(port: int) -> None:
+        tenant = f"gateway.tenants=[{{name: a, key_sha256: '{hash_key('key')}'}}]"
+        own = server(Gateway(tmp_path, tenant).app, port)
+        await own.follow({"ours": "/b"})
+        (health, models) = await ask(port, "/b/healthz", "/b/v1/models")
+        assert (health[0], models[0]) == (200, 401)  # the one is public
+        assert json.loads(models[1])["error"]["type"] == "authentication_error"
+        await own.close()
+
+    scenario(run)
+
+
+def test_gateways_of_a_node_share_the_port():
+    async def run(port: int) -> None:
+        apps = [App("a"), App("b")]
+        servers = [server(app, port) for app in apps]
+        for own in servers:
+            await own.follow({"ours": "/"})
+        while not all(app.asked for app in apps):
+            await ask(port, "/")
+        await servers[0].close()
+        before = apps[0].asked
+        for _ in range(9):
+            assert await ask(port, "/") == [(200, "b / below ")]
+        assert apps[0].asked == before
+        await servers[1].close()
+
+    scenario(run)
+
+
+def test_closing_ends_what_has_begun_and_takes_no_more():
+    async def run(port: int) -> None:
+        app = App()
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        own.check()
+        app.gate.clear()
+        asking = asyncio.ensure_future(ask(port, "/slow"))
+        await until(lambda: app.asked)
+        idle, _ = await asyncio.open_connection(HOST, port)
+        closing = asyncio.ensure_future(own.close())
+        assert await idle.read() == b""  # a connection that waits for a request is closed
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, port)
+        assert not closing.done()
+        app.gate.set()
+        assert await asking == [(200, "app /slow below ")]
+        await closing
+        assert app.left == 0
+
+    scenario(run)
+
+
+def test_beside_a_proxy_it_listens_while_no_other_application_is_there():
+    async def run(port: int) -> None:
+        own = server(App(), port, shared=True)
+        others = {"ours": "/", "theirs": "/theirs"}
+        for routes, listens in (({"ours": "/"}, True), (others, False), (others, False), ({"ours": "/"}, True)):
+            await own.follow(routes)
+            own.check()
+            await until(lambda listens=listens: is_open(port) == listens)
+        await own.close()
+        assert not is_open(port)
+
+    scenario(run)
+
+
+def is_open(port: int) -> bool:
+    """Whether anybody listens: the kernel answers, before anybody accepts."""
+    try:
+        socket.create_connection((HOST, port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_an_address_that_is_taken_is_the_proxys_or_an_error():
+    async def run(port: int) -> None:
+        with socket.create_server((HOST, port)):
+            with pytest.raises(OSError, match=rf"{port} \(gateway.host, gateway.port\): .*in use"):
+                await server(App(), port).follow({"ours": "/"})
+            shared = server(App(), port, shared=True)
+            await shared.follow({"ours": "/"})
+            shared.check()
+            await shared.close()
+
+    scenario(run)
+
+
+def test_a_server_that_ended_by_itself_is_found():
+    async def run(port: int) -> None:
+        own = server(App(), port)
+        await own.follow({"ours": "/"})
+        assert own._serving is not None
+        own._serving.cancel()
+        await asyncio.wait([own._serving])
+        with pytest.raises(RuntimeError, match="has ended"):
+            own.check()
+
+    scenario(run)
+
+
+@pytest.mark.parametrize(
+    ("host", "shared", "address"),
+    [
+        ("0.0.0.0", True, "10.0.0.7"),
+        ("::", True, "10.0.0.7"),
+        ("0.0.0.0", False, "0.0.0.0"),
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("localhost", True, "localhost"),
+        ("10.0.0.8", False, "10.0.0.8"),
+    ],
+)
+def test_beside_a_proxy_at_all_addresses_it_takes_the_nodes_own(host, shared, address):
+    assert own_address(host, "10.0.0.7", shared=shared) == address
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
+def test_the_kernel_prefers_the_exact_address():
+    """What the module counts on: of two listeners, that at the address itself gets all connections to it."""
+
+    def listening(host: str, port: int) -> socket.socket:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind((host, port))
+        made.listen(64)
+        made.settimeout(0)
+        return made
+
+    port = free_port(HOST)
+    with listening("0.0.0.0", port) as everywhere, listening(HOST, port) as exact:
+        for _ in range(20):
+            with socket.create_connection((HOST, port)):
+                exact.accept()[0].close()
+        with socket.create_connection(("127.0.0.2", port)):
+            everywhere.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            everywhere.accept()

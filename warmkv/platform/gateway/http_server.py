@@ -1,0 +1,164 @@
+"""The gateway's own HTTP server, at the address of Serve's proxy: answers pass one process less.
+
+Serve's proxies stay where a cluster has them, and both answer alike. A gateway listens at the address of its node, the
+proxy at all addresses (`gateway.host: 0.0.0.0`), and the kernel prefers the exact one. So what comes to a node with a
+gateway goes there at once; the proxy has all else: nodes without a gateway, and the time in which one is replaced. An
+address that both must share gives each a part of the connections. Without proxies (`warmkv serve`) it listens alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ray.serve._private.http_util import configure_http_middlewares, configure_http_options_with_defaults
+from ray.serve._private.http_util import start_asgi_http_server as start_uvicorn
+from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from warmkv.config import GatewayConfig
+
+log = logging.getLogger(__name__)
+
+
+class Paths:
+    """ASGI application: another one below its prefix, and beside it what Serve's proxy answers: health and routes."""
+
+    def __init__(self, app: ASGIApp, application: str) -> None:
+        self._app, self._application = app, application
+        self.prefix = "/"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        root, prefix = scope.get("root_path", ""), self.prefix.rstrip("/")
+        path = scope["path"].removeprefix(root)
+        response: Response
+        if path == "/-/healthz":
+            response = PlainTextResponse("success")
+        elif path == "/-/routes":
+            response = JSONResponse({self.prefix: self._application})
+        elif path == prefix or path.startswith(f"{prefix}/"):
+            await self._app({**scope, "root_path": root + prefix}, receive, send)
+            return
+        else:
+            response = PlainTextResponse(f"Path '{path}' not found. See /-/routes.", 404)
+        await response(scope, receive, send)
+
+
+class HttpServer:
+    """Serves an application at an address while it has that to itself, or shares it with Serve's proxy only.
+
+    `shared` says that proxies listen at the port. Then other applications may have paths there that a proxy alone can
+    tell apart: while there are any, this server is closed.
+    """
+
+    def __init__(self, paths: Paths, application: str, options: HTTPOptions, *, shared: bool) -> None:
+        self._paths, self._application, self._shared = paths, application, shared
+        self._options = configure_http_middlewares(configure_http_options_with_defaults(options))
+        self._server: Any = None  # uvicorn's
+        self._serving: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # accept no more, and have answers that go on
+
+    async def follow(self, routes: Mapping[str, str]) -> None:
+        """Take the prefixes of all applications of the cluster by name, and open or close by them.
+
+        Raises OSError where the address is taken, or is none of this node's, and no proxy listens.
+        """
+        self._paths.prefix = routes.get(self._application, self._paths.prefix)
+        alone = routes.keys() <= {self._application}
+        if self._serving is None and (alone or not self._shared):
+            await self._open()
+        elif self._shared and not alone:
+            self._stop()
+
+    async def close(self) -> None:
+        """Accept no more connections, close those that are idle, and wait for the answers that have begun."""
+        self._stop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def check(self) -> None:
+        """Raise RuntimeError where it should serve and does not."""
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server has ended: see the gateway's log")
+
+    def _stop(self) -> None:
+        if self._serving is not None:
+            self._ending.add(self._serving)
+            self._serving.add_done_callback(self._ending.discard)
+            self._serving, self._server.should_exit = None, True
+
+    async def _open(self) -> None:
+        options, loop = self._options, asyncio.get_running_loop()
+        try:
+            self._serving, self._server = await start_uvicorn(
+                self._paths, options, event_loop=loop, enable_so_reuseport=True
+            )
+        except RuntimeError as error:
+            why = f"{options.host}:{options.port} (gateway.host, gateway.port): {error.__cause__ or error}"
+            if not self._shared:
+                raise OSError(why) from None
+            log.info("Serve's proxy alone listens for this gateway: %s", why)
+            return
+        while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        log.info("listening at %s:%d", options.host, options.port)
+
+
+def own_address(host: str, node: str, *, shared: bool) -> str:
+    """Return the address of a gateway: the most exact one that is reached under `host`."""
+    try:
+        is_any = ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        is_any = False
+    return node if is_any and shared else host
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp, application: str, gateway: GatewayConfig, node: str
+) -> AsyncIterator[HttpServer | None]:
+    """Serve an application of the Serve that this process belongs to; `node` is the address of this node.
+
+    Yields None where Serve's proxies were given another port than `gateway.port`: then they alone are asked.
+    """
+    client = _get_global_client()
+    assert client is not None
+    controller = client._controller
+    options: HTTPOptions = await controller.get_http_config.remote()
+    shared = await controller.get_proxy_location.remote() != ProxyLocation.Disabled
+    if shared and options.port != gateway.port:
+        yield None
+        return
+    own = {"host": own_address(gateway.host, node, shared=shared), "port": gateway.port}
+    server = HttpServer(Paths(app, application), application, options.model_copy(update=own), shared=shared)
+    tables: asyncio.Queue[Any] = asyncio.Queue()
+    polling = LongPollClient(
+        controller, {LongPollNamespace.ROUTE_TABLE: tables.put_nowait}, asyncio.get_running_loop(), f"gateway at {node}"
+    )
+
+    async def take() -> None:
+        table = await tables.get()
+        await server.follow({endpoint.app_name: known.route for endpoint, known in table.items()})
+
+    async def follow() -> None:
+        while True:
+            await take()
+
+    await take()
+    following = asyncio.create_task(follow())
+    try:
+        yield server
+    finally:
+        polling.stop()
+        following.cancel()
+        await server.close()
