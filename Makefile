@@ -55,7 +55,7 @@ format: $(STAMP) ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-dashboards: $(STAMP) ## Write dashboards/*.json and docs/metrics.md from the code
+dashboards: $(STAMP) ## Write dashboards, alerts and docs/metrics.md from the code
 	@$(BIN)/warmkv dashboards build dashboards
 	@$(BIN)/warmkv dashboards metrics docs/metrics.md
 
@@ -67,7 +67,8 @@ docs: $(STAMP) ## Write the tables and pages of docs/ that come from the code, a
 	@$(BIN)/warmkv cachesim build/sessions.jsonl --ttl 1m,5m,1h --capacity 10k,30k,100k,300k --plot docs/hit_rate.svg
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
-	@$(BIN)/warmkv k8s render --config k8s/base/warmkv.yaml
+	@$(BIN)/warmkv k8s render --config k8s/overlays/single-gpu/warmkv.yaml
+	@$(BIN)/warmkv k8s render --config k8s/overlays/production/warmkv.yaml
 	@$(BIN)/warmkv k8s render --config k8s/overlays/demo/warmkv.yaml
 
 clean: ## Remove .venv, caches and runs; what git tracks stays

@@ -1,47 +1,30 @@
-"""The rendered manifests: one document with the code, valid kinds, matching labels, bounded resources, no secrets."""
+"""The document inside the rendered manifests is the code's own; selectors, versions and dashboards fit together."""
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.polling import PATIENCE
+from tests.unit.k8s.manifests import K8S, OVERLAYS, ROOT, Manifests, overlay
 from warmkv.cli import app
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import manifest
 from warmkv.platform.document import serve_document
-from warmkv.platform.tenants import SALT_ENV
-
-ROOT = Path(__file__).parents[3]
-FOLDERS = ("base", "overlays/demo")
-KUBERNETES = "1.32"
-
-# The fields of KubeRay 1.7 that are used here, level by level: a misspelt one would be dropped by the API server.
-RAY_SERVICE = {"serveConfigV2", "rayClusterConfig", "excludeHeadPodFromServeSvc"}
-RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
-HEAD_GROUP = {"rayStartParams", "template"}
-WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
+@pytest.fixture(scope="module", params=OVERLAYS)
 def folder(request: pytest.FixtureRequest) -> Path:
-    return ROOT / "k8s" / str(request.param)
+    return K8S / "overlays" / str(request.param)
 
 
 @pytest.fixture(scope="module")
-def rendered(folder: Path) -> list[dict[str, Any]]:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed: manifests cannot be rendered")
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+def rendered(folder: Path) -> Manifests:
+    return overlay(folder.name)
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +32,11 @@ def config(folder: Path) -> Config:
     return load(folder / "warmkv.yaml", environ={})
 
 
-def kind(rendered: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [resource for resource in rendered if resource["kind"] == name]
-
-
-def ray_service(rendered: list[dict[str, Any]]) -> dict[str, Any]:
-    (service,) = kind(rendered, "RayService")
-    return service
-
-
-def groups(rendered: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Head and worker groups by name."""
-    cluster = ray_service(rendered)["spec"]["rayClusterConfig"]
-    return {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
-
-
-def containers(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [box for group in groups(rendered).values() for box in group["template"]["spec"]["containers"]]
-
-
 # --- the document -----------------------------------------------------------------------------------------------
 
 
-def test_document_is_what_the_code_starts(rendered: list[dict[str, Any]], config: Config) -> None:
-    assert yaml.safe_load(ray_service(rendered)["spec"]["serveConfigV2"]) == serve_document(config)
+def test_document_is_what_the_code_starts(rendered: Manifests, config: Config) -> None:
+    assert rendered.document == serve_document(config)
 
 
 def test_committed_patch_is_a_fresh_render(folder: Path) -> None:
@@ -80,185 +44,78 @@ def test_committed_patch_is_a_fresh_render(folder: Path) -> None:
     assert text == manifest.manifest(folder / "warmkv.yaml"), "run `make manifests`"
 
 
+def test_pods_have_the_file_that_the_document_was_written_from(rendered: Manifests, folder: Path) -> None:
+    """A changed setting does not change the name of the ConfigMap, which would replace all pods."""
+    (found,) = [one for one in rendered.kind("ConfigMap") if one["metadata"]["name"] == "warmkv-config"]
+    assert found["data"] == {"warmkv.yaml": (folder / "warmkv.yaml").read_text()}
+    for name, group in rendered.groups.items():
+        volumes = [volume.get("configMap") for volume in group["template"]["spec"]["volumes"]]
+        assert {"name": "warmkv-config"} in volumes, name
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
-def test_serve_accepts_the_document(rendered: list[dict[str, Any]]) -> None:
+def test_serve_accepts_the_document(rendered: Manifests) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    document = yaml.safe_load(ray_service(rendered)["spec"]["serveConfigV2"])
+    document = rendered.document
     assert ServeDeploySchema.model_validate(document).applications[0].name == "warmkv"
     document["applications"][0]["import_path"] = "not a path"
     with pytest.raises(ValueError, match="import_path"):
         ServeDeploySchema.model_validate(document)
 
 
-def test_workers_have_room_for_the_replicas(rendered: list[dict[str, Any]], config: Config) -> None:
-    cpus = gpus = 0.0
-    for name, group in groups(rendered).items():
-        if name == "head":
-            assert group["rayStartParams"]["num-cpus"] == "0"
-            continue
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-        for box in group["template"]["spec"]["containers"]:
-            cpus += group["maxReplicas"] * float(box["resources"]["limits"]["cpu"])
-            gpus += group["maxReplicas"] * float(box["resources"]["limits"].get("nvidia.com/gpu", 0))
-        leaving = config.cluster.drain_seconds + config.cluster.handover_seconds
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > leaving
-    assert cpus >= config.cluster.most_replicas * config.cluster.cpus_per_replica
-    assert gpus >= config.cluster.most_replicas * config.cluster.gpus_per_replica
-
-
 def test_demo_needs_no_gpu_and_no_download() -> None:
-    config = load(ROOT / "k8s/overlays/demo/warmkv.yaml", environ={})
+    config = load(K8S / "overlays/demo/warmkv.yaml", environ={})
     assert config.model.path == "tiny"
     assert config.cluster.gpus_per_replica == 0
     assert config.cluster.replicas == 2
+    assert (config.gateway.is_open, config.gateway.allow_open) == (True, True)
+    assert overlay("demo").kind("PodMonitor") == [], "a laptop's cluster has no Prometheus operator"
 
 
-# --- the kinds --------------------------------------------------------------------------------------------------
+# --- what fits together -----------------------------------------------------------------------------------------
 
 
-def test_core_kinds_are_valid(rendered: list[dict[str, Any]]) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed").validate
-    pods = [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **group["template"]["metadata"]}}
-        | {"spec": group["template"]["spec"]}
-        for name, group in groups(rendered).items()
-    ]
-    core = [resource for resource in rendered if resource["kind"] in ("Namespace", "PodDisruptionBudget")]
-    assert len(core) == 2
-    for resource in core + pods:
-        validate(resource, KUBERNETES, strict=True)
-    pods[0]["spec"]["containers"][0]["readynessProbe"] = {}
-    with pytest.raises(Exception, match="readynessProbe"):
-        validate(pods[0], KUBERNETES, strict=True)
-
-
-def test_ray_service_has_only_known_fields(rendered: list[dict[str, Any]]) -> None:
-    service = ray_service(rendered)
-    assert service["apiVersion"] == "ray.io/v1"
-    assert set(service["spec"]) <= RAY_SERVICE
-    assert set(service["spec"]["rayClusterConfig"]) <= RAY_CLUSTER
-    for name, group in groups(rendered).items():
-        assert set(group) <= (HEAD_GROUP if name == "head" else WORKER_GROUP), name
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), name
-
-
-def test_ray_version_is_the_pinned_one(rendered: list[dict[str, Any]]) -> None:
+def test_ray_version_is_the_pinned_one(rendered: Manifests) -> None:
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned
-    assert ray_service(rendered)["spec"]["rayClusterConfig"]["rayVersion"] == pinned[1]
-    assert f"rayproject/ray:{pinned[1]}-" in (ROOT / "k8s/Dockerfile").read_text()
+    assert rendered.cluster["rayVersion"] == pinned[1]
+    assert all(
+        isinstance(value, str) for group in rendered.groups.values() for value in group["rayStartParams"].values()
+    )
 
 
-def test_everything_is_in_the_namespace(rendered: list[dict[str, Any]]) -> None:
-    (namespace,) = kind(rendered, "Namespace")
-    for resource in rendered:
-        if resource is not namespace:
-            assert resource["metadata"]["namespace"] == namespace["metadata"]["name"], resource["kind"]
-
-
-def test_selectors_match_pods_and_ports(rendered: list[dict[str, Any]]) -> None:
-    templates = [group["template"] for group in groups(rendered).values()]
-    selectors = [
-        (resource["kind"], resource["spec"]["selector"]["matchLabels"], resource["spec"].get("podMetricsEndpoints", []))
-        for resource in kind(rendered, "PodDisruptionBudget") + kind(rendered, "PodMonitor")
-    ]
-    for template in templates:
-        for spread in template["spec"].get("topologySpreadConstraints", []):
-            assert spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    for name, labels, endpoints in selectors:
+def test_selectors_match_pods_and_ports(rendered: Manifests) -> None:
+    """Each selects pods of one kind, but for what is meant for all of the Ray cluster or of the namespace."""
+    templates = list(rendered.templates.values())
+    selectors = [(one["kind"], one["spec"]["selector"], one["spec"]["ports"]) for one in rendered.kind("Service")]
+    for kind, ports in (("PodDisruptionBudget", ""), ("PodMonitor", "podMetricsEndpoints")):
+        selectors += [
+            (kind, one["spec"]["selector"]["matchLabels"], one["spec"].get(ports, [])) for one in rendered.kind(kind)
+        ]
+    for policy in rendered.kind("NetworkPolicy"):
+        named = [port for rule in policy["spec"].get("ingress", ()) for port in rule.get("ports", ())]
+        labels = policy["spec"]["podSelector"].get("matchLabels", {})
+        selectors.append(("NetworkPolicy", labels, [p for p in named if isinstance(p["port"], str)]))
+    for name, labels, ports in selectors:
         matched = [t for t in templates if labels.items() <= t["metadata"]["labels"].items()]
-        assert len(matched) == 1, name
-        ports = {port["name"] for box in matched[0]["spec"]["containers"] for port in box["ports"]}
-        assert {endpoint["port"] for endpoint in endpoints} <= ports, name
+        assert matched, (name, labels)
+        known = {port["name"] for t in matched for box in t["spec"]["containers"] for port in box["ports"]}
+        assert {port.get("targetPort", port["port"]) for port in ports} <= known, (name, labels)
 
 
-def test_base_is_monitored() -> None:
-    resources = list(yaml.safe_load_all((ROOT / "k8s/base/podmonitor.yaml").read_text()))
-    ports = {endpoint["port"] for monitor in resources for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+def test_monitoring_has_the_generated_dashboards_and_alerts() -> None:
+    rendered = overlay("production")
+    (boards,) = [one for one in rendered.kind("ConfigMap") if one["metadata"]["name"] == "warmkv-dashboards"]
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    for name, text in boards["data"].items():
+        assert text == (ROOT / "dashboards" / name).read_text()
+        assert json.loads(text)["uid"]
+    assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards").glob("*.json")}
+    (rule,) = rendered.kind("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((ROOT / "dashboards" / "alerts.yaml").read_text())
+    ports = {one["port"] for monitor in rendered.kind("PodMonitor") for one in monitor["spec"]["podMetricsEndpoints"]}
     assert ports == {"metrics", "as-metrics", "dash-metrics"}
-
-
-# --- pods -------------------------------------------------------------------------------------------------------
-
-
-def test_every_container_has_requests_and_limits(rendered: list[dict[str, Any]]) -> None:
-    for box in containers(rendered):
-        resources = box["resources"]
-        for bound in ("requests", "limits"):
-            assert {"cpu", "memory"} <= set(resources[bound]), box["name"]
-        assert resources["requests"]["memory"] == resources["limits"]["memory"], "Ray sizes itself by the limit"
-
-
-def test_pods_run_without_root(rendered: list[dict[str, Any]]) -> None:
-    for name, group in groups(rendered).items():
-        spec = group["template"]["spec"]
-        assert spec["securityContext"]["runAsNonRoot"] is True, name
-        assert spec["automountServiceAccountToken"] is False, name
-        for box in spec["containers"]:
-            assert box["securityContext"]["allowPrivilegeEscalation"] is False, name
-            assert box["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
-
-
-def test_probes_and_ports(rendered: list[dict[str, Any]], config: Config) -> None:
-    assert config.gateway.host == "0.0.0.0", "the pod's address would not be served"
-    for box in containers(rendered):
-        ports = {port["name"]: port["containerPort"] for port in box["ports"]}
-        assert len(ports) == len(box["ports"])
-        assert ports["serve"] == config.gateway.port
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert box[probe]["failureThreshold"], (box["name"], probe)
-            if "httpGet" in box[probe]:
-                assert box[probe]["httpGet"]["port"] in ports, (box["name"], probe)
-
-
-def test_a_worker_is_ready_while_a_replica_takes_requests(rendered: list[dict[str, Any]], config: Config) -> None:
-    """Through Serve's proxy of its pod, unless that one drains; the head must not wait for what it starts."""
-    found = {name: group["template"]["spec"]["containers"][0] for name, group in groups(rendered).items()}
-    for name, box in found.items():
-        command = " ".join(box["readinessProbe"].get("exec", {}).get("command", ()))
-        urls = re.findall(r"http://localhost:(\d+)(/\S+)", command)
-        prefix = config.gateway.route_prefix.rstrip("/")
-        ready = [(str(config.gateway.port), path) for path in ("/-/healthz", f"{prefix}/readyz")]
-        assert urls == ([] if "head" in name else ready), name
-
-
-def test_replicas_do_not_run_at_rays_niceness(rendered: list[dict[str, Any]]) -> None:
-    for box in containers(rendered):
-        assert {"name": "RAY_worker_niceness", "value": "0"} in box["env"], box["name"]
-
-
-def test_salt_comes_from_a_secret(rendered: list[dict[str, Any]], config: Config) -> None:
-    assert kind(rendered, "Secret") == [], "a secret in the repository is no secret"
-    for box in containers(rendered):
-        (salt,) = [entry for entry in box["env"] if entry["name"] == SALT_ENV]
-        assert set(salt) == {"name", "valueFrom"}
-        assert salt["valueFrom"]["secretKeyRef"] == {"name": "warmkv-salt", "key": "salt"}
-        for entry in box["env"]:
-            if re.search("SALT|TOKEN|KEY|SECRET|PASSWORD", entry["name"]):
-                assert "value" not in entry, entry["name"]
-
-
-def test_the_base_lets_in_whom_a_secret_lists_and_only_the_demo_is_open(
-    rendered: list[dict[str, Any]], config: Config, folder: Path
-) -> None:
-    """The Secret is mounted as a folder in every pod: a gateway may run in any, and a subPath is never updated."""
-    if folder.name == "demo":
-        assert (config.gateway.is_open, config.gateway.allow_open) == (True, True)
-        assert not any("volumes" in group["template"]["spec"] for group in groups(rendered).values())
-        return
-    assert config.gateway.allow_open is False
-    path = config.gateway.tenants_file
-    assert path is not None
-    for group in groups(rendered).values():
-        (volume,) = group["template"]["spec"]["volumes"]
-        assert volume["secret"]["secretName"] == "warmkv-tenants"
-        (box,) = group["template"]["spec"]["containers"]
-        assert box["volumeMounts"] == [{"name": volume["name"], "mountPath": str(path.parent), "readOnly": True}]
-
-
-def test_ray_asks_for_a_token(rendered: list[dict[str, Any]]) -> None:
-    assert ray_service(rendered)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 # --- rendering --------------------------------------------------------------------------------------------------
@@ -293,3 +150,25 @@ def test_render_command(tmp_path: Path) -> None:
     assert "replicas" in refused.stderr
     with pytest.raises(ConfigError):
         manifest.manifest(settings)
+
+
+def test_fetch_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub model is fetched in its revision; what has no safetensors is refused, and a folder stays where it is."""
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: object) -> str:
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    settings = tmp_path / "warmkv.yaml"
+    settings.write_text("model: {path: team/model, revision: abc}\n")
+    run = CliRunner().invoke
+    refused = run(app, ["k8s", "fetch", "-c", str(settings)])
+    assert refused.exit_code == 1
+    assert "no *.safetensors in team/model" in refused.stderr
+    (tmp_path / "model.safetensors").touch()
+    assert str(tmp_path) in run(app, ["k8s", "fetch", "-c", str(settings)]).stdout
+    settings.write_text(f"model: {{path: {tmp_path}}}\n")
+    assert run(app, ["k8s", "fetch", "-c", str(settings)]).exit_code == 0
+    assert asked == [("team/model", "abc")] * 2
