@@ -59,6 +59,7 @@ class Service:
     config: Config
     records: Path
     store: str | None  # the address of the Redis
+    settings: Path  # a file with those of `config` that say how long draining takes
     expected: dict[tuple[int, str], Reply] = field(default_factory=dict)
     policy: str = POLICIES[0]
 
@@ -102,7 +103,7 @@ class Service:
                 self.cluster.network.heal(name)
             if not node.find_program("raylet"):
                 self.cluster.remove(name)
-                self.cluster.add(name, NODES[name])
+                self.cluster.add(name, NODES.get(name, 1))
         until(self.is_whole, "all replicas and gateways are there")
 
     def change_policy(self) -> int:
@@ -248,7 +249,9 @@ def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -
         file = folder / "document.json"
         file.write_text(json.dumps(document))
         cluster.start(file)
-        made = Service(cluster, f"http://{host}:{port}", config, folder / "recovery.jsonl", store)
+        settings = folder / "warmkv.yaml"
+        settings.write_text(json.dumps({name: SETTINGS[name] for name in ("cluster", "transfer")}))
+        made = Service(cluster, f"http://{host}:{port}", config, folder / "recovery.jsonl", store, settings)
         until(made.is_whole, "the service is there")
         made.learn()
         yield made

@@ -176,10 +176,16 @@ class Cluster:
         command = [sys.executable, "-m", f"tests.faults.{script}", self.gcs, argument]
         self._run([*self.within("head"), *command], self.nodes["head"])
 
-    def _run(self, command: list[str], node: Node) -> None:
+    def run(self, name: str, *command: str) -> None:
+        """Run a program of this environment on a node, as a hook of its pod would."""
+        program = str(Path(sys.executable).with_name(command[0]))
+        variables = {**self.environment, "RAY_ADDRESS": self.gcs}  # KubeRay tells every pod
+        self._run([*self.within(name), program, *command[1:]], self.nodes[name], variables)
+
+    def _run(self, command: list[str], node: Node, environment: Mapping[str, str] | None = None) -> None:
         done = subprocess.run(
             command,
-            env={**self.environment, MARK: node.mark},
+            env={**(environment or self.environment), MARK: node.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.conftest import Service
 from tests.faults.network import Network
 from tests.faults.nodes import CONTROL, DIRECTORY, GATEWAY
-from tests.polling import until
+from tests.polling import PATIENCE, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -61,6 +61,25 @@ def test_the_gcs_is_killed_and_started_again(service: Service):
     needs_redis(service)
     cluster = service.cluster
     service.survives("GCS killed, and started again with Redis", cluster.kill_gcs, cluster.start_gcs)
+
+
+def test_a_node_is_drained_and_stopped(service: Service):
+    """As a pod ends whose place another one takes: its preStop hook, then SIGTERM. Not even a stream breaks."""
+    needs_network(service)  # by its address the hook knows its node
+    replica, name = a_node(service)
+    cluster, node = service.cluster, service.cluster.nodes[name]
+    cluster.add(f"{name}2", 1)
+
+    def stop() -> None:
+        cluster.run(name, "warmkv", "k8s", "drain", "--config", str(service.settings), "--seconds", f"{PATIENCE}")
+        for process in node.processes():
+            process.signal(signal.SIGTERM)
+
+    def replaced() -> None:
+        until(lambda: not node.find_program("raylet"), "the node ends")
+        cluster.remove(name)
+
+    service.survives("node drained", stop, replaced, hold=0, replica=replica, loses=["replicas"])
 
 
 @pytest.mark.soak  # the tests above kill the same parts one by one
@@ -116,6 +135,7 @@ FAULTS = [
     test_the_policy_control_is_killed,
     test_a_gateway_is_killed,
     test_the_gcs_is_killed_and_started_again,
+    test_a_node_is_drained_and_stopped,
     test_a_node_is_removed,
     test_a_link_is_cut_for_a_moment,
     test_a_link_is_cut_until_the_node_is_given_up,

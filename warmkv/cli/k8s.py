@@ -129,7 +129,7 @@ def drain(
         typer.Option(
             min=0,
             help="Time until all must have gone, instead of 30 s for replacements to start elsewhere, "
-            "`cluster.drain_seconds` and a third of that for blocks.",
+            "`cluster.drain_seconds`, and a third of that to hand blocks over.",
             show_default=False,
         ),
     ] = None,

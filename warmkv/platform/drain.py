@@ -6,7 +6,7 @@ far as there is room, and stops those here when the replacement is up or the tim
 
 from __future__ import annotations
 
-import logging
+import socket
 import time
 from collections.abc import Callable
 
@@ -30,30 +30,32 @@ def seconds_to_drain(config: Config) -> float:
 
 
 def drain_node(seconds: float) -> list[str]:
-    """Drain the node that this process runs on, within `seconds`; return the actors that are still on it then.
+    """Drain the Ray node at an address of this machine, within `seconds`; return the actors that are still on it then.
 
-    Raises DrainError where there is no Ray, or where it refuses.
+    Nothing here connects to the node itself: one that is drained and idle ends, with all that is connected to it.
+    Raises DrainError where there is no such node, or where Ray refuses.
     """
-    import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
     from ray._private.state import GlobalState
     from ray._raylet import GcsClient, GcsClientOptions  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
     try:
-        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level=logging.WARNING)
+        address = canonicalize_bootstrap_address_or_die(None)  # RAY_ADDRESS, or what runs here
     except ConnectionError as error:
-        raise DrainError(f"no Ray runs on this node: {error}") from None
-    context = ray.get_runtime_context()
-    node, address = context.get_node_id(), context.gcs_address
-    ray.shutdown()  # a node that is drained and idle ends, and what is connected to it ends with it
-    deadline = int(1000 * (time.time() + seconds))
-    accepted, why = GcsClient(address=address).drain_node(node, DRAIN_NODE_REASON_PREEMPTION, "its pod ends", deadline)
-    if not accepted:
-        raise DrainError(f"Ray does not drain node {node}: {why}")
+        raise DrainError(f"no Ray runs here: {error}") from None
     state = GlobalState()
     state._initialize_global_state(
         GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
     )
+    here = [node["NodeID"] for node in state.node_table() if node["Alive"] and _is_here(node["NodeManagerAddress"])]
+    if len(here) != 1:
+        raise DrainError(f"{len(here)} nodes of the Ray cluster at {address} have an address of this machine, not one")
+    (node,) = here
+    deadline = int(1000 * (time.time() + seconds))
+    accepted, why = GcsClient(address=address).drain_node(node, DRAIN_NODE_REASON_PREEMPTION, "its pod ends", deadline)
+    if not accepted:
+        raise DrainError(f"Ray does not drain node {node}: {why}")
 
     def left() -> list[str]:
         actors = state.actor_table(None, None, "ALIVE").values()
@@ -64,6 +66,16 @@ def drain_node(seconds: float) -> list[str]:
         )
 
     return wait_until_empty(left, seconds, time.monotonic, time.sleep)
+
+
+def _is_here(address: str) -> bool:
+    """Return True for an address of this machine, on which alone something can listen."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def wait_until_empty(

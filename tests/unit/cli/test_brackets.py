@@ -54,6 +54,8 @@ def call(*arguments):
         ["dashboards", "metrics", f"/nowhere/{NAME}"],
         ["dashboards", "publish", "-c", NAME],
         ["k8s", "render", "-c", NAME],
+        ["k8s", "fetch", "-c", NAME],
+        ["k8s", "drain", "-c", NAME],
         ["packs", "build", "x", "--tenant", "a", "-c", NAME],
         ["packs", "load", NAME],
         ["docs", f"/nowhere/{NAME}"],
