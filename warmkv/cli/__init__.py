@@ -1,4 +1,4 @@
-"""The `warmkv` command: a file for each command, without logic of its own."""
+"""The `warmkv` command: a file for each command, without logic of its own, in a folder for each panel of `--help`."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from typing import Annotated
 import typer
 
 from warmkv import __version__
-from warmkv.cli import (
-    bench,
+from warmkv.cli import commands_page
+from warmkv.cli.command import add_command
+from warmkv.cli.measuring import bench, eval, profile
+from warmkv.cli.operating import dashboards, k8s, policy
+from warmkv.cli.serving import config, demo, doctor, packs, serve
+from warmkv.cli.simulating import (
     cachesim,
     calibrate,
-    commands_page,
     compare,
-    config,
-    dashboards,
-    demo,
-    doctor,
-    eval,
-    k8s,
-    packs,
     plan,
-    policy,
     price,
-    profile,
     replay,
-    serve,
     sweep,
     tune,
     verify,
     workload,
 )
-from warmkv.cli.command import add_command
 from warmkv.faults import INTERNAL, tell_internal
 
 app = typer.Typer(

@@ -31,7 +31,7 @@ def test_help_has_an_example_and_loads_nothing_heavy():
     result = call("--help")
     assert result.exit_code == 0
     assert "Example" in result.output
-    loaded = modules_after("import warmkv.cli.cachesim")
+    loaded = modules_after("import warmkv.cli.simulating.cachesim")
     assert not loaded & {"torch", "ray", "numpy", "simpy", "matplotlib"}
 
 

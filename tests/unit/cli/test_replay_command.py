@@ -183,7 +183,7 @@ def modules_after(statement):
 
 
 def test_help_loads_nothing_heavy():
-    loaded = modules_after("import warmkv.cli.replay")
+    loaded = modules_after("import warmkv.cli.simulating.replay")
     assert not loaded & {"torch", "ray", "transformers", "fastapi", "numpy", "simpy"}
 
 

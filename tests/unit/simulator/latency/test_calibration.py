@@ -217,4 +217,4 @@ def test_help_has_an_example_and_loads_nothing_heavy():
     result = call("--help")
     assert result.exit_code == 0
     assert "Example" in result.output
-    assert not modules_after("import warmkv.cli.calibrate") & {"torch", "ray", "numpy", "simpy"}
+    assert not modules_after("import warmkv.cli.simulating.calibrate") & {"torch", "ray", "numpy", "simpy"}

@@ -11,7 +11,7 @@ import yaml
 
 from warmkv.cli.command import resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
-from warmkv.cli.sweep import runner_of
+from warmkv.cli.simulating.sweep import runner_of
 from warmkv.extras import require
 from warmkv.simulator.studies import grid as grids
 from warmkv.terminal import bar, console, plain_table, show_table

@@ -1,0 +1,1 @@
+"""Measure quality, speed, and the profile of this machine."""

@@ -1,0 +1,1 @@
+"""Change and watch a service that runs."""

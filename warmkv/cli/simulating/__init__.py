@@ -1,0 +1,1 @@
+"""Replay traffic, vary what it met, and plan by it."""
