@@ -16,6 +16,9 @@ from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend,
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 
+ROWS_ON_CPU = 64
+"""Queries of a call of torch's kernel, which computes what a mask hides as well: fewer see fewer keys in vain."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenClasses:
@@ -67,7 +70,7 @@ class PrefillState:
             self.column_sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         self._ids, self._classes = token_ids, classes
         self._members: dict[str, Tensor] = {}
-        self._masks: dict[int, Tensor | None] = {}
+        self._masks: dict[tuple[int, int], Tensor | None] = {}  # by window and first query
 
     @classmethod
     def allocate(
@@ -195,23 +198,40 @@ class PrefillState:
         if self.column_sums is not None and layer not in self._summed:
             add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax)
             self._summed.add(layer)
-        first = max(0, start + 1 - softmax.window) if softmax.window else 0  # what the earliest query still sees
-        keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
         if not softmax.is_plain:
-            return attend(query[0], keys[0], values[0], start, first, softmax)[None]
-        mask = self._mask(softmax.window, first)
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=softmax.scale, enable_gqa=True
-        )
+            first = self._first_seen(start, softmax.window)
+            keys, values = self.keys[layer, :, first:end], self.values[layer, :, first:end]
+            return attend(query[0], keys, values, start, first, softmax)[None]
+        rows = end - start if query.is_cuda else ROWS_ON_CPU
+        pieces = []
+        for begin in range(start, end, rows):
+            stop = min(begin + rows, end)
+            first, mask = self._first_seen(begin, softmax.window), self._mask(softmax.window, begin, stop)
+            pieces.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, begin - start : stop - start],
+                    self.keys[layer, None, :, first:stop],
+                    self.values[layer, None, :, first:stop],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=softmax.scale,
+                    enable_gqa=True,
+                )
+            )
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
-    def _mask(self, window: int, first: int) -> Tensor | None:
-        """Return the mask of a chunk over the keys from `first` on; None if causal. Made once for all layers."""
-        if window not in self._masks:
-            start, count = self.chunk.start, len(self.chunk)
-            plain = start == 0 and not 0 < window < count
-            keys = range(first, self.chunk.stop)
-            self._masks[window] = None if plain else causal(start, count, keys, window, self.keys.device)
-        return self._masks[window]
+    def _first_seen(self, query: int, window: int) -> int:
+        """Return the position of the earliest key that a query attends to."""
+        return max(0, query + 1 - window) if window else 0
+
+    def _mask(self, window: int, begin: int, stop: int) -> Tensor | None:
+        """Return the mask of queries over the keys that they see; None if causal. Made once for all layers."""
+        key = window, begin
+        if key not in self._masks:
+            plain = begin == 0 and not 0 < window < stop
+            keys = range(self._first_seen(begin, window), stop)
+            self._masks[key] = None if plain else causal(begin, stop - begin, keys, window, self.keys.device)
+        return self._masks[key]
 
 
 def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, softmax: Softmax) -> None:

@@ -19,6 +19,7 @@ from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.malloc import keep_freed_memory
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
 
@@ -129,12 +130,14 @@ def load_max_context(config: ModelConfig) -> int:
 def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
     """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served.
 
-    Weights are packed where that helps, unless `packed` is False.
+    Weights are packed where that helps, unless `packed` is False. On a CPU this process keeps freed memory from now on.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     check_config(AutoConfig.from_pretrained(model_path(config), revision=config.revision))  # before weights are read
     module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
     return prepare(module.to(device), packed=packed)

@@ -11,8 +11,8 @@ ROWS = 8
 """Rows for which the layout is chosen. One for 8 rows is fast for 512, too; one for a single row is not for 8."""
 
 
-LEAST_WEIGHTS = 1 << 18
-"""Of a layer that is packed. A call of oneDNN costs some 13 us more than a plain one, which less does not win back."""
+LEAST_WEIGHTS = 1 << 16
+"""Of a layer that is packed. A call of oneDNN costs some 11 us more than a plain one, which less hardly wins back."""
 
 
 class PackedLinear(nn.Module):
