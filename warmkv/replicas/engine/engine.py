@@ -23,34 +23,26 @@ import torch
 from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
-from warmkv.logs import about
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.device_memory import plan_replica
-from warmkv.replicas.engine.faults import (
-    FailureCounts,
-    FailureKind,
-    describe,
-    is_out_of_memory,
-    is_sticky,
-    let_go,
-)
+from warmkv.replicas.engine.endings import Endings
+from warmkv.replicas.engine.faults import FailureCounts, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
-from warmkv.replicas.engine.passes import Pass, empty_cache, run
+from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, sample
-from warmkv.replicas.engine.scheduler import Emit, EngineEvent, Scheduler, Sequence
+from warmkv.replicas.engine.sampling import NO_TOKEN, draw
+from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
-    FinishReason,
     GenerateRequest,
     SamplingParams,
     Started,
@@ -100,6 +92,8 @@ class Engine:
             engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
         )
         self._prompts = Prompts(model, self.store, self.pool, classes)
+        self.faults = FailureCounts()
+        self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
         self._forward = ModelRunner(model)
         self._step_forward: ModelRunner | CompiledForward = self._forward
@@ -107,13 +101,11 @@ class Engine:
             self._step_forward = CompiledForward(model)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
-        self.watch_logits: Callable[[Tensor], None] | None = (
-            None  # sees what tokens are drawn from, [batch, vocabulary]
-        )
+        self.watch_logits: Callable[[Items[Sequence], Tensor], None] | None = None
+        """Sees what tokens of sequences are drawn from, [sequences, vocabulary]."""
         self.flush: Callable[[], None] = lambda: None  # called behind every part of a step that may have emitted
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
-        self.faults = FailureCounts()
         self._publish_stats()
 
     # --- from any thread
@@ -145,7 +137,7 @@ class Engine:
         def stop() -> None:
             if sequence := self.scheduler.find(request_id):
                 self._prompts.keep_computed(sequence)
-                self._finish(sequence, "cancelled")
+                self._endings.finish(sequence, "cancelled")
 
         self.call(stop)
 
@@ -213,10 +205,15 @@ class Engine:
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
 
-    def finish(self, request: GenerateRequest) -> None:
-        """Compute a request to its end before `run`, in the caller's thread. Raises RuntimeError if it fails."""
+    def finish(self, request: GenerateRequest, *beside: GenerateRequest) -> None:
+        """Compute a request and others to their end before `run`, in the caller's thread.
+
+        Raises RuntimeError if the first fails.
+        """
         told: list[object] = []
         self.submit(request, told.append)
+        for other in beside:
+            self.submit(other, lambda event: None)
         while self.step():
             pass
         if not told or not isinstance(told[-1], Finished):
@@ -250,7 +247,7 @@ class Engine:
         finally:
             self._inbox.close()
             for sequence in self.scheduler.everyone():
-                self._end(sequence, Failed("the replica is stopping"))
+                self._endings.end(sequence, Failed("the replica is stopping"))
             self.flush()
             self._publish_stats()
             self.store.close()
@@ -293,7 +290,7 @@ class Engine:
                     return
                 self._prompts.look_up(admitted, self._clock())
             except Exception as error:
-                self._end_prompt(admitted or self.scheduler.admitting, error)
+                self._endings.fail_prompt(admitted or self.scheduler.admitting, error)
 
     def _begin_chunks(self) -> list[Sequence]:
         """Begin the chunks of this step; returns the prompts that have one."""
@@ -303,7 +300,7 @@ class Engine:
                 self._prompts.begin_chunk(sequence, tokens)
                 begun.append(sequence)
             except Exception as error:
-                self._end_prompt(sequence, error)
+                self._endings.fail_prompt(sequence, error)
         return begun
 
     def _compute(self, prompts: list[Sequence]) -> None:
@@ -315,7 +312,7 @@ class Engine:
             self._next_tokens,
             max_context=self.max_context,
             inv_freq=self.model.inv_freq,
-            leave=self._end_here,
+            leave=self._endings.shed,
             retrying=self._turn,
         )
         computed = [(sequence, token) for sequence, token in outcome.tokens if sequence.prefill is not None]
@@ -333,9 +330,9 @@ class Engine:
                 if sequence.workspace.is_computed:
                     self._hand_off(sequence, token)
             except Exception as error:
-                self._end_prompt(sequence, error)
+                self._endings.fail_prompt(sequence, error)
         if outcome.failed or outcome.left:
-            self._end_failed(outcome.failed, works=works)
+            self._endings.fail(outcome.failed, works=works)
 
     def _next_tokens(self, batch: Pass) -> list[int]:
         """Run the model once; returns the next token of each prompt and sequence, NO_TOKEN of prompts that go on."""
@@ -373,25 +370,17 @@ class Engine:
             queue_seconds=sequence.admitted - sequence.arrived,
             prefill_seconds=self._clock() - sequence.admitted,
         )
-        self._tell(sequence, started)
+        self._endings.tell(sequence, started)
         if sequence.request.sampling.max_tokens == 0:
-            self._finish(sequence, "length")
+            self._endings.finish(sequence, "length")
         else:
             self._deliver(sequence, token)
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
-            self.watch_logits(logits)
-        sampling = [sequence.request.sampling for sequence in sequences]
-        highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
-        if any(s.temperature > 0 for s in sampling):
-            parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
-            temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
-            top_k = torch.tensor([min(s.top_k, self.model.vocabulary) for s in sampling], device=logits.device)
-            tokens = sample(logits, temperature, top_p, top_k, uniform)
-        ids: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
-        return ids
+            self.watch_logits(sequences, logits)
+        return draw(sequences, logits)
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         """Report a drawn token, and end the sequence where it ends.
@@ -405,76 +394,14 @@ class Engine:
         sequence.last_token = token
         sequence.num_output_tokens += 1
         if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
-            self._finish(sequence, "end")
+            self._endings.finish(sequence, "end")
             return
-        self._tell(sequence, token)
+        self._endings.tell(sequence, token)
         if sequence.num_output_tokens == sequence.request.sampling.max_tokens:
-            self._finish(sequence, "length")
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if reason != "cancelled":
-            self.faults.succeeded()
-        self._end(sequence, Finished(reason, sequence.num_output_tokens))
-
-    def _end_here(self, sequence: Sequence, error: Exception) -> None:
-        """End a request for want of something that another replica may have."""
-        kind: FailureKind = "memory" if is_out_of_memory(error) else "device"
-        self.faults.failed(kind, hash(sequence.request.token_ids))
-        self._end(sequence, Failed(describe(error)))
-
-    def _end_prompt(self, sequence: Sequence | None, error: Exception) -> None:
-        """End a request that failed before or after a pass. Raises errors that are nobody's, or of a device lost."""
-        if sequence is None or is_sticky(error):
-            raise error
-        with about(sequence.request.context):
-            log.error("prefill failed", exc_info=error)
-        self._end_failed([(sequence, let_go(error))], works=False)
-
-    def _end_failed(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
-        """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
-        try:
-            for sequence, _ in failed:
-                self._drop(sequence)
-            if any(is_out_of_memory(error) for _, error in failed):
-                empty_cache(self.model.device)
-            works = works or self._works()
-        except Exception:
-            for sequence, error in failed:
-                self._end_here(sequence, error)
-            raise
-        if not works:
-            self.faults.device_failed()
-        for sequence, error in failed:
-            if works and not is_out_of_memory(error):
-                self.faults.failed("request", hash(sequence.request.token_ids))
-                self._end(sequence, Failed(describe(error), "request"))
-            else:
-                self._end_here(sequence, error)
+            self._endings.finish(sequence, "length")
 
     def _works(self) -> bool:
         return works(self.model, self.pool, self._forward, self._step_forward, self.scheduler.room)
-
-    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
-        """Free what a sequence holds and tell its listener, even if the device cannot free anything any more."""
-        try:
-            self._drop(sequence)
-        except Exception:
-            log.exception("request %s cannot be freed", sequence.request.id)
-        self.scheduler.completions.ended(self._clock())
-        self._tell(sequence, event)
-
-    def _tell(self, sequence: Sequence, event: EngineEvent) -> None:
-        try:
-            sequence.emit(event)
-        except Exception:  # its listener is gone; the others must hear
-            log.exception("request %s cannot be told", sequence.request.id)
-            self._drop(sequence)
-
-    def _drop(self, sequence: Sequence) -> None:
-        """Free everything that a sequence holds."""
-        self._prompts.release(sequence)
-        sequence.prefill = None
-        self.scheduler.remove(sequence)
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import torch
 from torch import Tensor
 
+from warmkv.replicas.engine.scheduler import Sequence
+
 NO_TOKEN = -1
 """Stands for a token where logits are not finite."""
+
+
+def draw(sequences: Items[Sequence], logits: Tensor) -> list[int]:
+    """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite."""
+    sampling = [sequence.request.sampling for sequence in sequences]
+    highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
+    if any(s.temperature > 0 for s in sampling):
+        parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
+        temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
+        top_k = torch.tensor([min(s.top_k, logits.shape[-1]) for s in sampling], device=logits.device)
+        tokens = sample(logits, temperature, top_p, top_k, uniform)
+    ids: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
+    return ids
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:

@@ -280,6 +280,8 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its slot."""
         self.prefilling.pop(sequence, None)
+        if self.admitting is sequence:
+            self.admitting = None
         self.waiting.remove(sequence)
         sequence.swapped = None
         if sequence.slot is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.scheduler import Sequence as Drawing
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams, UnservableRequestError
 
 log = logging.getLogger(__name__)
 
 PROMPT, NEW, CHUNK = 96, 17, 40
-"""Tokens of the prompt and drawn after it, and of a chunk: three chunks of which the last is short."""
+"""Tokens of the prompt and drawn after it, and of a step: several chunks, of which the last is short."""
 MOST_TOKENS = {"cpu": 256, "cuda": 1280}
 """Tokens that a check may compute to cross a sliding window; quadratic in memory, as eager attention is."""
 LEAST = 1e-4
@@ -59,7 +60,8 @@ def check_engine(engine: Engine, say: Callable[[str], None] = lambda what: None)
 def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
     """Return the token ids computed, how many are the prompt, and the logits float32 [draws, vocabulary].
 
-    The prompt is longer than the model's sliding window if that is affordable, and shorter where memory is.
+    The prompt is longer than the model's sliding window if that is affordable, and shorter where memory is. Another one
+    shares its passes, and decodes beside its chunks and its first tokens.
     """
     most = MOST_TOKENS.get(engine.model.device.type, 0)
     windows = [window for window in engine.model.kv_shape.windows if window and window + 2 * NEW <= most]
@@ -70,7 +72,11 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
     while prompt + new > engine.max_context:
         prompt, new = max(1, prompt - NEW), min(new, engine.max_context // 2)
     scheduler, got = engine.scheduler, list[Tensor]()
-    engine.watch_logits = lambda logits: got.append(logits[0].float())
+
+    def watch(sequences: Sequence[Drawing], logits: Tensor) -> None:
+        got.extend(row.float() for row, each in zip(logits, sequences, strict=True) if each.request.id == "self-check")
+
+    engine.watch_logits = watch
     tokens, scheduler.step_tokens = scheduler.step_tokens, min(CHUNK, scheduler.step_tokens)
     generator = torch.Generator().manual_seed(0)
     try:
@@ -80,8 +86,10 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
             request = GenerateRequest(
                 "self-check", tuple(ids[:prompt]), (), sampling, PolicySpec(), resume=tuple(ids[prompt:-1])
             )
+            sampling = SamplingParams(max_tokens=1 + new // 2, ignore_eos=True, temperature=0.0)
+            beside = GenerateRequest("beside it", tuple(ids[: 1 + prompt // 4]), (), sampling, PolicySpec())
             try:
-                engine.finish(request)
+                engine.finish(request, beside)
                 return ids[:-1], prompt, torch.stack(got)
             except UnservableRequestError:
                 if prompt == 1:

@@ -121,7 +121,7 @@ def test_a_prompt_that_waits_for_files_lets_others_pass(models, tmp_path):
         busy.engine._inbox.wait(PATIENCE)
         busy.engine.store.settle()
     gate = threading.Event()
-    busy.engine.store._io_threads.submit("read", lambda: gate.wait(PATIENCE))
+    busy.engine.store._jobs.threads.submit("read", lambda: gate.wait(PATIENCE))
     busy.submit(make_request(tokens, new=3, name="waits"), make_request(prompt(30), new=3, name="passes"))
     for _ in range(4):
         busy.engine.step()

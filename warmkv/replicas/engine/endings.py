@@ -1,0 +1,102 @@
+"""How requests end: with their answer, by a failure of their own, for want of memory, or with the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from warmkv.logs import about
+from warmkv.replicas.engine.faults import (
+    FailureCounts,
+    FailureKind,
+    describe,
+    is_out_of_memory,
+    is_sticky,
+    let_go,
+)
+from warmkv.replicas.engine.passes import empty_cache
+from warmkv.replicas.engine.prompts import Prompts
+from warmkv.replicas.engine.scheduler import EngineEvent, Scheduler, Sequence
+from warmkv.replicas.protocol import Failed, Finished, FinishReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """End requests: free what they hold, count failures and tell their listeners. `probe` computes what is sound."""
+
+    scheduler: Scheduler
+    prompts: Prompts
+    faults: FailureCounts
+    device: torch.device
+    clock: Callable[[], float]
+    probe: Callable[[], bool]
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End an answer that is complete, or that nobody wants any more."""
+        if reason != "cancelled":
+            self.faults.succeeded()
+        self.end(sequence, Finished(reason, sequence.num_output_tokens))
+
+    def shed(self, sequence: Sequence, error: Exception) -> None:
+        """End a request for want of something that another replica may have."""
+        kind: FailureKind = "memory" if is_out_of_memory(error) else "device"
+        self.faults.failed(kind, hash(sequence.request.token_ids))
+        self.end(sequence, Failed(describe(error)))
+
+    def fail_prompt(self, sequence: Sequence | None, error: Exception) -> None:
+        """End a request that failed before or behind a pass. Raises errors that are nobody's, or of a device lost."""
+        if sequence is None or is_sticky(error):
+            raise error
+        with about(sequence.request.context):
+            log.error("prefill failed", exc_info=error)
+        self.fail([(sequence, let_go(error))], works=False)
+
+    def fail(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
+        """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
+        try:
+            for sequence, _ in failed:
+                self._drop(sequence)
+            if any(is_out_of_memory(error) for _, error in failed):
+                empty_cache(self.device)
+            works = works or self.probe()
+        except Exception:
+            for sequence, error in failed:
+                self.shed(sequence, error)
+            raise
+        if not works:
+            self.faults.device_failed()
+        for sequence, error in failed:
+            if works and not is_out_of_memory(error):
+                self.faults.failed("request", hash(sequence.request.token_ids))
+                self.end(sequence, Failed(describe(error), "request"))
+            else:
+                self.shed(sequence, error)
+
+    def end(self, sequence: Sequence, event: Finished | Failed) -> None:
+        """Free what a sequence holds and tell its listener, even if the device cannot free anything any more."""
+        try:
+            self._drop(sequence)
+        except Exception:
+            log.exception("request %s cannot be freed", sequence.request.id)
+        self.scheduler.completions.ended(self.clock())
+        self.tell(sequence, event)
+
+    def tell(self, sequence: Sequence, event: EngineEvent) -> None:
+        """Tell a listener; one that is gone ends its request."""
+        try:
+            sequence.emit(event)
+        except Exception:  # the others must hear
+            log.exception("request %s cannot be told", sequence.request.id)
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Free everything that a sequence holds."""
+        self.prompts.release(sequence)
+        sequence.prefill = None
+        self.scheduler.remove(sequence)
