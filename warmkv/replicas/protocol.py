@@ -90,7 +90,7 @@ class Started:
     tiers: Mapping[str, int] = field(default_factory=dict)  # cached_tokens by the tier they came from
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take thrice as long to make: there is one for every token
 class Delta:
     """More text, how many tokens have been drawn so far, this text's included, and those since the last one."""
 

@@ -44,15 +44,16 @@ class Output:
 
     def take(self, event: EngineEvent) -> None:
         """Take what the engine emitted."""
-        if isinstance(event, Started):
+        if isinstance(event, int):
+            if self.detokenizer.stopped_by is None:
+                self.num_output_tokens += 1
+                self.tokens.append(event)
+                self.text += self.detokenizer.push(event)
+        elif isinstance(event, Started):
             self.deliver(event)
             self._start(event)
-        elif not isinstance(event, int):
+        else:
             self.end = event
-        elif self.detokenizer.stopped_by is None:
-            self.num_output_tokens += 1
-            self.tokens.append(event)
-            self.text += self.detokenizer.push(event)
 
     def tell(self) -> bool:
         """Deliver what was taken; returns whether there was any text."""

@@ -72,6 +72,8 @@ class Detokenizer:
 
     def _release(self, new: str, final: bool) -> str:
         """Add text. Of stop strings that are complete now, the one that begins first counts."""
+        if not self._stop:
+            return new
         begin = len(self._pending)
         self._pending += new
         ends = [(begin + end - len(search.text), search.text) for search in self._stop if (end := search.feed(new))]
