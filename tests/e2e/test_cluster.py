@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import threading
@@ -143,23 +144,19 @@ def test_load_spreads_over_the_replicas(cluster):
     assert min(used.count(name) for name in cluster.replicas()) >= 2
 
 
-def test_a_client_that_leaves_frees_its_slot(cluster):
-    response = requests.post(
-        f"{cluster.url}/v1/completions",
-        json={
-            "model": cluster.config.model.name,
-            "prompt": "def f(",
-            "max_tokens": 8192,  # so many that it still decodes when its replica reports that it does
-            "stream": True,
-            "warmkv": {"ignore_eos": True, "policy": "streaming_llm@64"},
-        },
-        stream=True,
-        timeout=PATIENCE,
-    )
-    lines = response.iter_lines()  # held on to: the connection closes with it
-    next(lines)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(cluster, stream):
+    body = {
+        "model": cluster.config.model.name,
+        "prompt": "def f(",
+        "max_tokens": 8192,  # so many that it still decodes when its replica reports that it does
+        "stream": stream,
+        "warmkv": {"ignore_eos": True, "policy": "streaming_llm@64"},
+    }
+    leaving = http.client.HTTPConnection("127.0.0.1", cluster.config.gateway.port, timeout=PATIENCE)
+    leaving.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     until(lambda: decoding(cluster) == 1, "the request decodes")
-    response.close()
+    leaving.close()
     until(lambda: decoding(cluster) == 0, "its slot is free")
 
 

@@ -21,7 +21,7 @@ from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.config import GatewayConfig
 
@@ -47,11 +47,54 @@ class Paths:
         elif path == "/-/routes":
             response = JSONResponse({self.prefix: self._application})
         elif path == prefix or path.startswith(f"{prefix}/"):
-            await self._app({**scope, "root_path": root + prefix}, receive, send)
+            await unless_left(self._app, {**scope, "root_path": root + prefix}, receive, send)
             return
         else:
             response = PlainTextResponse(f"Path '{path}' not found. See /-/routes.", 404)
         await response(scope, receive, send)
+
+
+async def unless_left(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Call an application, and cancel it where the client leaves before the end of its answer, as Serve's proxy does.
+
+    The connection is listened to when the body has been read: until then, what reads it hears of that.
+    """
+    left, whole = asyncio.Event(), False
+    listening: asyncio.Task[None] | None = None
+    calling = asyncio.current_task()
+    assert calling is not None
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+        if not whole:
+            calling.cancel()
+
+    async def received() -> Message:
+        nonlocal listening
+        if listening is not None:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        message = await receive()
+        if not message.get("more_body"):
+            listening = asyncio.create_task(listen())
+        return message
+
+    async def sent(message: Message) -> None:
+        nonlocal whole
+        whole = message["type"] == "http.response.body" and not message.get("more_body")
+        await send(message)
+
+    try:
+        await app(scope, received, sent)
+    except asyncio.CancelledError:
+        if not left.is_set() or whole:
+            raise
+        calling.uncancel()
+    finally:
+        if listening is not None:
+            listening.cancel()
 
 
 class HttpServer:
@@ -88,8 +131,8 @@ class HttpServer:
 
     def check(self) -> None:
         """Raise RuntimeError where it should serve and does not."""
-        if self._serving is not None and self._serving.done():
-            raise RuntimeError("the HTTP server has ended: see the gateway's log")
+        if (serving := self._serving) is not None and serving.done():
+            raise RuntimeError("the HTTP server has ended") from (None if serving.cancelled() else serving.exception())
 
     def _stop(self) -> None:
         if self._serving is not None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from tests.polling import PATIENCE
-from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
+from tests.unit.platform.exchanges import STARTED, Exchange, Gateway, chat, message, until
 from warmkv.platform.gateway.access.limits import TenantLimiter
+from warmkv.platform.gateway.resume import Attempt
+from warmkv.replicas.protocol import Admitted, Delta, Event
 
 APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
 LIMITED = ("gateway.limits.concurrent_requests=5", "gateway.limits.tokens_per_minute=1000000")
@@ -93,5 +96,29 @@ def test_a_client_that_leaves_at_any_stage_leaves_nothing(tmp_path, limits, path
             await until(lambda: not any(held(gateway, limits[0]).values()))
         assert len(gateway.records) == len(gateway.statuses())
         assert len({record.id for record in gateway.records}) == len(gateway.records)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", APIS)
+def test_an_answer_that_is_cancelled_half_way_is_written_down(tmp_path, path, stream):
+    async def run() -> None:
+        gateway, begun = Gateway(tmp_path), asyncio.Event()
+
+        async def answer(attempt: Attempt) -> AsyncGenerator[Event]:
+            for event in (Admitted(), STARTED, Delta("hello", 1, (7,))):
+                yield event
+            begun.set()
+            await asyncio.Event().wait()
+
+        gateway.service._send = answer
+        exchange = Exchange(gateway, path, body_of(path, gateway, stream=stream))
+        await begun.wait()
+        exchange.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await exchange.task
+        assert gateway.statuses() == ["cancelled"]
+        assert [(record.status, record.usage.output) for record in gateway.records] == [("cancelled", 1)]
 
     asyncio.run(run())

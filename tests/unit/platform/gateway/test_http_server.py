@@ -94,6 +94,60 @@ def test_the_gateways_application_is_served_below_its_prefix(tmp_path):
     scenario(run)
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_client_that_leaves_cancels_its_request(pieces):
+    """Once its body has been read; what reads it hears of that itself."""
+
+    class Reading(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            await super().__call__(scope, receive, send)
+
+    async def run(port: int) -> None:
+        app = Reading()
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        app.gate.clear()
+        _, writer = await asyncio.open_connection(HOST, port)
+        writer.write(f"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: {4 * pieces}\r\n\r\n".encode())
+        for _ in range(pieces):
+            assert not app.asked
+            writer.write(b"body")
+            await asyncio.sleep(0)
+        await until(lambda: app.asked)
+        writer.close()
+        await until(lambda: app.left)
+        app.gate.set()
+        assert await ask(port, "/", "/") == [(200, "app / below ")] * 2
+        assert app.left == 1
+        await own.close()
+
+    scenario(run)
+
+
+def test_a_request_whose_answer_is_whole_is_not_cancelled():
+    """A server says then that the client is gone, too."""
+    ended = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await PlainTextResponse("whole")(scope, receive, send)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert (await receive())["type"] == "http.disconnect"
+        ended.append(True)
+
+    async def run(port: int) -> None:
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        assert await ask(port, "/") == [(200, "whole")]
+        await until(lambda: ended)
+        await own.close()
+
+    scenario(run)
+
+
 def test_gateways_of_a_node_share_the_port():
     async def run(port: int) -> None:
         apps = [App("a"), App("b")]

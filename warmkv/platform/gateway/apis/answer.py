@@ -74,6 +74,9 @@ class Answer:
             self.error = told.type
             self._ended("error")
             raise told from error
+        except BaseException:
+            self._ended("cancelled")
+            raise
 
     async def text(self) -> str:
         """Return the whole text. Raises ApiError."""
