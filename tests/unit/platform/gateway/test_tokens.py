@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import threading
@@ -13,15 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.unit.platform.exchanges import Gateway, arrival, chat, message
 from warmkv.config import LimitsConfig, ModelConfig
-from warmkv.platform.gateway.apis import tokens
+from warmkv.platform.gateway.apis import cuts, tokens
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
 from warmkv.platform.gateway.apis.templates import Uses, uses_of_content
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
-from warmkv.platform.gateway.apis.tokens import OPTIONS, Prompt, Rendered, tokenize
+from warmkv.platform.gateway.apis.tokens import OPTIONS, Piece, Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.tenants import Tenant
 from warmkv.prefixes import breakpoints
@@ -192,6 +193,99 @@ def test_a_text_without_a_template_is_tokenized_once(counted):
     assert counted.tokenizer.texts == [LONG]
     assert counted.parse(body) == first
     assert (counted.tokenizer.texts, counted.hashed) == ([], 0)
+
+
+WORDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+WORDS += "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+
+@functools.cache
+def cutting(kind: str) -> Any:
+    """A tokenizer that may be cut between words: the words of Llama 3, or with NFC and a token in front."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS * 3, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    if kind == "llama, NFC, begin":
+        made.normalizer = normalizers.NFC()
+        made.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHATML)
+
+
+CUTTING = {"tiny": tokenizer, "bytes": tokenizer, "llama": cutting, "llama, NFC, begin": cutting}
+PIECES = [
+    "the",
+    " ",
+    "  ",
+    "\n",
+    "a b",
+    "e\u0301",
+    "<|im_end|>",
+    "12345",
+    "I'll see",
+    " \u0301",
+    "word, and more",
+    "é€",
+    "\t",
+]
+
+
+@pytest.mark.parametrize("kind", CUTTING)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=40), special=st.booleans())
+def test_parts_of_a_text_have_the_tokens_of_the_whole(kind, pieces, special):
+    """Also where a word begins, or ends, in the middle of a run of whitespace, or of marks that are composed."""
+    made, text = CUTTING[kind](kind), "".join(pieces)
+    assert cuts.cuts_between_words(made)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cuts, "PART_CHARACTERS", 3)
+        whole = Rendered([Piece(text, "plain" if special else "content", 0)], (None,))
+        assert "".join(piece.text for piece in whole.cut().pieces) == text
+        assert plain(made, whole.cut(), ROOT) == plain(made, whole, ROOT)
+
+
+def test_tokenizers_that_are_not_known_to_allow_it_are_not_cut():
+    for kind in ("bytes, space in front", "sentencepiece", "unigram"):
+        assert not cuts.cuts_between_words(tokenizer(kind))
+    for change in ("single word", "with a space", "takes spaces", "end", "other words", "lower case"):
+        made = copy.deepcopy(cutting("llama"))
+        backend = made.backend_tokenizer
+        if change == "single word":
+            backend.add_tokens([AddedToken("king", single_word=True)])
+        elif change == "with a space":
+            backend.add_tokens(["the king"])
+        elif change == "takes spaces":
+            backend.add_tokens([AddedToken("king", rstrip=True)])
+        elif change == "end":
+            backend.post_processor = processors.TemplateProcessing(
+                single="$A <|im_end|>", special_tokens=[("<|im_end|>", 1)]
+            )
+        elif change == "other words":
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex(".{1,5}"), "isolated")
+        else:
+            backend.normalizer = normalizers.Lowercase()
+        assert not cuts.cuts_between_words(made), change
+
+
+def test_of_a_long_text_that_goes_on_only_the_rest_is_tokenized(counted):
+    """Whether it is a prompt by itself, or a document with a question behind it."""
+    document = " ".join(f"the pump of house {number} was repaired in may" for number in range(200))
+    for make in (
+        lambda text: {"model": counted.gateway.config.model.name, "prompt": text},
+        lambda text: message(counted.gateway, text),
+    ):
+        whole = counted.parse(make(f"{document} when was it?"))
+        asked = counted.parse(make(f"{document} which house was next?"))
+        assert 0 < len("".join(counted.tokenizer.texts)) < cuts.PART_CHARACTERS + 200
+        shared = sum(ours == theirs for ours, theirs in zip(whole.hashes, asked.hashes, strict=False))
+        assert counted.hashed <= len(asked.hashes) - shared + cuts.PART_CHARACTERS // counted.size
+        assert counted.parse(make(f"{document} which house was next?"), b"new").tokens == asked.tokens
 
 
 def test_tools_and_system_prompt_are_tokenized_once(counted):

@@ -11,17 +11,19 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from warmkv.platform.gateway.apis.cuts import parts
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
 from warmkv.prefixes.hashing import DIGEST_BYTES, block_hashes
 
-Kind = Literal["template", "content", "plain"]
+Kind = Literal["template", "content", "plain", "more"]
 OPTIONS: dict[Kind, dict[str, bool]] = {
     "template": {"add_special_tokens": False, "split_special_tokens": False},
     "content": {"add_special_tokens": False, "split_special_tokens": True},  # special tokens are plain text here
     "plain": {},  # a prompt without a template: as the tokenizer takes it
+    "more": {"add_special_tokens": False},  # what follows its first part
 }
 
 
@@ -40,6 +42,16 @@ class Rendered:
     pieces: Sequence[Piece]
     ttls: tuple[str | None, ...]
     leading: int = 0
+
+    def cut(self) -> Rendered:
+        """Return the prompt with its long pieces in parts; for tokenizers that allow it (cuts.py)."""
+        pieces: list[Piece] = []
+        for piece in self.pieces:
+            first, *others = parts(piece.text)
+            more: Kind = "more" if piece.kind == "plain" else piece.kind
+            pieces += [Piece(first, piece.kind), *(Piece(text, more) for text in others)]
+            pieces[-1] = pieces[-1]._replace(block=piece.block)
+        return replace(self, pieces=pieces)
 
     @classmethod
     def of_text(cls, text: str) -> Rendered:

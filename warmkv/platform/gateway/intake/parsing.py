@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from warmkv.platform.gateway.apis import messages, openai
+from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
@@ -30,7 +31,7 @@ class Parsing:
         self._service, self._max_context = service, max_context
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
-        self._cache = TokenCache()
+        self._cache, self._cuts = TokenCache(), cuts_between_words(tokenizer)
 
     def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
@@ -80,6 +81,8 @@ class Parsing:
             rendered = render(tokenizer, said)
         config = arrival.policy.config
         root = chain_root(arrival.lease.tenant.salt, config)
+        if self._cuts:
+            rendered = rendered.cut()
         prompt = tokenize(tokenizer, rendered, self._cache, root, config.prefix_cache.block_size)
         if len(prompt.tokens) > self._max_context:
             raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
