@@ -186,6 +186,7 @@ def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path
         (["--slo", "ttft<1"], "--slo ttft: unknown figure"),
         (["--gpu", "H300"], "no GPU 'H300' in the catalogue"),
         (["--gpu", "{name: H100, dollar: 2}"], "did you mean 'dollars'"),
+        (["--gpu", "H100", "--gpu", "{name: H100, dollars: 2}"], "--gpu H100-SXM: given twice"),
         (["--host-memory", "much"], "--host-memory much: write bytes as in 8GiB"),
         (["--model", "nobody/knows-it"], "download its config.json"),
         (["--out", "overlays/mine"], "there is no kustomize base"),

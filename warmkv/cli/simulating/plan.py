@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,8 @@ def plan(
     machines = [
         sizing.machine(yaml.safe_load(kind), profiles.get(kind), configure, shape) for kind in dict.fromkeys(gpus)
     ]
+    if twice := [name for name, count in Counter(one.gpu.name for one in machines).items() if count > 1]:
+        fail(f"--gpu {twice[0]}: given twice; one with figures of its own needs a name of its own, and all of them")
     overlay = None if out is None else _overlay(out, base)
     host_bytes = _bytes(host_memory)
     trace = source.read(config)

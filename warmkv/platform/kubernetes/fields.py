@@ -1,4 +1,4 @@
-"""The fields that each kind of Kubernetes object has: from the operators' CRDs in a folder, else from a table.
+"""The fields that each kind of Kubernetes object has, and their types: from the operators' CRDs, else from a table.
 
 The API server drops a field that it does not know, or refuses the object; either way a misspelt one does nothing.
 """
@@ -9,6 +9,7 @@ import difflib
 import gzip
 import json
 from collections.abc import Iterator, Mapping
+from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,12 +18,19 @@ import yaml
 
 from warmkv.faults import UserError
 
-Fields: TypeAlias = "Mapping[str, Fields] | None"
-"""The fields below a place, by name, and what lies below each; `*` stands for any name. None: anything may stand
-there. Lists have the fields of their items."""
+Fields: TypeAlias = "Mapping[str, Fields] | str | None"
+"""What may stand at a place: fields by name, where `*` stands for any name; a list, as `[]` with what its items are; a
+type's name; None for anything."""
 
-ANY_NAME = "*"
+ANY_NAME, ITEMS = "*", "[]"
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str, date),  # YAML reads some strings as dates
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+}
 TABLE = "known_fields.json"
+UNKNOWN = "there is no such field, and it would do nothing"
 OBJECT = ("apiVersion", "kind", "metadata")  # of every kind; what metadata has is not looked at
 
 
@@ -35,18 +43,18 @@ def known() -> dict[str, Fields]:
     table = json.loads(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
     nodes: list[dict[str, Fields]] = []
     for node in table["nodes"]:  # those below come before those above
-        nodes.append({name: None if number is None else nodes[number] for name, number in node.items()})
+        nodes.append({name: nodes[below] if isinstance(below, int) else below for name, below in node.items()})
     return {kind: nodes[number] for kind, number in table["kinds"].items()}
 
 
 def table_of(kinds: Mapping[str, Fields]) -> dict[str, Any]:
     """Return what `known` reads: equal nodes are written once, since a RayService alone has six templates of pods."""
     numbers: dict[str, int] = {}
-    nodes: list[dict[str, int | None]] = []
+    nodes: list[dict[str, int | str | None]] = []
 
-    def number_of(fields: Fields) -> int | None:
-        if fields is None:
-            return None
+    def number_of(fields: Fields) -> int | str | None:
+        if fields is None or isinstance(fields, str):
+            return fields
         node = {name: number_of(below) for name, below in sorted(fields.items())}
         key = json.dumps(node)
         if key not in numbers:
@@ -73,7 +81,8 @@ def read_crds(folder: Path) -> dict[str, Fields]:
                 versions = [one for one in spec["versions"] if one.get("served", True)]
                 stored = next((one for one in versions if one.get("storage")), versions[0])
                 fields = fields_of(stored["schema"]["openAPIV3Schema"])
-                found[spec["names"]["kind"]] = {**(fields or {}), **dict.fromkeys(OBJECT)}
+                own = fields if isinstance(fields, Mapping) else {}
+                found[spec["names"]["kind"]] = {**own, **dict.fromkeys(OBJECT)}
     if not found:
         raise SchemaError(f"{folder} holds no CustomResourceDefinition in a *.yaml or *.yaml.gz")
     return found
@@ -81,28 +90,50 @@ def read_crds(folder: Path) -> dict[str, Fields]:
 
 def fields_of(schema: Mapping[str, Any]) -> Fields:
     """Return the fields of an OpenAPI schema without references."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return None
     if "items" in schema:
-        return fields_of(schema["items"])
+        return {ITEMS: fields_of(schema["items"])}
     if properties := schema.get("properties"):
         return {name: fields_of(below) for name, below in properties.items()}
     below = schema.get("additionalProperties")
-    named = fields_of(below) if isinstance(below, dict) else None
-    return None if named is None else {ANY_NAME: named}
+    if isinstance(below, dict):
+        return {ANY_NAME: fields_of(below)}
+    kind = schema.get("type")
+    named = [one for one in (kind if isinstance(kind, list) else [kind]) if one != "null"]
+    return named[0] if len(named) == 1 and named[0] in TYPES else None
 
 
-def unknown(value: object, fields: Fields, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of every field that is not known, and the nearest one that is, or ``."""
-    if fields is None:
+def faults(value: object, fields: Fields, at: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the place, what is wrong and what to do for every field that is not known or has another type."""
+    if fields is None or value is None:
         return
-    if isinstance(value, list):
+    if isinstance(fields, str):
+        if not isinstance(value, TYPES[fields]) or (isinstance(value, bool) and fields != "boolean"):
+            yield at, f"{value!r} has the wrong type", _as_type(value, fields)
+    elif ITEMS in fields:
+        if not isinstance(value, list):
+            yield at, "this has the wrong type", "write a list"
+            return
         for number, item in enumerate(value):
             name = item.get("name", item.get("groupName", number)) if isinstance(item, dict) else number
-            yield from unknown(item, fields, f"{at}[{name}]")
-    if isinstance(value, dict):
+            yield from faults(item, fields[ITEMS], f"{at}[{name}]")
+    elif not isinstance(value, dict):
+        yield at, f"{value!r} has the wrong type", "write a mapping"
+    else:
         for name, below in value.items():
             place = f"{at}.{name}" if at else str(name)
             if name in fields or ANY_NAME in fields:
-                yield from unknown(below, fields.get(name, fields.get(ANY_NAME)), place)
+                yield from faults(below, fields.get(name, fields.get(ANY_NAME)), place)
             else:
                 near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.6)
-                yield place, near[0] if near else ""
+                todo = f"write {near[0]}" if near else "remove it, or look up its name with `kubectl explain`"
+                yield place, UNKNOWN, todo
+
+
+def _as_type(value: object, kind: str) -> str:
+    if kind == "string" and isinstance(value, bool | int | float):
+        return f'write "{str(value).lower()}"'
+    if isinstance(value, str) and kind != "string":
+        return "remove the quotes"
+    return f"write an {kind}" if kind == "integer" else f"write a {kind}"

@@ -43,9 +43,17 @@ Rule = Callable[[Rendered], Told]
 
 
 def check(rendered: Rendered) -> list[Finding]:
-    """Return what all rules find, errors first."""
-    found = [Finding(rule.__name__, *told) for rule in RULES for told in rule(rendered)]
+    """Return what all rules find, errors first. The others must be able to read what they judge: types come before."""
+    if mistaken := list(_found(wrong_types, rendered)):
+        todo = "mend the types, and check again"
+        rest = Finding(wrong_types.__name__, "all objects", "nothing else was checked yet", todo, "note")
+        return [*mistaken, rest]
+    found = [finding for rule in RULES for finding in _found(rule, rendered)]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _found(rule: Rule, rendered: Rendered) -> Iterator[Finding]:
+    return (Finding(rule.__name__, *told) for told in rule(rendered))
 
 
 def _configured(rendered: Rendered) -> Iterator[tuple[Service, Config]]:
@@ -59,17 +67,21 @@ def _configured(rendered: Rendered) -> Iterator[tuple[Service, Config]]:
 
 def unknown_fields(rendered: Rendered) -> Told:
     """Find fields that a kind does not have, and say which kinds no schema was given for."""
-    unchecked = set()
     for one in rendered.objects:
-        if one["kind"] not in rendered.fields:
-            unchecked.add(one["kind"])
-            continue
-        for place, near in fields.unknown(one, rendered.fields[one["kind"]]):
-            todo = f"write {near}" if near else "remove it, or look up its name with `kubectl explain`"
-            yield f"{name_of(one)}: {place}", f"{one['kind']} has no such field, and it would do nothing", todo
-    for kind in sorted(unchecked):
+        for place, what, todo in fields.faults(one, rendered.fields.get(one["kind"])):
+            if what == fields.UNKNOWN:
+                yield f"{name_of(one)}: {place}", what, todo
+    for kind in sorted({one["kind"] for one in rendered.objects} - set(rendered.fields)):
         todo = "give a folder with its CustomResourceDefinition: --crds FOLDER"
         yield kind, "its fields were not checked: no schema of it is known", todo, "note"
+
+
+def wrong_types(rendered: Rendered) -> Told:
+    """Find values of another type than their field, as a number in quotes."""
+    for one in rendered.objects:
+        for place, what, todo in fields.faults(one, rendered.fields.get(one["kind"])):
+            if what != fields.UNKNOWN:
+                yield f"{name_of(one)}: {place}", what, todo
 
 
 def quantities(rendered: Rendered) -> Told:
@@ -412,6 +424,7 @@ def salt(rendered: Rendered) -> Told:
 
 
 RULES: tuple[Rule, ...] = (
+    wrong_types,
     unknown_fields,
     quantities,
     serve_document,

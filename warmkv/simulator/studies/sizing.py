@@ -163,9 +163,8 @@ def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelSha
     refused = ""
     if planned.needed > planned.most:
         refused = (
-            f"the model does not fit: a replica needs {planned.needed / 1e9:,.0f} GB, "
-            f"and {planned.most / 1e9:,.0f} of {found.memory * planned.most / max(planned.given.bytes, 1) / 1e9:,.0f} "
-            "may be planned with"
+            f"the model does not fit: a replica needs {planned.needed / 1e9:,.0f} GB, and may have "
+            f"{planned.most / 1e9:,.0f} (engine.memory_fraction of {found.memory / 1e9:,.0f})"
         )
     return Machine(found, settings, refused)
 

@@ -66,7 +66,8 @@ def core_kinds() -> dict[str, Fields]:
     found = {}
     for name in CORE:
         schema = json.loads((folder / f"{name}.json").read_text())
-        fields = dict(fields_of(whole(schema)) or {})
+        fields = fields_of(whole(schema))
+        assert isinstance(fields, dict)
         (kind,) = schema["properties"]["kind"]["enum"]
         found[kind] = {**fields, **dict.fromkeys(OBJECT)}
         found[kind].pop("status", None)  # nobody writes it into a manifest

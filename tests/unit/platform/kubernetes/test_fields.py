@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.unit.platform.kubernetes import known_fields
-from warmkv.platform.kubernetes.fields import SchemaError, fields_of, known, read_crds, table_of, unknown
+from warmkv.platform.kubernetes.fields import SchemaError, faults, fields_of, known, read_crds, table_of
 
 CRDS = Path(__file__).parents[4].parent / "shared/crds"
 
@@ -22,6 +22,8 @@ SCHEMA = {
                 "boxes": {"items": {"properties": {"name": {}, "image": {}}}},
                 "labels": {"additionalProperties": {"type": "string"}},
                 "groups": {"additionalProperties": {"properties": {"count": {}}}},
+                "port": {"x-kubernetes-int-or-string": True, "type": "string"},
+                "ratio": {"type": ["number", "null"]},
                 "anything": {"x-kubernetes-preserve-unknown-fields": True, "type": "object"},
             }
         }
@@ -53,14 +55,30 @@ def test_unknown_fields_are_found_where_they_stand() -> None:
         "groups": {"any": {"count": 1}},
         "anything": {"x": {"y": 1}},
     }
-    assert list(unknown({"spec": good}, fields)) == []
+    assert list(faults({"spec": good}, fields)) == []
     bad = {"sise": 1, "boxes": [{"name": "a", "imge": "b"}, {"xyz": 1}], "groups": {"any": {"cuont": 1}}}
-    assert list(unknown({"spec": bad}, fields)) == [
-        ("spec.sise", "size"),
-        ("spec.boxes[a].imge", "image"),
-        ("spec.boxes[1].xyz", ""),
-        ("spec.groups.any.cuont", "count"),
+    assert [(place, todo) for place, _, todo in faults({"spec": bad}, fields)] == [
+        ("spec.sise", "write size"),
+        ("spec.boxes[a].imge", "write image"),
+        ("spec.boxes[1].xyz", "remove it, or look up its name with `kubectl explain`"),
+        ("spec.groups.any.cuont", "write count"),
     ]
+
+
+def test_types_are_those_of_the_schema() -> None:
+    """A number in quotes, a switch as a number, a list that is none; amounts may be either."""
+    fields = fields_of(SCHEMA)
+    bad = {"size": "1", "boxes": {"name": "a"}, "labels": {"any": 1, "other": True}, "groups": {"any": 3}, "port": 1}
+    assert [(place, todo) for place, _, todo in faults({"spec": bad}, fields)] == [
+        ("spec.size", "remove the quotes"),
+        ("spec.boxes", "write a list"),
+        ("spec.labels.any", 'write "1"'),
+        ("spec.labels.other", 'write "true"'),
+        ("spec.groups.any", "write a mapping"),
+    ]
+    assert [todo for *_, todo in faults({"spec": {"size": 1.5}}, fields)] == ["write an integer"]
+    assert [todo for *_, todo in faults({"spec": {"size": True}}, fields)] == ["write an integer"]
+    assert list(faults({"spec": {"size": None, "port": "http", "ratio": 2}}, fields)) == []
 
 
 def test_a_folder_of_crds_is_read_packed_or_not(tmp_path: Path) -> None:
@@ -86,7 +104,7 @@ def test_the_table_says_what_was_put_into_it() -> None:
     kinds = {"One": fields_of(SCHEMA), "Two": fields_of(SCHEMA)}
     table = table_of(kinds)
     assert table["kinds"]["One"] == table["kinds"]["Two"], "equal nodes are written once"
-    assert len(table["nodes"]) == 5
+    assert len({json.dumps(node) for node in table["nodes"]}) == len(table["nodes"])
 
 
 def test_the_table_of_the_package_is_that_of_the_operators() -> None:
@@ -106,4 +124,8 @@ def test_the_table_of_the_package_is_small_and_knows_what_is_applied() -> None:
         kinds
     )
     document = json.loads(known_fields.PATH.read_text())
-    assert all(number is None or number < at for at, node in enumerate(document["nodes"]) for number in node.values())
+    assert all(
+        not isinstance(number, int) or number < at
+        for at, node in enumerate(document["nodes"])
+        for number in node.values()
+    )

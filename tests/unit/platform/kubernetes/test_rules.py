@@ -41,6 +41,18 @@ def misspell_budget(good: Overlay) -> None:
     good.objects[3]["spec"]["maxUnavaliable"] = 1
 
 
+def quoted_number(good: Overlay) -> None:
+    good.pod["terminationGracePeriodSeconds"] = "60"
+
+
+def no_list(good: Overlay) -> None:
+    good.pod["containers"] = good.box
+
+
+def bare_number(good: Overlay) -> None:
+    good.worker["rayStartParams"]["num-cpus"] = 4
+
+
 def unknown_kind(good: Overlay) -> None:
     good.objects.append({"apiVersion": "x/v1", "kind": "HTTPRoute", "metadata": {"name": "a"}, "spec": {"x": 1}})
 
@@ -199,6 +211,9 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (misspell_deep, "unknown_fields", "emptyDir.sizeLimits", "no such field", "write sizeLimit"),
     (misspell_ray, "unknown_fields", "RayService/warmkv: spec.serveConfig", "no such field", "write serveConfigV2"),
     (misspell_budget, "unknown_fields", "PodDisruptionBudget/warmkv", "no such field", "write maxUnavailable"),
+    (quoted_number, "wrong_types", f"{POD}.terminationGracePeriodSeconds", "'60' has the wrong type", "the quotes"),
+    (no_list, "wrong_types", f"{POD}.containers", "wrong type", "write a list"),
+    (bare_number, "wrong_types", "rayStartParams.num-cpus", "4 has the wrong type", 'write "4"'),
     (unknown_kind, "unknown_fields", "HTTPRoute", "were not checked", "--crds"),
     (no_quantity, "quantities", f"{HEAD}.resources.limits.memory", "'4 gigabytes' is no quantity", "16Gi"),
     (no_document, "serve_document", "RayService/warmkv: spec.serveConfigV2", "there is none", "k8s render"),
