@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from warmkv.config import Config, ConfigError
 from warmkv.gpus import CATALOGUE, Gpu
+from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
-from warmkv.platform.kubernetes.rendered import GPU, Group, Object, Pods, Rendered, Service, name_of, quantity
+from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
+from warmkv.platform.kubernetes.rendered import GPU, Group, Object, Rendered, Service, name_of, quantity
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
@@ -114,82 +115,31 @@ def references(rendered: Rendered) -> Told:
     """Find Secrets, ConfigMaps and others that pods name and that nothing here brings."""
     seen = set()
     for pods in rendered.pods:
-        for where, kind, name, key, optional in chain(*map(_of_container, _boxes(pods)), _of_pod(pods)):
-            brought = rendered.find(kind, name)
-            if brought is None and not optional and (kind, name) not in seen:
-                seen.add((kind, name))
-                yield _missing(where, kind, name, key, pods.namespace)
-            if brought is not None and key and not optional and key not in _keys(brought):
-                yield (
-                    where,
-                    f"{kind}/{name} has no key {key}",
-                    f"there are {', '.join(sorted(_keys(brought))) or 'none'}",
-                )
+        for ref in references_of(pods):
+            brought = rendered.find(ref.kind, ref.name)
+            if ref.optional:
+                continue
+            if brought is not None:
+                if ref.key and ref.key not in (keys := keys_of(brought)):
+                    what = f"{ref.kind}/{ref.name} has no key {ref.key}"
+                    yield ref.where, what, f"there are {', '.join(keys) or 'none'}"
+            elif (ref.kind, ref.name) not in seen:
+                seen.add((ref.kind, ref.name))
+                yield _missing(ref, pods.namespace)
 
 
-Reference = tuple[str, str, str, str, bool]  # where, kind, name, key or ``, optional
-
-
-def _boxes(pods: Pods) -> list[tuple[str, Object]]:
-    return list(pods.containers())
-
-
-def _of_container(placed: tuple[str, Object]) -> Iterator[Reference]:
-    where, box = placed
-    for number, entry in enumerate(box.get("env") or ()):
-        source = entry.get("valueFrom") or {}
-        for field, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
-            if (ref := source.get(field)) is not None:
-                at = f"{where}.env[{entry.get('name', number)}]"
-                yield at, kind, ref.get("name", ""), ref.get("key", ""), bool(ref.get("optional"))
-    for number, entry in enumerate(box.get("envFrom") or ()):
-        for field, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
-            if (ref := entry.get(field)) is not None:
-                yield f"{where}.envFrom[{number}]", kind, ref.get("name", ""), "", bool(ref.get("optional"))
-
-
-def _of_pod(pods: Pods) -> Iterator[Reference]:
-    for volume in pods.spec.get("volumes") or ():
-        at = f"{pods.where}.volumes[{volume.get('name')}]"
-        for one in [volume, *((volume.get("projected") or {}).get("sources") or ())]:
-            if (ref := one.get("secret")) is not None:
-                yield at, "Secret", ref.get("secretName", ref.get("name", "")), "", bool(ref.get("optional"))
-            if (ref := one.get("configMap")) is not None:
-                yield at, "ConfigMap", ref.get("name", ""), "", bool(ref.get("optional"))
-        if (ref := volume.get("persistentVolumeClaim")) is not None:
-            yield at, "PersistentVolumeClaim", ref.get("claimName", ""), "", False
-    for ref in pods.spec.get("imagePullSecrets") or ():
-        yield f"{pods.where}.imagePullSecrets", "Secret", ref.get("name", ""), "", False
-    if (account := pods.spec.get("serviceAccountName", "default")) != "default":
-        yield f"{pods.where}.serviceAccountName", "ServiceAccount", account, "", False
-    priority = pods.spec.get("priorityClassName", "")
-    if priority and not priority.startswith("system-"):
-        yield f"{pods.where}.priorityClassName", "PriorityClass", priority, "", False
-
-
-def _missing(
-    where: str, kind: str, name: str, key: str, namespace: str
-) -> tuple[str, str, str, Literal["error", "note"]]:
+def _missing(ref: Reference, namespace: str) -> tuple[str, str, str, Literal["error", "note"]]:
     """Tell what is not among the objects. Secrets are made apart from manifests; so may a claim or a class be."""
     inside = f" -n {namespace}" if namespace else ""
-    if kind == "Secret":
-        todo = f"if it is not there yet: kubectl{inside} create secret generic {name}" + (
-            f" --from-literal={key}=..." if key else " --from-file=..."
-        )
-        return where, f"Secret {name} must be in the cluster before the pods start", todo, "note"
-    if kind in ("PersistentVolumeClaim", "PriorityClass"):
-        todo = f"if it is not there yet, add it to the overlay; `kubectl{inside} get {kind.lower()} {name}` tells"
-        return where, f"{kind} {name} must be in the cluster, and is not among these objects", todo, "note"
-    return (
-        where,
-        f"there is no {kind} {name}",
-        "add it to the resources of the kustomization, or mend the name",
-        "error",
-    )
-
-
-def _keys(brought: Object) -> set[str]:
-    return {key for part in ("data", "stringData", "binaryData") for key in brought.get(part) or ()}
+    if ref.kind == "Secret":
+        source = f"--from-literal={ref.key}=..." if ref.key else "--from-file=..."
+        todo = f"if it is not there yet: kubectl{inside} create secret generic {ref.name} {source}"
+        return ref.where, f"Secret {ref.name} must be in the cluster before the pods start", todo, "note"
+    if ref.kind in ("PersistentVolumeClaim", "PriorityClass"):
+        todo = f"if it is not there yet, add it; `kubectl{inside} get {ref.kind.lower()} {ref.name}` tells"
+        return ref.where, f"{ref.kind} {ref.name} must be in the cluster, and is not among these objects", todo, "note"
+    todo = "add it to the resources of the kustomization, or mend the name"
+    return ref.where, f"there is no {ref.kind} {ref.name}", todo, "error"
 
 
 def selectors(rendered: Rendered) -> Told:
@@ -368,16 +318,18 @@ def _mounted(group: Group, path: str) -> Object | None:
 def grace_periods(rendered: Rendered) -> Told:
     """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
     for service, config in _configured(rendered):
-        drain, handover = config.cluster.drain_seconds, config.cluster.handover_seconds
+        drain = config.cluster.drain_seconds
         delay = service.resource["spec"].get("rayClusterDeletionDelaySeconds", DEFAULT_DELETION_DELAY)
         for group in service.workers:
             grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-            if grace <= drain + handover:
+            hook = (group.box.get("lifecycle") or {}).get("preStop")  # it waits for replacements to start elsewhere
+            needed = seconds_to_drain(config) if hook else drain + config.cluster.handover_seconds
+            if grace <= needed:
                 yield (
                     f"{group.pods.where}.terminationGracePeriodSeconds",
-                    f"a pod is killed after {grace} s, and its replicas may take {drain + handover:g}: "
-                    f"cluster.drain_seconds {drain:g}, and a third of it to hand blocks over",
-                    f"set it to {int(drain + handover) + 20} or more",
+                    f"a pod is killed after {grace} s, and its replicas may take {needed:g}: cluster.drain_seconds "
+                    f"{drain:g}, a third of it to hand blocks over{', 30 for others to start' if hook else ''}",
+                    f"set it to {int(needed) + 20} or more",
                 )
             if delay < grace:
                 yield (

@@ -169,6 +169,10 @@ def killed_early(good: Overlay) -> None:
     good.settings["cluster"]["drain_seconds"] = 54
 
 
+def killed_while_others_start(good: Overlay) -> None:
+    good.box["lifecycle"] = {"preStop": {"exec": {"command": ["warmkv", "k8s", "drain"]}}}
+
+
 def deleted_early(good: Overlay) -> None:
     good.service["spec"]["rayClusterDeletionDelaySeconds"] = 45
 
@@ -248,6 +252,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (disk_not_mounted, "disk_tier", BOX, "nothing is mounted at prefix_cache.disk.path, /var/warmkv/blocks", "mount"),
     (disk_too_small, "disk_tier", f"{POD}.volumes[blocks]", "has 4.00 GiB, and the disk tier takes 8.00 GiB", "8Gi"),
     (killed_early, "grace_periods", f"{POD}.termination", "killed after 60 s, and its replicas may take 72", "92"),
+    (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and its replicas may take 70", "90"),
     (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "60"),
     (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and its replicas may take 40", "60"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
