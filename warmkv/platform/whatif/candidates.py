@@ -21,7 +21,7 @@ _RESTART = {
     "prefix_cache": (
         "enabled", "automatic", "memory_bytes", "eviction", "storage", "host", "disk", "tenant_share"
     ),
-    "engine": ("prefill_chunk", "max_slots", "max_queue", "kv_bytes", "max_context"),
+    "engine": ("step_tokens", "max_slots", "max_queue", "kv_bytes", "max_context"),
     "cluster": ("replicas", "autoscaling", "gateways", "max_queued_requests"),
     "transfer": ("byte_seconds",),
 }  # fmt: skip

@@ -28,7 +28,7 @@ log = logging.getLogger("ray.serve")
 PAUSE_SECONDS = 5.0  # between two looks for something to do
 FRESH_SHARE = 20  # a round is due when one in so many requests of the window is new
 SILENCE_SECONDS = 10.0  # after which what a gateway said of its load counts no more, and no bytes go with its records
-WAITING_PER_REPLICA = 1  # requests for each replica that wait for their first token; more are load
+WAITING_PER_REPLICA = 4  # requests for each replica whose first token is to come: short prompts are computed together
 
 Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
 """Replays a round elsewhere; closing the generator ends the replay at once."""
@@ -88,7 +88,7 @@ class WhatIf:
 
     @property
     def loaded(self) -> bool:
-        """Return True while more requests wait for their first token than the replicas compute prompts at a time."""
+        """Return True while more requests wait for their first token than replicas compute at once."""
         since = self._clock() - SILENCE_SECONDS
         self._loads = {name: said for name, said in self._loads.items() if said[1] >= since}
         return sum(waiting for waiting, _ in self._loads.values()) > WAITING_PER_REPLICA * self._replicas

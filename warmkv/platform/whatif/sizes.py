@@ -29,7 +29,7 @@ class Held:
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Held:
         """Read what the prefix directory knows of the replicas."""
-        replicas = list(status["replicas"].values())
+        replicas = [replica for replica in status["replicas"].values() if "phase" not in replica]  # that serve
         plans = [plan for replica in replicas if (plan := replica.get("memory"))]
         limits: dict[str, int] = {}
         for plan in plans:

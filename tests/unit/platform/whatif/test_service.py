@@ -15,11 +15,12 @@ from tests.unit.platform.conftest import Counted
 from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
 from warmkv import telemetry
 from warmkv.config import ConfigError, load
-from warmkv.platform.live_config import Version
+from warmkv.platform.live_config import LIVE, Version
 from warmkv.platform.whatif import service as service_module
 from warmkv.platform.whatif.candidates import (
     MOST_CANDIDATES,
     NOW,
+    RESTART,
     Candidate,
     TooManyCandidatesError,
     UnknownCandidateError,
@@ -144,10 +145,10 @@ def test_load_stops_the_replay_and_its_end_lets_it_go_on():
         turning = asyncio.create_task(bench.whatif.turn())
         await asyncio.sleep(2.5)
         assert bench.closed == 0
-        await bench.come(1, waiting=1)  # one prompt is computed: no load
+        await bench.come(1, waiting=service_module.WAITING_PER_REPLICA)  # they are computed together: no load
         await asyncio.sleep(0)
         assert bench.closed == 0
-        await bench.come(1, waiting=2)
+        await bench.come(1, waiting=service_module.WAITING_PER_REPLICA + 1)
         await turning
         assert (bench.closed, bench.rounds_counted()) == (1, ["stopped"])
         table = await bench.whatif.table()
@@ -273,6 +274,13 @@ def test_old_records_say_nothing_of_the_bytes_held_now():
     clocks.run(scenario())
 
 
+def test_what_can_be_a_candidate_are_settings():
+    for dotted in RESTART:
+        section, field = dotted.split(".")
+        assert field in getattr(settings(), section).__class__.model_fields, dotted
+    assert not set(RESTART) & set(LIVE)
+
+
 def test_proposals_are_neighbours_and_few():
     def names(*flags: str) -> set[str]:
         return {one.name for one in proposals(settings(*flags))}
@@ -307,7 +315,8 @@ def test_the_window_is_bounded_by_requests_and_by_bytes():
 def test_sizes_are_those_of_the_replicas_and_of_the_model():
     replica = {"memory": {"limits": {"engine.kv_bytes": {"bytes": 5}, "prefix_cache.memory_bytes": {"bytes": 9}}}}
     smaller = {"memory": {"limits": {"engine.kv_bytes": {"bytes": 4}, "prefix_cache.memory_bytes": {"bytes": 10}}}}
-    status = {"replicas": {"a": {**replica, "store_tiers": {"device": 1, "host": 2}}, "b": {**smaller}}}
+    loading = {"c": {"phase": "loading the model"}}
+    status = {"replicas": {**loading, "a": {**replica, "store_tiers": {"device": 1, "host": 2}}, "b": {**smaller}}}
     held = Held.of(status)
     assert held == Held(2, 3, {"engine.kv_bytes": 4, "prefix_cache.memory_bytes": 9})
     sized = with_sizes(load(environ={}), held)
