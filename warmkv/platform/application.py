@@ -20,6 +20,10 @@ from warmkv.platform.tenants import SALT_ENV
 from warmkv.platform.whatif.actor import start_whatif
 from warmkv.replicas.deployment import Replica
 
+NOT_ON_THE_HEAD = {"warmkv-node": "!head"}
+"""Where gateways run: on all nodes but those with that label, as the manifests give it to the head. Whoever asks the
+other nodes does not notice when the head goes."""
+
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Build the Serve application (Serve's entry point); `args` is the configuration, settings at their defaults left
@@ -62,7 +66,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig, replica: type[Any]
         # The gateway refuses what is too much itself, as its APIs say it; Serve, whose refusals are plain text, never.
         max_ongoing_requests=2 * most_open(config),
         max_queued_requests=-1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "label_selector": NOT_ON_THE_HEAD},
         graceful_shutdown_timeout_s=5 + cluster.drain_seconds,  # Serve looks for requests of its own first
         **health,
     )

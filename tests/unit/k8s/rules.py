@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tests.unit.k8s.manifests import Manifests, Object, amount
+from warmkv.platform.application import NOT_ON_THE_HEAD
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import NODE_BYTES, PROCESS_BYTES
@@ -153,6 +154,9 @@ def is_ready_while_it_serves(manifests: Manifests) -> Iterator[str]:
             yield f"{name} is ready at the wrong time"
     if manifests.service["spec"].get("excludeHeadPodFromServeSvc") is not True:
         yield "the head is in the service"
+    ((label, without),) = NOT_ON_THE_HEAD.items()
+    if manifests.cluster["headGroupSpec"].get("labels", {}).get(label) != without.removeprefix("!"):
+        yield "gateways may run on the head, which is not in the service"
 
 
 def ports_are_those_of_the_settings(manifests: Manifests) -> Iterator[str]:

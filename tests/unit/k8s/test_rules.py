@@ -109,6 +109,7 @@ BREAKS: list[tuple[Rule, Callable[[Manifests], None]]] = [
     (rules.is_probed, one("StatefulSet", "warmkv-redis", f"spec template spec {BOX} readinessProbe")),
     (rules.is_ready_while_it_serves, worker(f"{BOX} readinessProbe exec command", ["true"])),
     (rules.is_ready_while_it_serves, service("excludeHeadPodFromServeSvc", False)),
+    (rules.is_ready_while_it_serves, cluster("headGroupSpec labels")),
     (rules.ports_are_those_of_the_settings, setting("gateway port", 9000)),
     (rules.ports_are_those_of_the_settings, setting("gateway host", "127.0.0.1")),
     (rules.ports_are_those_of_the_settings, one(*ROUTE, "spec rules 0 backendRefs 0 port", 80)),
