@@ -250,7 +250,7 @@ def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -
         file.write_text(json.dumps(document))
         cluster.start(file)
         settings = folder / "warmkv.yaml"
-        settings.write_text(json.dumps({name: SETTINGS[name] for name in ("cluster", "transfer")}))
+        settings.write_text(json.dumps({"cluster": SETTINGS["cluster"]}))
         made = Service(cluster, f"http://{host}:{port}", config, folder / "recovery.jsonl", store, settings)
         until(made.is_whole, "the service is there")
         made.learn()
