@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,15 +79,25 @@ class PodCluster(Cluster):
 
     def deploy(self, document: dict[str, Any]) -> None:
         """Give the head a document, as KubeRay does."""
-        url = f"http://{self.nodes['head'].address}:8265/api/serve/applications/"
-        answer = requests.put(url, json=document, headers=self._headers, timeout=PATIENCE)
+        (answer,) = until(lambda: self._of_dashboard(requests.put, json=document), "the head's dashboard answers")
         assert answer.ok, answer.text
 
     def status(self) -> dict[str, Any]:
-        """What Serve says of its applications, to KubeRay."""
+        """What Serve says of its applications, to KubeRay, by their names; empty while it does not answer."""
+        return {
+            name: application
+            for answer in self._of_dashboard(requests.get)
+            if answer.ok
+            for name, application in answer.json().get("applications", {}).items()
+        }
+
+    def _of_dashboard(self, ask: Callable[..., requests.Response], **options: Any) -> list[requests.Response]:
+        """The answer of the head's dashboard; none while it does not listen yet."""
         url = f"http://{self.nodes['head'].address}:8265/api/serve/applications/"
-        found: dict[str, Any] = requests.get(url, headers=self._headers, timeout=PATIENCE).json()
-        return found
+        try:
+            return [ask(url, headers=self._headers, timeout=PATIENCE, **options)]
+        except requests.ConnectionError:
+            return []
 
     @property
     def _headers(self) -> dict[str, str]:

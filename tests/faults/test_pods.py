@@ -78,7 +78,7 @@ def pods(network: Network | None) -> Iterator[PodCluster]:
 
 def running(cluster: PodCluster) -> bool:
     """Whether KubeRay would call the service ready."""
-    applications = cluster.status()["applications"].values()
+    applications = cluster.status().values()
     assert all(one["status"] != "DEPLOY_FAILED" for one in applications), applications
     return bool(applications) and all(one["status"] == "RUNNING" for one in applications)
 
@@ -119,7 +119,7 @@ def test_documents_are_deployed_as_rendered_and_an_upgrade_loses_no_request(pods
     with Load(url, expected) as load:
         load.wait(lambda seen: len(seen) >= len(QUESTIONS), "answers before the upgrade")
         pods.deploy(upgraded)
-        until(lambda: pods.status()["applications"]["warmkv"]["status"] != "RUNNING", "the upgrade begins")
+        until(lambda: pods.status()["warmkv"]["status"] != "RUNNING", "the upgrade begins")
         until(lambda: running(pods), "the upgrade is through")
         load.wait(lambda seen: len(seen) >= len(QUESTIONS), "answers after the upgrade")
     check(load)
