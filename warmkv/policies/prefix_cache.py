@@ -91,7 +91,7 @@ class PrefixCache:
         `reads` are the positions at which an earlier breakpoint may be read, highest first.
         """
         tiers = self.tiers
-        full = tiers.match(hashes, now)
+        full = max(index.match(hashes, now) for index in tiers.indexes)
         chain, tokens, hit, beside = tuple(hashes[:full]), full * size, 0, b""
         for read in reads:
             if read.position // size > full or not tiers.has_mark(read.key, now):

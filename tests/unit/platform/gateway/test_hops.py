@@ -18,7 +18,7 @@ from warmkv.replicas.links import Links
 from warmkv.replicas.loading.load import load_model, load_tokenizer
 
 THERE, BACK = "### From a request to its slot", "### From a token to its client"
-MOST_THERE, MOST_BACK = 41, 20
+MOST_THERE, MOST_BACK = 40, 20
 ON_RAY = {"platform/gateway/deployment.py", "platform/router.py", "replicas/deployment.py", "policies/dispatcher.py"}
 ON_RAY |= {"replicas/transfer.py"}
 """Files of hops that need Ray Serve; tests/e2e goes there."""
