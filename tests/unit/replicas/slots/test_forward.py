@@ -12,6 +12,7 @@ from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
 from warmkv.replicas.engine.engine import compiles
 from warmkv.replicas.engine.forward import CompiledForward
+from warmkv.replicas.loading import packed_weights
 from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import GenerateRequest
 
@@ -58,9 +59,10 @@ def test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again(
     assert [compiled.run(request)[0] for request in requests("alone")] == expected
 
 
-def test_packed_weights_are_not_compiled(models: dict[str, LoadedModel]) -> None:
+def test_packed_weights_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 0)
     with pytest.raises(ValueError, match="packed=False"):
-        Driver(models["llama"], compile="on")
+        Driver(prepare(random_model("llama")), compile="on")
 
 
 def test_automatic_means_on_a_gpu() -> None:
