@@ -38,12 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(count: int, rate: float, seed: int = 1) -> list[str]:
-    """Poisson arrivals of prompts that share a first block of ten."""
+    """Prompts that share a first block of ten, at nearly even gaps: one half of it is like the other."""
     draw, at, rows = random.Random(seed), 0.0, []
     for number in range(count):
-        at += draw.expovariate(rate)
-        blocks = [draw.randrange(10), *(100 + 8 * number + block for block in range(draw.randrange(3, 7)))]
-        row = {"timestamp": int(1000 * at), "input_length": 512 * len(blocks), "output_length": draw.randrange(20, 120)}
+        at += draw.uniform(0.8, 1.2) / rate
+        blocks = [draw.randrange(10), *(100 + 8 * number + block for block in range(draw.randrange(4, 6)))]
+        row = {"timestamp": int(1000 * at), "input_length": 512 * len(blocks), "output_length": draw.randrange(60, 80)}
         rows.append(json.dumps({**row, "hash_ids": blocks}))
     return rows
 
