@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,17 +142,29 @@ class Cluster:
             f"--temp-dir={self.folder}",
             "--disable-usage-stats",
         ]
-        for attempts_left in (2, 1, 0):  # on a busy machine a node gives up if its parts do not find each other in time
+        self._start(command, node, lambda: bool(node.find(AGENT)))
+
+    def _start(
+        self,
+        command: list[str],
+        node: Node,
+        is_there: Callable[[], bool],
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start a node: on a busy machine one gives up if its parts do not find each other in time; then once more."""
+        for attempts_left in (2, 1, 0):
+            prepare()
             try:
-                self._run(command, node)
-                until(lambda: node.find(AGENT) or not node.find_program("raylet"), "the node is there")
+                self._run(command, node, environment)
+                until(lambda: is_there() or not node.find_program("raylet"), "the node is there")
                 if node.find_program("raylet"):
                     return
             except AssertionError:
                 if not attempts_left:
                     raise
             node.kill()
-        raise AssertionError(f"the node {name} ends by itself whenever it is started")
+        raise AssertionError(f"the node {node.mark} ends by itself whenever it is started")
 
     def add_all(self, cpus: Mapping[str, int]) -> None:
         """Start the nodes of a new cluster, `head` first and then the others at once."""

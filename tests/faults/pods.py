@@ -63,15 +63,19 @@ class PodCluster(Cluster):
         box = spec["containers"][0]
         assert self.network
         node = self.nodes[name] = Node(f"{name}-{secrets.token_hex(8)}", self.network.join(name))
-        self._make_volumes(name, spec, box)
         start = [f"--address={self.gcs}"] if name != "head" else ["--head", f"--port={self.port}"]
         chosen = {**self.groups[group]["rayStartParams"], "metrics-export-port": "8080", "num-gpus": "0", **options}
         if labels := self.groups[group].get("labels"):
             chosen["labels"] = ",".join(f"{label}={value}" for label, value in labels.items())
         start += [f"--{option}" if value == "true" else f"--{option}={value}" for option, value in chosen.items()]
         command = [str(Path(sys.executable).with_name("ray")), "start", *start, f"--node-ip-address={node.address}"]
-        self._run([*self.within(name), *command], node, self.variables(box))
-        until(lambda: self._answers(node), f"{name} answers its probe")
+        self._start(
+            [*self.within(name), *command],
+            node,
+            lambda: self._answers(node),
+            self.variables(box),
+            lambda: self._make_volumes(name, spec, box),
+        )
 
     def within(self, name: str) -> list[str]:
         assert self.network
@@ -109,7 +113,7 @@ class PodCluster(Cluster):
             return requests.get(
                 f"http://{node.address}:52365/api/local_raylet_healthz", headers=self._headers, timeout=PATIENCE
             ).ok
-        except requests.ConnectionError:
+        except requests.RequestException:
             return False
 
     def variables(self, box: dict[str, Any]) -> dict[str, str]:
