@@ -21,9 +21,11 @@ from tests.faults.nodes import Cluster, Node
 from tests.polling import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
+IMAGE = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 HERE = ("PATH", "LANG", "OMP_NUM_THREADS")  # variables of this machine that a pod has from its image
 
-# $1 is the pod's folder, with a file `volumes`: a folder, where it is mounted, rw or ro; the command follows.
+# $1 is the pod's folder, with a file `volumes`: a folder, where it is mounted, rw or ro; and a file `image`: what a pod
+# has from its image, here this checkout and its Python, and where in a volume it goes that hides it. The command follows.
 # Folders that are not on this machine get their mount points by an overlay, so that the machine stays as it is.
 IN_POD = """
 set -e
@@ -33,12 +35,17 @@ for top in etc var; do
   mount -t overlay overlay -o "lowerdir=/$top,upperdir=$pod/$top/upper,workdir=$pod/$top/work" "/$top"
 done
 while read -r folder place mode; do mkdir -p "$place"; done <"$pod/volumes"
+while read -r folder place; do
+  mkdir -p "$place"
+  mount --bind "$folder" "$place"
+  mount -o remount,bind,ro "$place"
+done <"$pod/image"
 mount --rbind / /
 mount -o remount,bind,ro /
 cd /
 for top in etc var; do mount -o remount,ro "/$top"; done
 while read -r folder place mode; do
-  mount --bind "$folder" "$place"
+  mount --rbind "$folder" "$place"
   mount -o "remount,bind,$mode" "$place"
 done <"$pod/volumes"
 exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
@@ -135,7 +142,7 @@ class PodCluster(Cluster):
         shutil.rmtree(pod, ignore_errors=True)  # of a pod before it, in whose place it comes
         pod.mkdir()
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        lines = []
+        lines, image = [], []
         for mount in box["volumeMounts"]:
             folder, volume = pod / "of" / mount["name"], volumes[mount["name"]]
             folder.mkdir(parents=True)
@@ -144,5 +151,8 @@ class PodCluster(Cluster):
             for file, text in files.items():
                 (folder / file).write_text(text)
             lines.append(f"{folder} {mount['mountPath']} {'ro' if mount.get('readOnly') else 'rw'}\n")
+            hidden = [of for of in IMAGE if of.is_relative_to(mount["mountPath"])]
+            image += [f"{of} {folder / of.relative_to(mount['mountPath'])}\n" for of in hidden]
         lines.sort(key=lambda line: " /tmp " in line)  # the last: the folders of the others are in ours
         (pod / "volumes").write_text("".join(lines))
+        (pod / "image").write_text("".join(image))
