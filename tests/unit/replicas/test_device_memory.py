@@ -116,13 +116,14 @@ def test_a_gpu_of_its_own_counts_what_others_hold(monkeypatch):
     assert shared.taken < GIB  # the other replica has a share of its own
 
 
-def test_a_prompt_of_100_000_tokens_is_admitted_by_an_8b_model_on_80_gb():
+def test_a_prompt_of_100_000_tokens_is_admitted_by_an_8b_model_on_80_gb(models):
     shape, size = KVShape(32, 8, 128, 2, 32), 80 * 10**9
     sizes = ModelSizes(16_060_522_496, shape, 4096, 14336, 128_256)
     engine = EngineConfig()
     found = plan(DeviceMemory("gpu", "H100", size, size), sizes, engine, PrefixCacheConfig(), 131_072)
     pool = SlotPool(shape, torch.bfloat16, torch.device("cpu"))
-    scheduler = Scheduler(engine, shape, 131_072, sizes.vocabulary, pool, found.kv)
+    store = Driver(models["llama"]).engine.store
+    scheduler = Scheduler(engine, shape, 131_072, sizes.vocabulary, pool, store, found.kv, step_tokens=768)
     request = make_request([7] * 100_000, new=500)
 
     def check(limit):

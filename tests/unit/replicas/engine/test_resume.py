@@ -14,7 +14,10 @@ from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
 
 @pytest.mark.parametrize("policy", ["full", "rocketkv@20:window=4,kernel=3", *POLICIES])
 def test_the_rest_of_the_answer_and_the_slot_are_the_same(models, policy):
-    request = make_request(prompt(50), new=30, policy=policy, temperature=0.8, seed=7)
+    # No token comes twice: keys of one token are of one length in the first layer, and whom knorm evicts of two such
+    # would hang on the last bit, which depends on who shares a pass.
+    distinct = [(11 * at + 3) % VOCABULARY for at in range(50)]
+    request = make_request(distinct, new=30, policy=policy, temperature=0.8, seed=7)
     other = make_request(prompt(30), new=20, name="other")
     alone = Driver(models["llama"])
     (whole,) = alone.run(request)
