@@ -25,7 +25,8 @@ IMAGE = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 HERE = ("PATH", "LANG", "OMP_NUM_THREADS")  # variables of this machine that a pod has from its image
 
 # $1 is the folder of the pod, with a file `volumes`: a folder, where it is mounted, rw or ro; and a file `image`: this
-# checkout and its Python, which a pod has from its image, and where in a volume they go that hides them. The command follows.
+# checkout and its Python, which a pod has from its image, and where in a volume they go that hides them. The command
+# follows.
 # Folders that are not on this machine get their mount points by an overlay, so that the machine stays as it is.
 IN_POD = """
 set -e
