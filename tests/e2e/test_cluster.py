@@ -20,7 +20,8 @@ from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.model_shape import ModelShape, config_file
 from warmkv.platform.kubernetes import memory
-from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+from warmkv.platform.named_actors import NAMESPACE
+from warmkv.platform.prefix_directory import directory_name
 from warmkv.policies.memory_plan import DeviceMemory
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord

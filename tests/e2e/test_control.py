@@ -11,7 +11,7 @@ import requests
 from tests.e2e.conftest import OPERATOR
 from tests.polling import PATIENCE, until
 from warmkv.platform.control import control_name, start_control
-from warmkv.platform.live_config_store import NAMESPACE
+from warmkv.platform.named_actors import NAMESPACE
 
 pytestmark = pytest.mark.cluster
 

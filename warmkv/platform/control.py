@@ -19,8 +19,9 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from warmkv.config import Config, ControlConfig
+from warmkv.platform import named_actors
 from warmkv.platform.live_config import History, Version, change, roll_back
-from warmkv.platform.live_config_store import NAMESPACE, ClusterStore, FolderStore, Store
+from warmkv.platform.live_config_store import ClusterStore, FolderStore, Store
 
 log = logging.getLogger("ray.serve")
 
@@ -204,34 +205,28 @@ class RemoteControl:
         self._name = control_name(application)
 
     async def follow(self, part: str, report: Report, seconds: float) -> Version:
-        version: Version = await self._call("follow", part, report, seconds)
+        version: Version = await named_actors.call(self._name, "follow", part, report, seconds)
         return version
 
     async def change(
         self, start: Config, changes: dict[str, Any], who: str, why: str, based_on: int | None
     ) -> dict[str, Any]:
-        status: dict[str, Any] = await self._call("change", start, changes, who, why, based_on)
+        status: dict[str, Any] = await named_actors.call(self._name, "change", start, changes, who, why, based_on)
         return status
 
     async def roll_back(
         self, start: Config, to: int | None, who: str, why: str, based_on: int | None
     ) -> dict[str, Any]:
-        status: dict[str, Any] = await self._call("roll_back", start, to, who, why, based_on)
+        status: dict[str, Any] = await named_actors.call(self._name, "roll_back", start, to, who, why, based_on)
         return status
 
     async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = await self._call("status")
+        status: dict[str, Any] = await named_actors.call(self._name, "status")
         return status
 
     async def history(self) -> list[Version]:
-        versions: list[Version] = await self._call("history")
+        versions: list[Version] = await named_actors.call(self._name, "history")
         return versions
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        import ray
-
-        actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
-        return await getattr(actor, method).remote(*args)
 
 
 def control_name(application: str) -> str:
@@ -243,22 +238,7 @@ def start_control(application: str, config: ControlConfig) -> Any:
 
     What it knows is in its store, so nothing is lost with the one before.
     """
-    import ray
-
-    with contextlib.suppress(ValueError):  # there is none
-        ray.kill(ray.get_actor(control_name(application), namespace=NAMESPACE), no_restart=True)
-    return (
-        ray.remote(Control)
-        .options(
-            name=control_name(application),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=0,
-            max_concurrency=1000,
-        )
-        .remote(store_of(config), application)
-    )
+    return named_actors.start(control_name(application), Control, store_of(config), application)
 
 
 def store_of(config: ControlConfig) -> Store:

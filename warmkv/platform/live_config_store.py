@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-NAMESPACE = "warmkv"
+from warmkv.platform.named_actors import NAMESPACE
 
 
 class Store(Protocol):

@@ -148,7 +148,8 @@ def memory_plans(config: Config, seconds: float) -> list[str]:
     """
     import ray
 
-    from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+    from warmkv.platform.named_actors import NAMESPACE
+    from warmkv.platform.prefix_directory import directory_name
 
     until = time.monotonic() + seconds
     while True:
@@ -170,7 +171,8 @@ def watching(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         import ray
 
-        from warmkv.platform.prefix_directory import NAMESPACE, directory_name
+        from warmkv.platform.named_actors import NAMESPACE
+        from warmkv.platform.prefix_directory import directory_name
 
         while not ended.wait(0.5):
             with suppress(ValueError, ray.exceptions.RayError):  # the directory has not begun yet, or is busy

@@ -19,10 +19,9 @@ from typing import Any
 
 from warmkv import telemetry
 from warmkv.config import DirectoryConfig
+from warmkv.platform import named_actors
 from warmkv.prefixes.index import KEY_BYTES, PrefixIndex, Shard
 from warmkv.replicas.protocol import BlockEvents
-
-NAMESPACE = "warmkv"
 
 SILENCE_SECONDS = 15.0  # after which a replica that has not reported is forgotten
 FOLLOW_SECONDS = 10.0  # that a router waits for changes before it asks again
@@ -269,25 +268,18 @@ def start_directory(application: str, config: DirectoryConfig) -> list[Any]:
     """
     import ray
 
-    actors = [
-        ray.remote(DirectoryActor)
-        .options(
-            name=directory_name(application, number),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-            max_concurrency=1000,
+    def start(number: int) -> Any:
+        shard = Shard(number, config.shards)
+        return named_actors.start(
+            directory_name(application, number), DirectoryActor, config, application, shard, keep=True
         )
-        .remote(config, application, Shard(number, config.shards))
-        for number in range(config.shards)
-    ]
+
+    actors = [start(number) for number in range(config.shards)]
     for actor in actors:
         actor.configure.remote(config)
     with contextlib.suppress(ValueError):  # there is none of that name
         for number in itertools.count(config.shards):
-            ray.kill(ray.get_actor(directory_name(application, number), namespace=NAMESPACE))
+            ray.kill(ray.get_actor(directory_name(application, number), namespace=named_actors.NAMESPACE))
     return actors
 
 

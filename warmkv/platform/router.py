@@ -18,7 +18,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from warmkv import telemetry
 from warmkv.config import Config, parse
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.platform.prefix_directory import FOLLOW_SECONDS, NAMESPACE, IndexFollower, directory_name
+from warmkv.platform.named_actors import NAMESPACE
+from warmkv.platform.prefix_directory import FOLLOW_SECONDS, IndexFollower, directory_name
 from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes

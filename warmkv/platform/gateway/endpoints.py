@@ -16,8 +16,10 @@ from warmkv import telemetry
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
-from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
+from warmkv.platform.gateway.apis.messages import answers as messages
+from warmkv.platform.gateway.apis.messages.requests import check_version
+from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.faults import api_of
 from warmkv.platform.gateway.intake.body import Intake
@@ -111,7 +113,7 @@ def create_app(
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
         arrival = admitted(request)
-        messages.check_version(request.headers.get("anthropic-version"))
+        check_version(request.headers.get("anthropic-version"))
         asked = await intake.take(request, partial(parsing.message, arrival))
         admission = await service.start("messages", arrival, asked)
         if asked.stream:
@@ -121,7 +123,7 @@ def create_app(
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         arrival = admitted(request)
-        messages.check_version(request.headers.get("anthropic-version"))
+        check_version(request.headers.get("anthropic-version"))
         return JSONResponse({"input_tokens": await intake.take(request, partial(parsing.count, arrival))})
 
     @app.post("/v1/chat/completions")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -12,7 +11,7 @@ from pydantic import Field, StringConstraints
 
 from warmkv.config import ConfigError
 from warmkv.platform.control import LiveConfigControl, StoreError
-from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
+from warmkv.platform.gateway.apis.errors import ErrorType, refusals
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
@@ -20,6 +19,12 @@ from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, values
 from warmkv.platform.tenants import Caller
 
+REFUSED: dict[type[Exception], ErrorType] = {
+    ConfigError: "invalid_request_error",
+    StaleVersionError: "conflict_error",
+    UnknownVersionError: "not_found_error",
+    StoreError: "api_error",
+}
 Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 
 B = TypeVar("B", bound=Body)
@@ -60,14 +65,14 @@ def add_policy_endpoints(
     async def put_policy(request: Request) -> Response:
         who = operator_of(request).name
         body = await read(request, ChangeBody)
-        with _refusals():
+        with refusals(REFUSED):
             return shown(await control.change(start, body.changes, who, body.why, body.version))
 
     @app.post("/v1/warmkv/policy/rollback")
     async def roll_back(request: Request) -> Response:
         who = operator_of(request).name
         body = await read(request, RollbackBody)
-        with _refusals():
+        with refusals(REFUSED):
             return shown(await control.roll_back(start, body.to, who, body.why, body.version))
 
     @app.get("/v1/warmkv/policy/history")
@@ -79,17 +84,3 @@ def add_policy_endpoints(
 
 def _without_current(status: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in status.items() if key != "current"}
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise invalid(reason(error)) from None
-    except StaleVersionError as error:
-        raise ApiError("conflict_error", reason(error)) from None
-    except UnknownVersionError as error:
-        raise ApiError("not_found_error", reason(error)) from None
-    except StoreError as error:
-        raise ApiError("api_error", reason(error)) from None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -11,13 +10,19 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from warmkv.config import ConfigError
-from warmkv.platform.gateway.apis.errors import ApiError, invalid, reason
+from warmkv.platform.gateway.apis.errors import ApiError, ErrorType, refusals
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.tenants import Caller
 from warmkv.platform.whatif.candidates import TooManyCandidatesError, UnknownCandidateError
+
+REFUSED: dict[type[Exception], ErrorType] = {
+    ConfigError: "invalid_request_error",
+    TooManyCandidatesError: "conflict_error",
+    UnknownCandidateError: "not_found_error",
+}
 
 
 class WhatIfControl(Protocol):
@@ -59,24 +64,12 @@ def add_whatif_endpoints(
     async def add_candidate(request: Request) -> Response:
         known = on(request)
         body = await intake.take(request, lambda data, _: parse(data, CandidateBody, limits))
-        with _refusals():
+        with refusals(REFUSED):
             return JSONResponse(await known.add(body.changes))
 
     @app.delete("/v1/warmkv/whatif/{name}")
     async def remove_candidate(request: Request, name: str) -> Response:
         known = on(request)
-        with _refusals():
+        with refusals(REFUSED):
             await known.remove(name)
         return JSONResponse({"type": "candidate_removed", "candidate": name})
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise invalid(reason(error)) from None
-    except TooManyCandidatesError as error:
-        raise ApiError("conflict_error", reason(error)) from None
-    except UnknownCandidateError as error:
-        raise ApiError("not_found_error", reason(error)) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -11,8 +10,8 @@ from typing import Any
 
 from warmkv import telemetry
 from warmkv.config import Config, WhatIfConfig
+from warmkv.platform import named_actors
 from warmkv.platform.control import RemoteControl
-from warmkv.platform.live_config_store import NAMESPACE
 from warmkv.platform.prefix_directory import merged
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
@@ -80,24 +79,18 @@ class RemoteWhatIf:
 
     async def send(self, records: Sequence[RequestRecord], waiting: int) -> None:
         """Hand over a gateway's records."""
-        await self._call("take", self._gateway, records, waiting)
+        await named_actors.call(self._name, "take", self._gateway, records, waiting)
 
     async def table(self) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call("table")
+        found: dict[str, Any] = await named_actors.call(self._name, "table")
         return found
 
     async def add(self, changes: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call("add", changes)
+        found: dict[str, Any] = await named_actors.call(self._name, "add", changes)
         return found
 
     async def remove(self, name: str) -> None:
-        await self._call("remove", name)
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        import ray
-
-        actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
-        return await getattr(actor, method).remote(*args)
+        await named_actors.call(self._name, "remove", name)
 
 
 def whatif_name(application: str) -> str:
@@ -106,13 +99,8 @@ def whatif_name(application: str) -> str:
 
 def start_whatif(config: Config, directory: Sequence[Any]) -> None:
     """Start the application's what-if actor anew, or end it where `control.whatif` is not set any more."""
-    import ray
-
     name = whatif_name(config.cluster.application)
-    with contextlib.suppress(ValueError):  # there is none
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
     if config.control.whatif is None:
-        return
-    ray.remote(WhatIfActor).options(
-        name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000
-    ).remote(config, config.control.whatif, directory)
+        named_actors.end(name)
+    else:
+        named_actors.start(name, WhatIfActor, config, config.control.whatif, directory)

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.polling import PATIENCE, until
-from warmkv.platform.gateway.apis.content import AssistantMessage, Tool, UserMessage, turns
+from warmkv.platform.gateway.apis.messages.content import AssistantMessage, Tool, UserMessage, turns
 from warmkv.platform.tenants import open_tenant
 
 ROOT = Path(__file__).parents[4]

@@ -19,8 +19,8 @@ from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, arrival, chat, message, until
 from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.gateway.apis.messages import MessagesRequest
-from warmkv.platform.gateway.apis.openai import ChatRequest
+from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
+from warmkv.platform.gateway.apis.openai.requests import ChatRequest
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake import body as intake_body
 from warmkv.platform.gateway.intake import body_limits

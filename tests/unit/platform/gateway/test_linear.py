@@ -18,7 +18,7 @@ from tests.unit.platform.exchanges import Gateway, arrival
 from tests.unit.platform.work import work_of
 from warmkv.config import GatewayConfig, LimitsConfig
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.gateway.apis.messages import MessagesRequest
+from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _json_places
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake.body_limits import BodyLimits

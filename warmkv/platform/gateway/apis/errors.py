@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -80,6 +82,16 @@ def clipped(message: str, longest: int = LONGEST_MESSAGE) -> str:
 
 def invalid(message: str) -> ApiError:
     return ApiError("invalid_request_error", message)
+
+
+@contextmanager
+def refusals(kinds: Mapping[type[Exception], ErrorType]) -> Iterator[None]:
+    """Raise what is raised within as an ApiError of its kind, where `kinds` names one."""
+    try:
+        yield
+    except tuple(kinds) as error:
+        kind = next(type_ for class_, type_ in kinds.items() if isinstance(error, class_))
+        raise ApiError(kind, reason(error)) from None
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from warmkv.platform.gateway.apis import messages, openai
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.messages import requests as messages
+from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
 from warmkv.platform.gateway.apis.token_cache import TokenCache
