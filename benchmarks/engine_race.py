@@ -91,7 +91,7 @@ def _show(arena: Arena, races: Collection[str], only: Collection[str]) -> int:
 
 
 def _chosen(only: str | None, parser: argparse.ArgumentParser) -> tuple[list[str], set[str]]:
-    """The races to run in their order, and the figures to report."""
+    """Return the races to run in their order, and the figures to report."""
     from benchmarks.engine.results import AIMS
 
     names = [name.strip() for name in only.split(",") if name.strip()] if only else list(WEIGHTS)

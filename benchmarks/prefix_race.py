@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
-    """The ratios with their targets, then everything that was measured."""
+    """Return the ratios with their targets, then everything that was measured."""
     from benchmarks.report import figure, ratios
 
     found = []

@@ -29,7 +29,7 @@ class Figure:
 
 
 def figure(name: str, values: Sequence[float], target: float | None, direction: Direction) -> Figure:
-    """The figure of some repeats. None at all is a miss, if there is a target."""
+    """Return the figure of some repeats. None at all is a miss, if there is a target."""
     if not values or not all(math.isfinite(value) for value in values):
         return Figure(name, None, None, target, direction, None if target is None else False)
     value = statistics.median(values)

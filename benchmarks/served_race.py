@@ -35,7 +35,7 @@ CEILING_TARGET = 15_000.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Race; 1 if a figure misses its target (not with --quick), 2 for wrong arguments."""
+    """Return race; 1 if a figure misses its target (not with --quick), 2 for wrong arguments."""
     options = _parse(arguments)
     os.environ.setdefault("RAY_worker_niceness", "0")
     import torch

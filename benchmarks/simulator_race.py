@@ -152,7 +152,7 @@ def _requests(race: Race, folder: Path, settings: Config, seed: int) -> Requests
 
 
 def generated(count: int, replicas: int, seed: int) -> Trace:
-    """Poisson arrivals of prompts of one length that share nothing, each with blocks of its own."""
+    """Return poisson arrivals of prompts of one length that share nothing, each with blocks of its own."""
     each = PROMPT // BLOCK
     arrival = np.random.default_rng(seed).exponential(1 / (RATE * replicas), count).cumsum()
     return Trace(
@@ -169,14 +169,14 @@ def generated(count: int, replicas: int, seed: int) -> Trace:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had; races before this one count, too."""
+    """Return the most memory that this process has had; races before this one count, too."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str], str | None]:
-    """Asked last: it loads torch."""
+    """Return asked last: it loads torch."""
     from warmkv.measuring import machine
 
     return machine.identity(), machine.versions(), os.environ.get("WARMKV_COMMIT") or machine.commit()

@@ -41,7 +41,7 @@ FEW = 8  # points and requests / 100 that show whether it runs
 
 
 def race(trace: Path, flags: Sequence[str], quick: bool, say: Callable[[str], None]) -> list[Figure]:
-    """Requests a second over all points, and how much faster as many processes as there are cores do them."""
+    """Return requests a second over all points, and how much faster as many processes as there are cores do them."""
     from benchmarks.report import figure
 
     base = load(flags=flags, environ={})
@@ -68,7 +68,7 @@ def race(trace: Path, flags: Sequence[str], quick: bool, say: Callable[[str], No
 
 
 def _apart(trace: LoadedTrace, base: Config, tasks: Sequence[SweepTask], workers: int) -> float:
-    """Seconds in which processes that do nothing but replay, side by side, do the tasks at their joint rate."""
+    """Return seconds in which processes that do nothing but replay, side by side, do the tasks at their joint rate."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(workers, mp_context=context) as pool:
         own = partial(_rate, trace.source, base.model_dump_json(), manager.Barrier(workers))
@@ -76,7 +76,7 @@ def _apart(trace: LoadedTrace, base: Config, tasks: Sequence[SweepTask], workers
 
 
 def _rate(source: Source, base: str, ready: Barrier, tasks: Sequence[SweepTask]) -> float:
-    """Tasks a second in a process by itself, once all have read the trace."""
+    """Return tasks a second in a process by itself, once all have read the trace."""
     runner = serial(read(source, parse(json.loads(base))).requests)
     ready.wait()
     return len(tasks) / _seconds(runner, tasks)
@@ -98,7 +98,7 @@ def _seconds(runner: Runner, tasks: Sequence[SweepTask]) -> float:
 
 @contextmanager
 def _beginning(trace: Path, lines: int | None) -> Iterator[Path]:
-    """The trace, or a file of its first lines."""
+    """Yield the trace, or a file of its first lines."""
     if lines is None:
         yield trace
         return

@@ -171,7 +171,7 @@ def still_known(policy: str, prompt_tokens: int, depth: float) -> bool:
 
 
 def ask_anthropic(url: str, model: str, key: str, document: str, question: str, options: dict[str, Any]) -> Reply:
-    """Through the `anthropic` SDK: the document is a content block with a cache breakpoint."""
+    """Ask through the `anthropic` SDK: the document is a content block with a cache breakpoint."""
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
@@ -203,7 +203,7 @@ def ask_anthropic(url: str, model: str, key: str, document: str, question: str, 
 
 
 def ask_openai(url: str, model: str, key: str, document: str, question: str, options: dict[str, Any]) -> Reply:
-    """Through the `openai` SDK: whole blocks are reused without marks."""
+    """Ask through the `openai` SDK: whole blocks are reused without marks."""
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
@@ -233,7 +233,7 @@ def ask_openai(url: str, model: str, key: str, document: str, question: str, opt
 
 
 def converse(url: str, operator_key: str, config: Config, document: str, questions: Sequence[Question]) -> Conversation:
-    """Two turns about one document; the second once where the router sends it and once on another replica."""
+    """Send two turns about one document; the second once where the router sends it and once on another replica."""
     import anthropic
     import requests
 

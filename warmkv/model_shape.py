@@ -106,7 +106,7 @@ def kv_figures(path: Path) -> dict[str, int]:
 
 
 def figures(path: Path) -> dict[str, int]:
-    """All figures of a model, as the fields of `ModelShape`. Raises ModelShapeError."""
+    """Return all figures of a model, as the fields of `ModelShape`. Raises ModelShapeError."""
     return _taken(path, _all)
 
 

@@ -276,7 +276,7 @@ def _part(part: str) -> dict[str, Any]:
 
 
 def _resolve_alias(tree: dict[str, Any]) -> dict[str, Any]:
-    """Names that stand for a storage or a wrapper: a storage's may take bits, the wrappers an inner method."""
+    """Resolve names that stand for a storage or a wrapper: a storage's may take bits, the wrappers an inner method."""
     name = tree.get("name")
     if not isinstance(name, str):
         return tree

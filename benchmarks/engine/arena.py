@@ -40,7 +40,7 @@ class Arena:
         return Contexts(self.models, self.setting)
 
     def warm(self, policy: str, name: str) -> Warm:
-        """warmkv under a policy, from the synthetic contexts on; its engine is made once."""
+        """Return warmkv under a policy, from the synthetic contexts on; its engine is made once."""
         if name not in self._warm:
             self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name)
         return self._warm[name]
@@ -54,7 +54,7 @@ class Arena:
             self._end = self._start + 60 * self.setting.minutes * share
 
     def repeats(self, what: str) -> Iterator[str]:
-        """Names of the repeats. One more begins only if it would end in time, going by the one before."""
+        """Yield names of the repeats. One more begins only if it would end in time, going by the one before."""
         for repeat in range(1, self.setting.repeats + 1):
             began = time.perf_counter()
             yield f"{what} {repeat}/{self.setting.repeats}"

@@ -65,7 +65,7 @@ def bandwidth(arena: Arena) -> None:
 
 
 def copy_bandwidth(device: torch.device, size: int, repeats: int = 5) -> float:
-    """Bytes per second of a copy of `size` bytes, those read and those written counted: the best of some."""
+    """Return bytes per second of a copy of `size` bytes, those read and those written counted: the best of some."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)  # touches the pages
@@ -82,7 +82,7 @@ def _ours(arena: Arena) -> tuple[Warm, Warm]:
 
 
 def _warm_up(arena: Arena, contestants: Sequence[Contestant], sequences: int) -> dict[str, Run]:
-    """A short run of everybody who is able to, by name."""
+    """Return a short run of everybody who is able to, by name."""
     warmed = {}
     for contestant in contestants:
         arena.say(f"warming up {contestant.name}, {sequences} sequences")
@@ -92,13 +92,13 @@ def _warm_up(arena: Arena, contestants: Sequence[Contestant], sequences: int) ->
 
 
 def _steps(arena: Arena, warmed: Run) -> int:
-    """Steps that a run may have: for all new tokens, unless that takes longer than a contestant has."""
+    """Return steps that a run may have: for all new tokens, unless that takes longer than a contestant has."""
     most = arena.setting.new_tokens - 1
     return max(min(FEWEST, most), min(most, int(arena.setting.seconds / warmed.seconds)))
 
 
 def _fastest(arena: Arena, paged: Sequence[Contestant], warmed: dict[str, Run]) -> Contestant | None:
-    """The faster way of continuous batching to batch."""
+    """Return the faster way of continuous batching to batch."""
     able = [each for each in paged if each.name in warmed]
     if not able:
         return None

@@ -36,7 +36,7 @@ class Contestant(Protocol):
 
 
 def step_seconds(times: list[float]) -> float:
-    """Seconds of a step, from the moments in which steps ended."""
+    """Return seconds of a step, from the moments in which steps ended."""
     first = min(WARM_UP, len(times) - 1) - 1
     return (times[-1] - times[first]) / (len(times) - 1 - first)
 

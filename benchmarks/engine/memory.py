@@ -29,7 +29,9 @@ def race(arena: Arena) -> None:
 
 
 def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
-    """Bytes of a pool with a slot for every sequence: the most that its tensors, itself or the GPU's allocator say."""
+    """Return bytes of a pool with a slot for every sequence: the most that its tensors, itself or the GPU's allocator
+    say.
+    """
     device = models.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     pool = SlotPool(models.warm.kv_shape, models.warm.dtype, device)
@@ -46,7 +48,7 @@ def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
 
 
 def generate(models: Models, setting: Setting) -> int:
-    """Bytes of transformers' dynamic cache once all new tokens are drawn; the last one was never written."""
+    """Return bytes of transformers' dynamic cache once all new tokens are drawn; the last one was never written."""
     shape = models.warm.kv_shape
     size = (1, shape.kv_heads, setting.context + setting.new_tokens - 1, shape.head_dim)
     cache = DynamicCache(config=models.peer.config)

@@ -62,7 +62,7 @@ class ContinuousBatching:
 
     @contextmanager
     def _writing(self) -> Iterator[Callable[[int], None]]:
-        """While open, forward passes write the context of the sequence that was named last, and compute nothing."""
+        """Let forward passes write the context of the sequence named last, and compute nothing, while open."""
         model, contexts = self._models.peer, self._contexts
         shape, current = self._models.warm.kv_shape, 0
 
@@ -90,7 +90,7 @@ class ContinuousBatching:
 
     @contextmanager
     def _watching(self) -> Iterator[Callable[[], int]]:
-        """Says how many tokens were computed at most in one forward pass."""
+        """Yield a function that tells how many tokens were computed at most in one forward pass."""
         most = 0
 
         def look(_: Any, __: Any, keywords: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class ContinuousBatching:
 
 @contextmanager
 def manager(model: Any, pages: int, chunk: int, at_once: int | None = None) -> Iterator[Any]:
-    """A running manager of continuous batching with so many pages, `chunk` tokens in a step at most."""
+    """Yield a running manager of continuous batching with so many pages, `chunk` tokens in a step at most."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
     config = ContinuousBatchingConfig(
@@ -142,7 +142,7 @@ def answers(running: Any, prompts: list[list[int]], new_tokens: list[int]) -> li
 
 
 def cache_bytes(running: Any) -> int:
-    """Bytes of the peer's paged cache."""
+    """Return bytes of the peer's paged cache."""
     cache = running.batch_processor.cache
     tensors = [cache.cache_tensor] if hasattr(cache, "cache_tensor") else [*cache.key_cache, *cache.value_cache]
     return sum(tensor.nbytes for tensor in tensors)

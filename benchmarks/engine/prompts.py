@@ -61,7 +61,7 @@ def _ids(model: LoadedModel, tokens: int, generator: torch.Generator) -> Tensor:
 
 
 def _hand_off(arena: Arena, spec: PolicySpec, ids: Tensor) -> tuple[float, float]:
-    """Seconds of computing a prompt in chunks, and of its hand-off."""
+    """Return seconds of computing a prompt in chunks, and of its hand-off."""
     warm, new_tokens = arena.models.warm, arena.setting.new_tokens
     spec = budgets.in_force(spec, len(ids), new_tokens)
     pool = SlotPool(warm.kv_shape, warm.dtype, warm.device)

@@ -76,7 +76,7 @@ class Results:
         self.notes.append(text)
 
     def figures(self, device: str, races: Collection[str], only: Collection[str]) -> list[Figure]:
-        """First the table's figures (of `only`, if it names any), then everything that was measured for them."""
+        """Return first the table's figures (of `only`, if it names any), then everything that was measured for them."""
         self._find_fastest_peer()
         found = []
         for name, aim in AIMS.items():

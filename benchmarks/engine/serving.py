@@ -55,7 +55,9 @@ def race(arena: Arena) -> None:
 
 
 def _requests(arena: Arena, number: int) -> Requests:
-    """New prompts in every repeat, so that no prefix is shared; lengths of prompts and answers meet in all pairs."""
+    """Return new prompts in every repeat, so that no prefix is shared; lengths of prompts and answers meet in all
+    pairs.
+    """
     load, vocabulary = arena.setting.load, arena.models.warm.vocabulary
     generator = torch.Generator().manual_seed(arena.setting.seed + 1_000 * (number + 1))
     pairs = [
@@ -70,7 +72,7 @@ def _requests(arena: Arena, number: int) -> Requests:
 
 
 def _serve(running: Engine, policy: PolicySpec, requests: Requests) -> float:
-    """Seconds that warmkv's engine takes. Raises RuntimeError if it does not answer all."""
+    """Return seconds that warmkv's engine takes. Raises RuntimeError if it does not answer all."""
     told: list[EngineEvent] = []
     watch = Stopwatch(running.model.device)
     for number, (prompt, new) in enumerate(requests):
@@ -89,7 +91,10 @@ def _serve(running: Engine, policy: PolicySpec, requests: Requests) -> float:
 
 
 def _serve_paged(arena: Arena, requests: Requests) -> float:
-    """Seconds that continuous batching takes once its manager runs. Raises RuntimeError if it does not answer all."""
+    """Return seconds that continuous batching takes once its manager runs.
+
+    Raises RuntimeError if it does not answer all.
+    """
     load = arena.setting.load
     with paged.manager(arena.models.peer, load.limit // paged.PAGE, load.chunk) as running:
         watch = Stopwatch(arena.models.device)

@@ -98,7 +98,7 @@ ON_CUDA = Setting(
 
 
 def quick(setting: Setting) -> Setting:
-    """The same with a model and lengths that take seconds: for checking, not for figures."""
+    """Return the same with a model and lengths that take seconds: for checking, not for figures."""
     return replace(
         setting,
         shape="tiny",
@@ -138,7 +138,7 @@ class Models:
 
 
 def build(setting: Setting) -> Models:
-    """Both models of a setting; their parameters are the same tensors."""
+    """Return both models of a setting; their parameters are the same tensors."""
     torch.manual_seed(setting.seed)
     config = LlamaConfig(**{**COMMON, **SHAPES[setting.shape]})
     before = torch.get_default_dtype()

@@ -26,10 +26,10 @@ class Contexts:
         self.ids[:, -1] = FIRST
 
     def of(self, sequence: int) -> Tensor:
-        """Keys and values [2, layers, kv_heads, tokens, head_dim] of one sequence."""
+        """Return keys and values [2, layers, kv_heads, tokens, head_dim] of one sequence."""
         return self._all[:, :, :, SHIFT * sequence : SHIFT * sequence + self.tokens]
 
     def layer(self, layer: int, sequences: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and the values [sequences, kv_heads, tokens, head_dim] of a layer."""
+        """Return copies of the keys and the values [sequences, kv_heads, tokens, head_dim] of a layer."""
         keys, values = (torch.stack([self.of(number)[part, layer] for number in range(sequences)]) for part in range(2))
         return keys, values

@@ -20,7 +20,7 @@ PLENTY = 1 << 42
 
 
 def engine(models: Models, setting: Setting, *, stored: int = 0, **settings: Any) -> Engine:
-    """A warm engine; `stored` is what its prefix cache may take, in bytes. It has none by default."""
+    """Return a warm engine; `stored` is what its prefix cache may take, in bytes. It has none by default."""
     settings = {"max_slots": setting.sequences, "kv_bytes": PLENTY, "max_queue": 1 << 16, **settings}
     config = EngineConfig.model_validate(settings | dict(setting.engine))
     cache = PrefixCacheConfig.model_validate({"memory_bytes": stored} if stored else {"enabled": False})

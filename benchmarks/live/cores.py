@@ -22,7 +22,7 @@ class QuotaError(Exception):
 
 @contextmanager
 def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
-    """Each process with all its threads may use so many cores, until the block ends.
+    """Bind each process with all its threads to so many cores, until the block ends.
 
     Raises QuotaError where control groups cannot be made: it takes root, and a container that allows it.
     """
@@ -45,7 +45,7 @@ def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
 
 
 def _root() -> Path:
-    """The control group that hands out processors, in version 1 or 2."""
+    """Return the control group that hands out processors, in version 1 or 2."""
     if (_GROUPS / "cpu" / "tasks").exists():
         return _GROUPS / "cpu"
     if (_GROUPS / "cgroup.controllers").exists():

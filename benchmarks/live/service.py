@@ -39,7 +39,7 @@ def replicas(url: str, operator_key: str) -> dict[str, Any]:
 
 
 def progress() -> Callable[[str], None]:
-    """Lines on standard error with the seconds since now."""
+    """Return lines on standard error with the seconds since now."""
     start = time.perf_counter()
 
     def say(what: str) -> None:

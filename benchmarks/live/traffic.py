@@ -66,7 +66,7 @@ class Sample:
 
 
 def plan(traffic: Traffic) -> list[Session]:
-    """The sessions, by when they begin."""
+    """Return the sessions, by when they begin."""
     rng = random.Random(traffic.seed)
     lines = [line for text in corpus.texts("heldout") for line in text.splitlines() if 20 < len(line) < 80]
     systems = ["\n".join(rng.sample(lines, rng.randint(*traffic.system_lines))) for _ in range(traffic.prompts)]
@@ -135,7 +135,10 @@ async def play(
 async def _ask(
     client: Any, model: str, session: Session, history: list[dict[str, Any]], turn: Turn
 ) -> tuple[str, float, dict[str, Any]]:
-    """The text, when its first part came, and the usage. The system prompt and the last question are breakpoints."""
+    """Return the text, when its first part came, and the usage.
+
+    The system prompt and the last question are breakpoints.
+    """
     text, first, usage = "", 0.0, {}
     last = {"type": "text", "text": turn.question, "cache_control": {"type": "ephemeral"}}
     events = await client.messages.create(

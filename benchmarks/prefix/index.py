@@ -21,7 +21,7 @@ ORDERS: tuple[Eviction, ...] = ("lru", "lfu", "length", "cost")
 
 
 def prompts(blocks: int) -> list[list[bytes]]:
-    """Hashes of prompts of 256 blocks; the first 32 of each are shared by eight prompts."""
+    """Return hashes of prompts of 256 blocks; the first 32 of each are shared by eight prompts."""
     found = []
     for number in range(blocks // CHAIN):
         if number % 8 == 0:
@@ -65,7 +65,7 @@ def _look_up(cache: PrefixCache, hashes: list[bytes]) -> None:
 
 
 def _rate(action: Callable[[list[bytes]], None], chains: list[list[bytes]]) -> float:
-    """Blocks a second."""
+    """Return blocks a second."""
     began = now()
     for hashes in chains:
         action(hashes)

@@ -43,7 +43,7 @@ def race(
 
 @contextmanager
 def engines(models: Models) -> Iterator[dict[str, Engine]]:
-    """An engine without a cache, and one for each tier whose blocks can lie nowhere else."""
+    """Yield an engine without a cache, and one for each tier whose blocks can lie nowhere else."""
     folder = Path(tempfile.mkdtemp(prefix="warmkv-race-"))
     plenty = {"memory_bytes": PLENTY}
     caches: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def engines(models: Models) -> Iterator[dict[str, Engine]]:
 
 
 def _measure(engine: Engine, name: str, length: int, random: np.random.Generator, results: Results) -> int:
-    """Seconds to the first token; before, the tier is given the first 90% of the prompt. The tokens reused."""
+    """Return seconds to the first token; before, the tier is given the first 90% of the prompt. The tokens reused."""
     tokens = random.integers(0, engine.model.vocabulary, length)
     shared = round(ttft.WARM_SHARE * length)
     if name != "cold":

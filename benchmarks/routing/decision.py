@@ -40,7 +40,7 @@ def replicas(count: int) -> list[str]:
 
 
 def prompts(blocks: int, chance: random.Random) -> Iterator[tuple[list[bytes], int]]:
-    """Hashes of prompts of 256 blocks with the number of their group; together about `blocks` distinct blocks."""
+    """Yield hashes of prompts of 256 blocks with the number of their group; together about `blocks` distinct blocks."""
     own = CHAIN - SHARED
     shared: list[bytes] = []
     for number in range(blocks * GROUP // (own * GROUP + SHARED)):
@@ -50,7 +50,7 @@ def prompts(blocks: int, chance: random.Random) -> Iterator[tuple[list[bytes], i
 
 
 def fill(index: PrefixIndex, blocks: int, names: list[str], chance: random.Random) -> list[list[bytes]]:
-    """Every prompt lies on one replica, its shared beginning on all that have a prompt of its group.
+    """Return every prompt lies on one replica, its shared beginning on all that have a prompt of its group.
 
     Returns prompts to ask for, from all of the index: each a known one, cut at random and continued with new blocks.
     """
@@ -66,12 +66,12 @@ def fill(index: PrefixIndex, blocks: int, names: list[str], chance: random.Rando
 
 
 def arriving(requests: list[Request]) -> Iterator[Request]:
-    """Requests as they come to a router: made a moment ago, and not lying about in memory since long before."""
+    """Yield requests as they come to a router: made a moment ago, and not lying about in memory since long before."""
     return (pickle.loads(pickle.dumps(request)) for request in requests)
 
 
 def worst(index: PrefixIndex, names: list[str], chance: random.Random) -> list[bytes]:
-    """A prompt of which every replica holds another share: nothing can be bisected together."""
+    """Return a prompt of which every replica holds another share: nothing can be bisected together."""
     hashes = [chance.randbytes(16) for _ in range(CHAIN)]
     for number, name in enumerate(names, start=1):
         index.add(name, hashes[: CHAIN * number // len(names)])
@@ -81,7 +81,7 @@ def worst(index: PrefixIndex, names: list[str], chance: random.Random) -> list[b
 def race_decisions(
     blocks: int, count: int, repeats: int, seed: int, results: Results, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Microseconds of a decision at 256-block prompts, and of checking the match that it relied on afterwards.
+    """Yield microseconds of a decision at 256-block prompts, and of checking the match that it relied on afterwards.
 
     A repeat at a time, so that it may take turns with `race_tree`.
     """
@@ -127,7 +127,7 @@ async def race_directory(blocks: int, count: int, results: Results, say: Callabl
 
 
 def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callable[[str], None]) -> Iterator[None]:
-    """Microseconds of a match of 32,000 characters in the prefix tree of Ray Serve's PrefixCacheAffinityRouter.
+    """Yield microseconds of a match of 32,000 characters in the prefix tree of Ray Serve's PrefixCacheAffinityRouter.
 
     A repeat at a time.
     """
@@ -163,7 +163,7 @@ def race_tree(count: int, repeats: int, seed: int, results: Results, say: Callab
 
 
 def prefix_tree() -> ModuleType | None:
-    """The peer's module, by its file: the package around it wants an inference engine to be installed."""
+    """Return the peer's module, by its file: the package around it wants an inference engine to be installed."""
     ray = importlib.util.find_spec("ray")
     if ray is None or ray.origin is None:
         return None

@@ -85,7 +85,7 @@ class Service:
 
 @contextmanager
 def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
-    """All contestants, each an application of its own."""
+    """Yield all contestants, each an application of its own."""
     import ray
     from ray import serve
 
@@ -164,7 +164,7 @@ def hit_rate(records: Sequence[RequestRecord]) -> float:
 
 
 def ideal_hit_rate(records: Sequence[RequestRecord], config: Config) -> float:
-    """That of one cache as large as those of all replicas together, into which every prompt comes at once."""
+    """Return the hit rate of one cache as large as all replicas' together, into which every prompt comes at once."""
     memory = config.prefix_cache.memory_bytes * config.cluster.replicas
     one = config.model_copy(
         update={

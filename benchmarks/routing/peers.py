@@ -21,7 +21,7 @@ class AffinityRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
 
 def router(name: str, config: Config) -> RequestRouterConfig:
-    """The router of a contestant."""
+    """Return the router of a contestant."""
     if name == "prefix_cost":
         settings = config.model_dump(mode="json", exclude_defaults=True)
         return RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"settings": settings})

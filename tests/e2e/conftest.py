@@ -77,7 +77,7 @@ class Cluster:
 
 
 def rendered_document() -> dict[str, Any]:
-    """The Serve document inside the demo overlay's rendered RayService."""
+    """Return the Serve document inside the demo overlay's rendered RayService."""
     rendered = subprocess.run(["kubectl", "kustomize", str(OVERLAY)], capture_output=True, text=True, check=True).stdout
     services = [item for item in yaml.safe_load_all(rendered) if item["kind"] == "RayService"]
     document: dict[str, Any] = yaml.safe_load(services[0]["spec"]["serveConfigV2"])
@@ -86,7 +86,7 @@ def rendered_document() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Started from the very document that Kubernetes would start; only address, model threads and log are ours."""
+    """Yield a service started from the document that Kubernetes would start; address, threads and log are ours."""
     from_manifest = shutil.which("kubectl") is not None
     document = (
         rendered_document()

@@ -56,7 +56,7 @@ class Word:
 
 
 def messages(request: str) -> list[tuple[str, list[Word]]]:
-    """The words of a request by who says them."""
+    """Return the words of a request by who says them."""
     found = []
     for text in request.split():
         if text[0] not in "+!":
@@ -70,7 +70,7 @@ def messages(request: str) -> list[tuple[str, list[Word]]]:
 
 
 def body(request: str) -> dict[str, Any]:
-    """The request as the client sends it."""
+    """Return the request as the client sends it."""
     found = [(role, [word.block() for word in said]) for role, said in messages(request)]
     options: dict[str, Any] = {role: blocks for role, blocks in found if role in ("tools", "system")}
     options["messages"] = [{"role": role, "content": blocks} for role, blocks in found if role not in options]
@@ -82,7 +82,7 @@ def body(request: str) -> dict[str, Any]:
 
 
 def positions(request: str, tokenizer: Any) -> tuple[list[int], int]:
-    """Slow and obvious: the position behind every content block in the prompt, and the tokens of the whole.
+    """Return slow and obvious: the position behind every content block in the prompt, and the tokens of the whole.
 
     The tiny model's template is written out by hand; content is tokenized apart from what stands between.
     """
@@ -96,7 +96,10 @@ def positions(request: str, tokenizer: Any) -> tuple[list[int], int]:
 
 
 def _written(request: str) -> Iterator[tuple[str, bool]]:
-    """The prompt piece by piece, and whether a piece is the content of a block. Two contents are never side by side."""
+    """Yield the prompt piece by piece, and whether a piece is the content of a block.
+
+    Two contents are never side by side.
+    """
     turns: list[tuple[str, list[Word]]] = []
     for role, said in messages(request):
         turns += [("tool", [word]) for word in said if word.kind == "R"]

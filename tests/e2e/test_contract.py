@@ -31,7 +31,7 @@ COLD = "T1* S1* U1* U9"
 
 
 def far(blocks: int, mark_at: int = 0) -> str:
-    """`blocks` short blocks behind U1, the last of them marked, and one more if asked for."""
+    """Return `blocks` short blocks behind U1, the last of them marked, and one more if asked for."""
     return " ".join(["U1", *(f"U{10 + i}'{'*' if i in (blocks, mark_at) else ''}" for i in range(1, blocks + 1)), "U9"])
 
 
@@ -134,7 +134,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def replica(cluster: Any) -> str:
-    """All requests of a case go to one replica, so that what it read does not depend on what the router has heard."""
+    """Return all requests of a case go to one replica, so that what it read does not depend on what the router has
+    heard.
+    """
     return sorted(cluster.replicas())[0]
 
 

@@ -36,7 +36,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
 
 
 def answered(*blocks: Any) -> list[Any]:
-    """Messages in which the assistant's last one has these blocks, and the user's answer to them."""
+    """Return messages in which the assistant's last one has these blocks, and the user's answer to them."""
     return [turn("user", text()), turn("assistant", *blocks), turn("user", text("And?"))]
 
 

@@ -119,7 +119,7 @@ def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster
 
 
 def followed(cluster: Any) -> Any:
-    """The policy, once every gateway has reported to the actor."""
+    """Return the policy, once every gateway has reported to the actor."""
     try:
         found = policy(cluster)
         return found if len(found["parts"]) == cluster.config.cluster.gateways else None

@@ -22,7 +22,7 @@ TOKENS = 40
 
 
 def listeners(port: int) -> int:
-    """Sockets that listen at a port."""
+    """Return sockets that listen at a port."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(fields[3] == LISTEN and fields[1].endswith(f":{port:04X}") for fields in lines)
 

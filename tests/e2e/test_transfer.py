@@ -46,7 +46,7 @@ def write(two: Application, replica: str, text: str) -> Any:
 
 
 def fetched(two: Application, a: str, b: str) -> tuple[Any, Any]:
-    """The usage of an answer by `b`, which fetched what `a` wrote, and of that by `a`.
+    """Return the usage of an answer by `b`, which fetched what `a` wrote, and of that by `a`.
 
     The gateway's router hears of blocks a moment after the directory: from now on it knows of all that were written.
     """

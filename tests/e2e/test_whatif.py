@@ -74,7 +74,7 @@ def test_a_replay_is_of_lowest_priority_and_ends_when_it_is_given_up(cluster):
 
 
 def replaying() -> list[int]:
-    """Processes that replay."""
+    """Return processes that replay."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -78,13 +78,13 @@ class Service:
         return found
 
     def blocks(self) -> int:
-        """Distinct blocks that the directory knows; 0 while it does not answer."""
+        """Return distinct blocks that the directory knows; 0 while it does not answer."""
         with suppress(requests.RequestException):
             return int(self.get("replicas")["blocks"])
         return 0
 
     def names(self) -> dict[str, set[str]]:
-        """The parts that are there; empty while nobody can tell."""
+        """Return the parts that are there; empty while nobody can tell."""
         with suppress(requests.RequestException):
             replicas = {name for name, known in self.get("replicas")["replicas"].items() if "phase" not in known}
             return {"replicas": replicas, "gateways": set(self.get("policy")["parts"])}
@@ -211,7 +211,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network | None]:
-    """A network of our own, with its head's end open to this process; None where the machine does not let us."""
+    """Yield a network of our own, with its head's end open to this process; None where the machine does not let us."""
     if not can_make_namespaces():
         yield None
         return
@@ -231,7 +231,9 @@ def service(cluster: Service) -> Service:
 
 @pytest.fixture(scope="module")
 def cluster(network: Network | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two replicas on two nodes, two gateways, and a head that computes nothing; its state in Redis if there is one."""
+    """Yield two replicas on two nodes, two gateways, and a head that computes nothing; its state in Redis if there is
+    one.
+    """
     folder = tmp_path_factory.mktemp("faults")
     with ExitStack() as stack:
         if network:

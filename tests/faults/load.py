@@ -208,7 +208,7 @@ class Load:
         until(lambda: enough(self.outcomes[since:]), what)
 
     def wrong(self) -> list[Outcome]:
-        """Answers that are not those of the undisturbed cluster, or end without saying so."""
+        """Return answers that are not those of the undisturbed cluster, or end without saying so."""
         return [outcome for outcome in self.outcomes if outcome.reply and not self._is_right(outcome)]
 
     def failed(self, *, streams: bool) -> list[Outcome]:

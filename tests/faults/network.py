@@ -30,7 +30,7 @@ class Network:
         _ip("-n", self.prefix, "link", "set", "bridge", "up")
 
     def join(self, name: str) -> str:
-        """The address of a node, with a namespace and a link of its own."""
+        """Return the address of a node, with a namespace and a link of its own."""
         if name not in self.numbers:
             number = self.numbers[name] = len(self.numbers) + 1
             space, link = self._space(name), f"link{number}"
@@ -54,7 +54,7 @@ class Network:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """This thread, and the threads and processes that it starts, are in a node's namespace."""
+        """Put this thread, and the threads and processes that it starts, into a node's namespace."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         _enter(f"/run/netns/{self._space(name)}")
         try:

@@ -66,7 +66,7 @@ class Node:
     address: str = "127.0.0.1"
 
     def processes(self) -> list[Process]:
-        """Those with the mark, and their children: a worker that names itself may overwrite its environment."""
+        """Return those with the mark, and their children: a worker that names itself may overwrite its environment."""
         every = processes()
         ours = {process.pid for process in every if process.environment.get(MARK) == self.mark}
         while more := {process.pid for process in every if process.parent in ours} - ours:
@@ -228,7 +228,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def redis(host: str) -> Iterator[str | None]:
-    """The address of a Redis of its own, that keeps nothing on disk; None where it is not installed."""
+    """Yield the address of a Redis of its own, that keeps nothing on disk; None where it is not installed."""
     program = shutil.which("redis-server")
     if program is None:
         yield None

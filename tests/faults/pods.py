@@ -104,7 +104,7 @@ class PodCluster(Cluster):
         }
 
     def _of_dashboard(self, ask: Callable[..., requests.Response], **options: Any) -> list[requests.Response]:
-        """The answer of the head's dashboard; none while it does not listen yet."""
+        """Return the answer of the head's dashboard; none while it does not listen yet."""
         url = f"http://{self.nodes['head'].address}:8265/api/serve/applications/"
         try:
             return [ask(url, headers=self._headers, timeout=PATIENCE, **options)]
@@ -125,7 +125,7 @@ class PodCluster(Cluster):
             return False
 
     def variables(self, box: dict[str, Any]) -> dict[str, str]:
-        """Variables of a container: those of the image, of the manifest, and what KubeRay adds."""
+        """Return variables of a container: those of the image, of the manifest, and what KubeRay adds."""
         found = {name: os.environ[name] for name in HERE if name in os.environ} | self.settings
         found |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "RAY_AUTH_MODE": "token"}
         found["RAY_AUTH_TOKEN"] = self.token

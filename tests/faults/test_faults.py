@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
 
 def a_replica(service: Service) -> tuple[str, int]:
-    """The name of one and its process."""
+    """Return the name of one and its process."""
     name, status = min(service.get("replicas")["replicas"].items())
     return name, status["pid"]
 
@@ -153,7 +153,7 @@ def test_faults_come_in_any_order_for_as_long_as_is_asked(service: Service, soak
 
 
 def a_node(service: Service) -> tuple[str, str]:
-    """The name of a replica, and of the node that it is on."""
+    """Return the name of a replica, and of the node that it is on."""
     name, pid = a_replica(service)
     nodes = service.cluster.nodes.items()
     return name, next(node for node, its in nodes if pid in {process.pid for process in its.processes()})

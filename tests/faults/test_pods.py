@@ -40,7 +40,7 @@ SECRETS = {
 
 
 def without_a_gpu(manifests: Manifests) -> dict[str, Any]:
-    """The document with the shipped model, on CPUs, and nothing else changed."""
+    """Return the document with the shipped model, on CPUs, and nothing else changed."""
     settings = manifests.config.model_dump(mode="json", exclude_defaults=True)
     del settings["model"]
     del settings["cluster"]["gpus_per_replica"]
@@ -49,8 +49,8 @@ def without_a_gpu(manifests: Manifests) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pods(network: Network | None) -> Iterator[PodCluster]:
-    """The demo's head and a worker with the CPUs of both of its pods; volumes and variables are those of single-gpu,
-    which has all of the demo's.
+    """Yield the demo's head and a worker with the CPUs of both of its pods; volumes and variables are those of
+    single-gpu, which has all of the demo's.
     """
     if network is None:
         pytest.skip("this machine does not let us make network namespaces: pods would share their ports")
@@ -84,7 +84,7 @@ def running(cluster: PodCluster) -> bool:
 
 
 def learn(url: str) -> dict[tuple[int, str], Reply]:
-    """Answers of the service as long as nothing happens to it."""
+    """Return answers of the service as long as nothing happens to it."""
     replies = {question.number: ask(url, question) for question in QUESTIONS}
     return {(number, reply.policy): reply for number, reply in replies.items()}
 

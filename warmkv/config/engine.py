@@ -69,5 +69,5 @@ class EngineConfig(Section):
     @field_validator("compile", mode="before")
     @classmethod
     def _yaml_switch(cls, value: Any) -> Any:
-        """YAML reads `on` and `off` as true and false."""
+        """Take true and false as `on` and `off`, which YAML reads so."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

@@ -57,7 +57,7 @@ def quality_against_bytes(entries: Sequence[SummaryRow], tasks: Sequence[str], l
 
 
 def pareto_front(entries: Sequence[SummaryRow], look: dict[str, dict[str, Any]]) -> str:
-    """Every policy at every share, and the line of those that none beats in bytes and score at once.
+    """Draw every policy at every share, and the line of those that none beats in bytes and score at once.
 
     What is not reached on all samples is drawn hollow and kept off the line: its mean is over other samples.
     """
@@ -92,7 +92,7 @@ def _points(ax: Axes, cells: Sequence[Cell], line: dict[str, Any], size: int) ->
 
 
 def heat_maps(rows: Sequence[Row], shares: Sequence[float]) -> list[tuple[str, str]]:
-    """Needle recall over depth and length: for each policy its label and a row of maps, one a share."""
+    """Draw needle recall over depth and length: for each policy its label and a row of maps, one a share."""
     needles = [row for row in rows if row["task"] == "needle"]
     depths, lengths = (sorted({row[key] for row in needles}) for key in ("depth", "length"))
     return [
@@ -138,7 +138,7 @@ def _mean_score(rows: Sequence[Row], share: float | None, depth: float, length: 
 
 
 def perplexity_along(rows: Sequence[Row], max_context: int, look: dict[str, dict[str, Any]]) -> str:
-    """Perplexity of every segment of the stream under every policy, and over that of the recomputed window."""
+    """Draw the perplexity of every segment of the stream under every policy, and over that of the recomputed window."""
     base = [row["perplexity"] for row in rows if row["policy"] == RECOMPUTED]
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     end = max(row["start"] + row["tokens"] for row in rows)

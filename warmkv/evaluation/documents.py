@@ -38,7 +38,7 @@ def of_family(
 
 
 def needle(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> TaskSample:
-    """One code in the text, at a given depth (0 the beginning, 1 the end)."""
+    """Put one code into the text, at a given depth (0 the beginning, 1 the end)."""
     noun, value = rng.choice(tasks.NOUNS), tasks.code(rng)
     (key,) = world.keys(rng, 1)
     line = rng.choice(tasks.CODE_NEEDLES).format(noun=noun, key=key, value=value)
@@ -57,7 +57,7 @@ def copying(world: World, rng: random.Random, length: int, words: int, chat: boo
 
 
 def summary(world: World, rng: random.Random, length: int, keys: int, chat: bool) -> TaskSample:
-    """Codes all over the text; the answer lists every key with its code, in the order of the text."""
+    """Put codes all over the text; the answer lists every key with its code, in the order of the text."""
     noun = rng.choice(tasks.NOUNS)
     values = {key: tasks.code(rng) for key in world.keys(rng, keys)}
     template = rng.choice(tasks.CODE_NEEDLES)
@@ -73,7 +73,8 @@ def summary(world: World, rng: random.Random, length: int, keys: int, chat: bool
 
 
 def scratch(world: World, rng: random.Random, length: int, late: bool, decoded: int) -> tuple[TaskSample, float]:
-    """Scratch values read back in the end, and the depth at which the one asked for was written.
+    """Write scratch values that are read back in the end, return them and the depth at which the one asked for was
+    written.
 
     One slot is written twice in the prompt, another (`late`: this one is asked for) among the last `decoded` tokens,
     which are decoded rather than prefilled: the model's own reasoning.
@@ -96,7 +97,7 @@ def scratch(world: World, rng: random.Random, length: int, late: bool, decoded: 
 
 
 def conversation(world: World, rng: random.Random, length: int, depth: float, chat: bool) -> TaskSample:
-    """Many turns that each state a fact and ask about one; the last asks for the fact stated at `depth` of them.
+    """Write many turns that each state a fact and ask about one; the last asks for the fact stated at `depth` of them.
 
     That fact is never asked about before, so that no earlier answer repeats it.
     """

@@ -17,14 +17,14 @@ from warmkv.policy_spec import PolicySpec
 
 
 def full_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
-    """Bytes of the uncompressed cache; the last new token is never written."""
+    """Return bytes of the uncompressed cache; the last new token is never written."""
     return (prompt_tokens + max(0, new_tokens - 1)) * shape.token_bytes
 
 
 def exact_bytes(
     spec: PolicySpec, shape: KVShape, kept: Iterable[Sequence[int]], prompt_tokens: int, new_tokens: int
 ) -> int:
-    """Bytes that a slot may have in use while `new_tokens` are decoded.
+    """Return bytes that a slot may have in use while `new_tokens` are decoded.
 
     kept: entries that survive the hand-off, for every layer those of its KV heads. With `new_tokens` of 1 it is what
     is in use right after the hand-off.
@@ -59,7 +59,7 @@ def has_budget(spec: PolicySpec) -> bool:
 
 
 def smallest_budget(spec: PolicySpec) -> int:
-    """Tokens below which a policy does not work: two, and one beside its sinks."""
+    """Return tokens below which a policy does not work: two, and one beside its sinks."""
     return max(2, (spec.sinks or 0) + 1)
 
 

@@ -59,7 +59,7 @@ class EvalPlan:
             raise EvalError(f"a stream has at least {2 * SHORTEST} tokens, got {self.stream_tokens}")
 
     def specs(self) -> dict[str, PolicySpec]:
-        """Policies by label, the full cache first: everything is compared with it."""
+        """Return policies by label, the full cache first: everything is compared with it."""
         return {label_of(spec): spec for spec in map(read_policy, (FULL, *self.policies))}
 
     def parts(self, has_template: bool) -> Iterator[SampleSet]:
@@ -97,7 +97,7 @@ class SampleSet:
         return len(self.depths) * self.samples
 
     def cells(self) -> Iterator[tuple[float | None, int]]:
-        """Depth and number of every sample."""
+        """Yield depth and number of every sample."""
         return ((depth, index) for depth in self.depths for index in range(self.samples))
 
 
@@ -129,7 +129,9 @@ def label_of(spec: PolicySpec) -> str:
 
 
 def bounded(specs: dict[str, PolicySpec]) -> dict[str, PolicySpec]:
-    """Policies whose memory does not grow while decoding: what a stream can run under, the two classics included."""
+    """Return policies whose memory does not grow while decoding: what a stream can run under, the two classics
+    included.
+    """
     classics = {name: read_policy(name) for name in ("window", "streaming_llm")}
     chosen = {label: spec for label, spec in specs.items() if spec.decode != "append" and matching.has_budget(spec)}
     return {**classics, **chosen}

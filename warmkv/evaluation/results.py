@@ -95,12 +95,12 @@ class RunFolder:
             _write(self.path / "stream.parquet", pq.read_table(self._part(STREAM)))
 
     def rows(self) -> list[Row]:
-        """All rows of the merged results."""
+        """Return all rows of the merged results."""
         rows: list[Row] = pq.read_table(self.path / "results.parquet").to_pylist()
         return rows
 
     def stream(self) -> list[Row]:
-        """All rows of the stream; none if the run has no stream."""
+        """Return all rows of the stream; none if the run has no stream."""
         file = self.path / "stream.parquet"
         rows: list[Row] = pq.read_table(file).to_pylist() if file.exists() else []
         return rows

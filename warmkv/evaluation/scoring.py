@@ -72,7 +72,7 @@ def score(
 def match_all(
     specs: dict[str, PolicySpec], shares: Sequence[float], shape: KVShape, prompt_tokens: int, new_tokens: int
 ) -> dict[Key, PolicySpec]:
-    """Every policy at every share that it can reach, from large to small."""
+    """Return every policy at every share that it can reach, from large to small."""
     out: dict[Key, PolicySpec] = {}
     for label, spec in specs.items():
         if not matching.has_budget(spec):

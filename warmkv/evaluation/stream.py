@@ -33,7 +33,9 @@ def tokens(texts: Texts, seed: int, count: int) -> list[int]:
 
 
 def cache_tokens(model: LoadedModel, count: int) -> int:
-    """Tokens whose full cache's bytes every policy may use: well below the model's range and the stream's length."""
+    """Return tokens whose full cache's bytes every policy may use: well below the model's range and the stream's
+    length.
+    """
     return min(LARGEST_CACHE, model.max_context // 4, count // 4)
 
 
@@ -45,7 +47,10 @@ def evaluate(
     progress: Callable[[int], None],
     classes: TokenClasses | None = None,
 ) -> list[Row]:
-    """Perplexity of every segment under every policy. `progress` is told tokens as they are done, len(ids) in all."""
+    """Return the perplexity of every segment under every policy.
+
+    `progress` is told tokens as they are done, len(ids) in all.
+    """
     cache = cache_tokens(model, len(ids))
     prompt, forced = ids[:cache], ids[cache:]
     allowed = cache * model.kv_shape.token_bytes
@@ -99,7 +104,7 @@ def _decoded(
     progress: Callable[[int], None],
     classes: TokenClasses | None,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Losses [forced] in nats and bytes in use of every policy, decoded in one batch."""
+    """Return losses [forced] in nats and bytes in use of every policy, decoded in one batch."""
     pool = SlotPool(model.kv_shape, model.dtype, model.device)
     computed, logits = forcing.prefill(model, prompt, specs.values(), classes)
     filled = {}
@@ -116,7 +121,7 @@ def _decoded(
 def recomputed(
     model: LoadedModel, ids: Sequence[int], cache: int, progress: Callable[[int], None] = lambda n: None
 ) -> Tensor:
-    """Losses [len(ids) - cache] where the last tokens are computed anew, with at most `cache` tokens of context.
+    """Return losses [len(ids) - cache] where the last tokens are computed anew, with at most `cache` tokens of context.
 
     One computation scores an eighth of a window, so the context is between seven eighths of the cache and all of it.
     `progress` is told cache + 1 in all: what decoding leaves of the stream's length.

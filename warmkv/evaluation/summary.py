@@ -99,7 +99,7 @@ def _cell(rows: Sequence[Row], base: float, wanted: int) -> Cell:
 
 
 def pareto(cells: Iterable[Cell]) -> list[Cell]:
-    """Those that no other beats in bytes and score at once, the smallest first.
+    """Return those that no other beats in bytes and score at once, the smallest first.
 
     Bytes are compared to a percent of the full cache's: budgets are whole tokens, so no two policies match to the byte.
     """
@@ -111,7 +111,7 @@ def pareto(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def stream_summary(rows: Sequence[Row]) -> list[Row]:
-    """Per policy the perplexity over the whole stream and over its last quarter."""
+    """Return per policy the perplexity over the whole stream and over its last quarter."""
     out = []
     for policy in dict.fromkeys(row["policy"] for row in rows):
         of = [row for row in rows if row["policy"] == policy]

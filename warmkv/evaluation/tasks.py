@@ -52,7 +52,7 @@ class Texts:
         return len(self.encode(text))
 
     def tokens(self, sample: families.TaskSample) -> tuple[list[int], list[int]]:
-        """Prompt and answer of a sample; the end mark is no part of the answer, since its form differs by model."""
+        """Return prompt and answer of a sample, without the end mark, whose form differs by model."""
         if sample.chat:
             text = self._tokenizer.apply_chat_template(sample.messages(), add_generation_prompt=True, tokenize=False)
             start, lead = [], ""
@@ -66,7 +66,9 @@ class Texts:
         return [*start, *prompt], answer
 
     def source(self, rng: random.Random, tokens: int) -> list[int]:
-        """Consecutive tokens of held-out source files from a drawn line on, the first files again after the last."""
+        """Return consecutive tokens of held-out source files from a drawn line on, the first files again after the
+        last.
+        """
         files = corpus.texts("heldout")
         at = rng.randrange(len(files))
         lines = files[at].splitlines(keepends=True)
@@ -194,7 +196,7 @@ NAMES = (*TASKS, STREAM)
 
 
 def draw(task: Task, texts: Texts, *, seed: int, length: int, depth: float | None, form: Form, index: int) -> Sample:
-    """One sample; the same arguments always give the same.
+    """Draw one sample; the same arguments always give the same.
 
     The first token after a prefill sees the whole prompt under any policy, so answers of a single one are drawn again.
     """

@@ -72,7 +72,7 @@ def prompt_against_length(bench: Bench) -> Figure:
 
 
 def bytes_by_policy(bench: Bench) -> Figure:
-    """Bytes of one sequence's slot at the longest prompt, a bar for each policy."""
+    """Draw bytes of one sequence's slot at the longest prompt, a bar for each policy."""
     longest = max(row.prompt_tokens for row in bench.decode)
     rows = {row.policy: row for row in bench.decode if row.prompt_tokens == longest}
     figure = Figure(figsize=(6.4, 0.8 + 0.32 * len(rows)), layout="constrained")
@@ -93,7 +93,7 @@ def _looks(policies: Iterable[str]) -> Look:
 
 
 def _line(ax: Axes, lengths: list[int], seconds: list[Spread], line: dict[str, Any]) -> None:
-    """Medians with their range, in milliseconds."""
+    """Draw medians with their range, in milliseconds."""
     middle = [1000 * one.median for one in seconds]
     below = [1000 * (one.median - one.least) for one in seconds]
     above = [1000 * (one.most - one.median) for one in seconds]

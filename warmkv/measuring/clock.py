@@ -19,7 +19,7 @@ class Stopwatch:
         self._start = now()
 
     def seconds(self) -> float:
-        """Since it was made or last asked."""
+        """Return the seconds since it was made or last asked."""
         self._synchronize()
         before, self._start = self._start, now()
         return self._start - before

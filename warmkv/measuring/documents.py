@@ -17,7 +17,10 @@ from warmkv.simulator.steps.step_profile import Measurement, ProfiledModel, Step
 def bench_document(
     bench: Bench, plan: BenchPlan, config: Config, model: LoadedModel, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """Rows of a bench with the machine, as `found` before it, and everything else they depend on. Times in seconds."""
+    """Return rows of a bench with the machine, as `found` before it, and everything else they depend on.
+
+    Times in seconds.
+    """
     return {
         "machine": found,
         "versions": machine.versions(),
@@ -51,7 +54,7 @@ def profile_document(
 
 
 def weights_bytes(model: LoadedModel) -> int:
-    """Bytes of all parameters and buffers, those that share memory once."""
+    """Return bytes of all parameters and buffers, those that share memory once."""
     tensors = [*model.module.parameters(), *model.module.buffers()]
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 

@@ -88,7 +88,7 @@ def _robust(design: Floats) -> Floats:
 
 
 def _non_negative(design: Floats, target: Floats) -> Floats:
-    """Least squares with x >= 0, exact: the best of all choices of columns whose own solution is not negative."""
+    """Solve least squares with x >= 0 exactly: the best choice of columns whose own solution is not negative."""
     columns = design.shape[1]
     scale = np.abs(design).max(axis=0)
     scale[scale == 0] = 1.0

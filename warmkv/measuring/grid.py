@@ -40,19 +40,19 @@ class Decode:
         return budgets.kept_tokens(self.spec(spec), self.prompt)
 
     def context(self, spec: PolicySpec, steps: Sequence[int], new_tokens: int) -> float:
-        """Entries that the whole batch holds in these steps, counted from 1, on average."""
+        """Return entries that the whole batch holds in these steps, counted from 1, on average."""
         capacity, kept = budgets.slot_capacity(self.spec(spec), self.prompt, new_tokens), self.kept(spec)
         return self.batch * sum(min(capacity, kept + step) for step in steps) / len(steps)
 
 
 def chunks(lengths: Sequence[int], largest: int) -> list[Chunk]:
-    """Chunks of every size that end at these positions."""
+    """Return chunks of every size that end at these positions."""
     sizes = sorted({max(1, largest // part) for part in CHUNK_PARTS})
     return [Chunk(size, end) for end in lengths for size in sizes if size <= end]
 
 
 def decodes(lengths: Sequence[int], batches: Sequence[int]) -> list[Decode]:
-    """Batches of every size at these prompt lengths; shares take turns."""
+    """Return batches of every size at these prompt lengths; shares take turns."""
     return [
         Decode(batch, prompt, SHARES[(row + column) % len(SHARES)])
         for row, prompt in enumerate(lengths)

@@ -36,7 +36,7 @@ def identity(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what computes; what is not installed is left out."""
+    """Return versions of Python and of what computes; what is not installed is left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

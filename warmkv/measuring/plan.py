@@ -47,7 +47,7 @@ class BenchPlan:
             raise MeasureError(f"--new-tokens must be at least {FEWEST_NEW}, got {self.new_tokens}")
 
     def specs(self) -> dict[str, PolicySpec]:
-        """Policies by label."""
+        """Return policies by label."""
         return read_policies(self.policies)
 
     def check(self, max_context: int, model: str) -> None:
@@ -92,7 +92,7 @@ class ProfilePlan:
         _check_counts(self.lengths or (SHORTEST,), self.batches, self.repeats)
 
     def specs(self) -> dict[str, PolicySpec]:
-        """Policies by label."""
+        """Return policies by label."""
         return {label.replace("@1.0", "", 1): spec for label, spec in read_policies(self.policies).items()}
 
     def on(self, max_context: int, model: str) -> ProfilePlan:
@@ -122,12 +122,12 @@ QUICK_PROFILE = {"policies": ("full", "snapkv", "full+kivi4"), "points": 4, "bat
 
 
 def make(kind: type[Plan], quick: dict[str, Any], given: dict[str, Any]) -> Plan:
-    """Defaults, then those of a quick run, then what was given (None was not). Raises MeasureError."""
+    """Take the defaults, then those of a quick run, then what was given (None was not). Raises MeasureError."""
     return kind(**{**quick, **{key: value for key, value in given.items() if value is not None}})
 
 
 def read_policies(labels: Iterable[str]) -> dict[str, PolicySpec]:
-    """Policies by their short form, each once. Raises MeasureError."""
+    """Read policies by their short form, each once. Raises MeasureError."""
     specs = [_read_policy(label) for label in labels]
     if not specs:
         raise MeasureError("name a policy, as in --policies full,snapkv@512")

@@ -135,7 +135,7 @@ def _fit(measured: Sequence[Measurement], label: str, phase: Phase) -> FittedCos
 
 
 def _alike(specs: dict[str, PolicySpec]) -> list[tuple[str, ...]]:
-    """Policies in groups that want the same of a prefill chunk: the attention of all queries summed, or not."""
+    """Return policies in groups that want the same of a prefill chunk: the attention of all queries summed, or not."""
     groups: dict[bool, list[str]] = defaultdict(list)
     for label, spec in specs.items():
         long = 1 << 20  # a prompt that no budget spares

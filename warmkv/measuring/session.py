@@ -17,7 +17,7 @@ BUSY = 0.5
 
 
 def context_limit(settings: Config, model_limit: int) -> int:
-    """Tokens that the engine takes of a model that takes `model_limit`."""
+    """Return tokens that the engine takes of a model that takes `model_limit`."""
     return min(settings.engine.max_context or model_limit, model_limit)
 
 

@@ -95,7 +95,7 @@ def begin_chunk(engine: Engine, spec: PolicySpec, prompt: PrefillState, start: i
 
 
 def workspace_bytes(engine: Engine, spec: PolicySpec, tokens: int) -> int:
-    """Bytes that the engine sets aside for a prompt while it is computed."""
+    """Return bytes that the engine sets aside for a prompt while it is computed."""
     return slot_sizes.workspace_bytes(spec, engine.model.kv_shape, tokens)
 
 

@@ -102,7 +102,7 @@ def show_profile(profile: StepProfile, console: Console) -> None:
 
 
 def _blocks(rows: list[Row]) -> list[tuple[Row, bool]]:
-    """Rows, and whether each begins a block of one prompt length and batch."""
+    """Return rows, and whether each begins a block of one prompt length and batch."""
     places = [(row.prompt_tokens, getattr(row, "batch", 0)) for row in rows]
     return [(row, at == 0 or places[at] != places[at - 1]) for at, row in enumerate(rows)]
 
@@ -124,5 +124,5 @@ def _error(error: ErrorOfFit) -> str:
 
 
 def _short(number: float) -> str:
-    """Three figures."""
+    """Format with three figures."""
     return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"

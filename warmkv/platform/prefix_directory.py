@@ -178,7 +178,7 @@ class PrefixDirectory:
         return Change(replica, tuple(stored), evicted, batch.tier, reset=batch.snapshot, at=batch.at)
 
     def _fitting(self, replica: str, keys: list[bytes]) -> list[bytes]:
-        """Those of the keys that there is room for; what is known of the replica already needs none."""
+        """Return those of the keys that there is room for; what is known of the replica already needs none."""
         room = max(0, -(-self._config.max_blocks // self._config.shards) - self._held)
         if len(keys) <= room:
             return keys

@@ -48,7 +48,9 @@ class Reuse:
         self.never[min(block.reads, READS_APART - 1)] += 1
 
     def probability(self, reads: int) -> float:
-        """Laplace's rule of succession; what was read more often starts at the probability of what was read less."""
+        """Estimate by Laplace's rule of succession; what was read more often starts at the probability of what was read
+        less.
+        """
         found = 0.5
         for at in range(min(reads, READS_APART - 1) + 1):
             found = (self.again[at] + 2 * found) / (self.again[at] + self.never[at] + 2)
@@ -61,12 +63,12 @@ Order = Callable[[EvictionCandidate, Reuse], tuple[float, ...]]
 
 
 def lru(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
-    """Least recently used first."""
+    """Order the least recently used first."""
     return (block.used,)
 
 
 def lfu(block: EvictionCandidate, reuse: Reuse) -> tuple[float, ...]:
-    """Least often read first, the least recently used among equals; reads count less the longer they are ago."""
+    """Order the least often read first, then the least recently used; reads count less the longer they are ago."""
     return (block.floor + 1 + block.reads, block.used)
 
 

@@ -36,7 +36,7 @@ class InFlightPrefixes:
                 self._requests.setdefault(hashes[at - 1], {})[request] = None
 
     def move(self, request: Hashable, replica: str) -> None:
-        """Another replica computes all of it."""
+        """Note that another replica computes all of it."""
         if (chain := self._chains.get(request)) is not None:
             _, hashes, _, leaves = chain
             self.add(request, replica, hashes, 0, leaves)
@@ -52,7 +52,7 @@ class InFlightPrefixes:
                     del self._requests[hashes[at - 1]]
 
     def depths(self, hashes: Sequence[bytes], known: int) -> dict[str, int]:
-        """Leading blocks of a prompt that replicas are about to hold, where they are more than `known`.
+        """Return leading blocks of a prompt that replicas are about to hold, where they are more than `known`.
 
         Of replicas that are about to hold much less than another one, not all are found.
         """
@@ -72,5 +72,5 @@ class InFlightPrefixes:
 
 
 def _places(known: int, blocks: int) -> tuple[int, ...]:
-    """Powers of two above `known`, up to `blocks`."""
+    """Return powers of two above `known`, up to `blocks`."""
     return _POWERS[known.bit_length() : blocks.bit_length()]

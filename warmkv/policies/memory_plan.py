@@ -231,7 +231,7 @@ def given_by(memory: DeviceMemory, engine: EngineConfig) -> Line:
 
 
 def most_of(memory: DeviceMemory, engine: EngineConfig) -> int:
-    """Bytes that what a replica needs for certain may take.
+    """Return bytes that what a replica needs for certain may take.
 
     On a CPU, where a limit takes nothing until it is used, that is its share of all memory there is.
     """
@@ -310,7 +310,9 @@ def _limits(
 
 
 def _slots(room: float, kv_token: int, attention_token: float, max_context: int, share: float) -> float:
-    """Bytes for slots, such that attention of the longest prompt that they admit and the share of prefixes fit, too."""
+    """Return bytes for slots, such that attention of the longest prompt that they admit and the share of prefixes fit,
+    too.
+    """
     whole = (1 - share) * (room - attention_token * max_context)
     if whole >= kv_token * max_context:
         return whole
@@ -319,7 +321,7 @@ def _slots(room: float, kv_token: int, attention_token: float, max_context: int,
 
 
 def activation_bytes(sizes: ModelSizes, step_tokens: int, max_slots: int) -> int:
-    """Bytes of one layer's activations for the tokens of a step, of the logits and of scoring a prompt.
+    """Return bytes of one layer's activations for the tokens of a step, of the logits and of scoring a prompt.
 
     Tensors of a layer are freed before the next one's: residual and its normed copy (float32 meanwhile), queries, keys
     and values before and after rotation, then gate, up and their product in the MLP. Logits are those of the last
@@ -333,7 +335,8 @@ def activation_bytes(sizes: ModelSizes, step_tokens: int, max_slots: int) -> int
 
 
 def attention_bytes(sizes: ModelSizes, step_tokens: int) -> float:
-    """Bytes that the attention of a chunk of a whole step, in one layer, takes for each token of the prompt up to it.
+    """Return bytes that the attention of a chunk of a whole step, in one layer, takes for each token of the prompt up
+    to it.
 
     The mask of the chunk as a bool and as a bias; keys and values repeated for the query heads of a group, as kernels
     without grouped queries want them; for policies that score, keys in float32, twice, and four scores a query head.

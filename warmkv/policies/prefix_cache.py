@@ -62,7 +62,7 @@ def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
 
 
 def sum_positions(tokens: int, size: int, marks: Sequence[Mark]) -> list[int]:
-    """Where column sums of a prompt are kept: at its marks, and at the ends of its last two blocks.
+    """Return where column sums of a prompt are kept: at its marks, and at the ends of its last two blocks.
 
     Two, since the same prompt again must compute its last token anew.
     """
@@ -184,7 +184,7 @@ class PrefixCache:
             yield from _with_spans(steps, [*spans(chain, position, size), Span(key, 0, position, sums=True)])
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
-        """Position of the last of the marks that may be read now; 0 if none may."""
+        """Return position of the last of the marks that may be read now; 0 if none may."""
         return max((mark.position for mark in marks if self.tiers.has_mark(mark.key, now)), default=0)
 
     def _keep(
@@ -195,7 +195,7 @@ class PrefixCache:
         yield from _with_spans(steps, spans(chain, position, size))
 
     def _sizes(self, chain: Sequence[bytes], position: int, size: int) -> tuple[list[int], list[int]]:
-        """Plain bytes and tokens of the blocks of a chain."""
+        """Return plain bytes and tokens of the blocks of a chain."""
         tokens = [size] * len(chain)
         if chain:
             tokens[-1] = position - (len(chain) - 1) * size

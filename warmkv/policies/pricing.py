@@ -48,7 +48,7 @@ def break_even_uses(write: float, read: float) -> float:
 
 
 def hit_chance(per_hour: float, ttl: float) -> float:
-    """Chance that a request finds its prefix alive: that the one before it came within the TTL in seconds.
+    """Return chance that a request finds its prefix alive: that the one before it came within the TTL in seconds.
 
     For requests that come at random (Poisson); each use starts the TTL anew.
     """
@@ -83,7 +83,7 @@ class PrefixCost:
 
 
 def uncached(tokens: int, rest: int, prices: Prices) -> float:
-    """Dollars of a request with `tokens` of prefix and `rest` behind it, nothing cached."""
+    """Return dollars of a request with `tokens` of prefix and `rest` behind it, nothing cached."""
     return price(Usage(input=tokens + rest), prices).total
 
 

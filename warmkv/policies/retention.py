@@ -69,7 +69,7 @@ class TierIndex:
         return entry is not None and entry.expires_at != LOST
 
     def __iter__(self) -> Iterator[bytes]:
-        """Keys that can be found, the least recently used first."""
+        """Yield keys that can be found, the least recently used first."""
         held = (entry for entry in self._entries.values() if entry.expires_at != LOST)
         return (entry.key for entry in sorted(held, key=lambda entry: entry.used))
 
@@ -77,7 +77,7 @@ class TierIndex:
         return self._entries.get(key)
 
     def bytes_of(self, tenant: str) -> int:
-        """Bytes that a tenant holds here."""
+        """Return bytes that a tenant holds here."""
         if self._apart:
             return self._held.get(tenant, 0)
         return sum(entry.size for entry in self._entries.values() if entry.tenant == tenant)
@@ -85,7 +85,7 @@ class TierIndex:
     # --- reading
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
-        """Leading keys of `chain` that are held and alive."""
+        """Return leading keys of `chain` that are held and alive."""
         entries = self._entries
         for count, key in enumerate(chain):
             entry = entries.get(key)
@@ -230,7 +230,7 @@ class TierIndex:
             at = at.parent
 
     def keys_of(self, tenant: str | None = None) -> list[bytes]:
-        """Keys that can be found, of one tenant if it is given, in no order. Takes O(n)."""
+        """Return keys that can be found, of one tenant if it is given, in no order. Takes O(n)."""
         return [
             entry.key
             for entry in self._entries.values()
@@ -329,7 +329,7 @@ class TierIndex:
         self._use(entries)
 
     def _use(self, entries: list[Entry]) -> None:
-        """From the end of the chain to its start, so that a parent is always more recent than its children."""
+        """Use a chain from its end to its start, so that a parent is always more recent than its children."""
         for entry in reversed(entries):
             self._ticks += 1
             entry.used, entry.floor = self._ticks, self._floor
@@ -368,7 +368,7 @@ class TierIndex:
         return self._entries[first[1]] if first else None
 
     def _victim(self, tenant: str, size: int) -> Entry | None:
-        """Who holds most gives way, down to its quota; `tenant`, who asks for `size` bytes, down to nothing."""
+        """Choose who gives way: who holds most, down to its quota; `tenant`, who asks for `size` bytes, to nothing."""
         own, mine = self._first(tenant), self._held.get(tenant, 0) + size
         passed: list[str] = []  # nothing of theirs can go now
         victim = own

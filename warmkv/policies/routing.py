@@ -41,12 +41,12 @@ class View(NamedTuple):
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """All replicas from best to worst, by the configured policy. Only `power_of_two` draws from `random`."""
+    """Rank all replicas from best to worst, by the configured policy. Only `power_of_two` draws from `random`."""
     return _POLICIES[config.policy](view, config, random)
 
 
 def blocks_saved(depths: Depths) -> float:
-    """Blocks of prefill that a warm prefix saves: what lies in a slower tier counts for less.
+    """Return blocks of prefill that a warm prefix saves: what lies in a slower tier counts for less.
 
     The idea of a credit by tier is that of NVIDIA Dynamo's router, and so are the credits.
     """
@@ -57,7 +57,7 @@ def blocks_saved(depths: Depths) -> float:
 
 
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By cost in blocks of prefill: those left to compute or to fetch, and what each replica has to do already.
+    """Rank by cost in blocks of prefill: those left to compute or to fetch, and what each replica has to do already.
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     A block that is computed delays all requests that come before its replica is idle again: of replicas that are busy a
@@ -99,12 +99,12 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
 
 
 def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By requests in flight; those that have as many take turns."""
+    """Rank by requests in flight; those that have as many take turns."""
     return sorted(_round_robin(view, config, random), key=lambda replica: view.load.get(replica, 0))
 
 
 def _round_robin(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """In turn."""
+    """Rank in turn."""
     first = view.turn % len(view.replicas) if view.replicas else 0
     return [*view.replicas[first:], *view.replicas[:first]]
 
@@ -116,7 +116,7 @@ def _power_of_two(view: View, config: RoutingConfig, random: Random) -> list[str
 
 
 def _sticky_session(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """By rendezvous hashing (Thaler and Ravishankar, 1998) of the prompt's first blocks, whatever the load.
+    """Rank by rendezvous hashing (Thaler and Ravishankar, 1998) of the prompt's first blocks, whatever the load.
 
     The first SESSION_BLOCKS blocks stand for the session: they stay the same from turn to turn. A prompt without a
     full block goes to the least loaded replica.

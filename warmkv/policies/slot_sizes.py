@@ -77,7 +77,7 @@ class RowKind:
 
 
 def size_class(capacity: int) -> int:
-    """Entries that a row of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
+    """Return entries that a row of at least `capacity` gets: a quarter power of two, at most a quarter too large."""
     step = max(16, (1 << max(0, capacity.bit_length() - 1)) // 4)
     return -(-capacity // step) * step
 
@@ -122,14 +122,14 @@ def layer_row_kind(
 
 
 def packed_limit(spec: PolicySpec, limit: int) -> int:
-    """Entries of a grouped row, beside sinks and tail, that may be in use: whole groups, never above a budget."""
+    """Return entries of a grouped row that may be in use beside sinks and tail: whole groups, never above a budget."""
     group = spec.storage_format.group
     packed = max(0, limit - ((spec.sinks or 0) if spec.decode == "ring" else 0) - spec.residual)
     return -(-packed // group) * group if spec.decode == "append" else packed // group * group
 
 
 def row_bytes(kind: RowKind, shape: KVShape) -> int:
-    """Bytes of a row, everything counted."""
+    """Return bytes of a row, everything counted."""
     entry = 2 * shape.head_dim * shape.dtype_bytes
     size = kind.packed * STORAGES[kind.storage].entry_bytes(shape.head_dim, shape.dtype_bytes)
     size += (kind.tail + kind.front) * entry
@@ -145,12 +145,12 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
 
 
 def column_sum_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int) -> int:
-    """Bytes of a token's column sums in all layers and KV heads; 0 if the policy needs none."""
+    """Return bytes of a token's column sums in all layers and KV heads; 0 if the policy needs none."""
     return 4 * shape.layers * shape.kv_heads if budgets.needs_column_sums(spec, prompt_tokens) else 0
 
 
 def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, marks: int = 0) -> int:
-    """Bytes of a whole prompt while it is computed, with what its policy looks at.
+    """Return bytes of a whole prompt while it is computed, with what its policy looks at.
 
     Column sums are copied for the block store at `marks` breakpoints and at the ends of two blocks.
     """
@@ -162,7 +162,7 @@ def workspace_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, marks:
 def slot_bytes(
     spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int, rows: dict[int, int] | None = None
 ) -> int:
-    """Bytes to set aside for a request at admission; exact unless what a head keeps follows from the content.
+    """Return bytes to set aside for a request at admission; exact unless what a head keeps follows from the content.
 
     `rows` keeps the bytes of rows by size class, for whoever asks often about one policy and shape.
     """

@@ -82,7 +82,10 @@ def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
 
 
 def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[int, int], int]:
-    """Bytes of a block in a format. What is no KV (0 tokens), and tokens beyond whole groups, stay as they are."""
+    """Return bytes of a block in a format.
+
+    What is no KV (0 tokens), and tokens beyond whole groups, stay as they are.
+    """
     kept = STORAGES[storage]
     packed = shape.layers * shape.kv_heads * kept.entry_bytes(shape.head_dim, shape.dtype_bytes)
 
@@ -115,7 +118,7 @@ class Tiers:
         return None
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
-        """Leading keys of a chain that are held and alive in some tier."""
+        """Return leading keys of a chain that are held and alive in some tier."""
         return max(index.match(chain, now) for index in self.indexes)
 
     def has_mark(self, key: bytes, now: float) -> bool:

@@ -69,7 +69,7 @@ def worth_fetching() -> float:
 def choose_successor(
     chain: Sequence[bytes], peers: Sequence[str], holders: Mapping[bytes, Sequence[str]]
 ) -> tuple[str, int]:
-    """Who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
+    """Choose who takes a chain over from a replica that stops, and how many of its first keys that one holds already.
 
     Return the holder of most of it, so that it stays together; else rendezvous hashing of its first key, so that
     chains that begin alike stay together, and all are spread.
@@ -100,7 +100,7 @@ class RunningLine:
         return cls(each, amount / 8, amount, start + each * amount)
 
     def measured(self, amount: float, seconds: float, half_life: float) -> RunningLine:
-        """With one more measurement; after `half_life` others it will count half as much."""
+        """Return the estimate with one more measurement; after `half_life` others it will count half as much."""
         weight = 1 - 0.5 ** (1 / half_life)
         more, longer = amount - self.amount, seconds - self.seconds
         return RunningLine(
@@ -158,12 +158,12 @@ class TransferTimes:
         )
 
     def computed(self, tokens: int, seconds: float) -> TransferTimes:
-        """After a prefill of `tokens` tokens."""
+        """Learn from a prefill of `tokens` tokens."""
         prefill = self.prefill.measured(tokens, seconds, HALF_LIFE)
         return replace(self, prefill=prefill)
 
     def fetched(self, nbytes: int, seconds: float) -> TransferTimes:
-        """After a fetch of `nbytes` bytes."""
+        """Learn from a fetch of `nbytes` bytes."""
         return replace(self, fetch=self.fetch.measured(nbytes, seconds, HALF_LIFE))
 
     def declined(self) -> TransferTimes:
@@ -172,5 +172,5 @@ class TransferTimes:
         return replace(self, fetch=self.fetch.measured(PRIOR_BYTES, guess, PATIENCE * HALF_LIFE))
 
     def gain(self, tokens: int, nbytes: int) -> float:
-        """Seconds that fetching these tokens saves; negative if computing them is faster."""
+        """Return seconds that fetching these tokens saves; negative if computing them is faster."""
         return self.prefill.each * tokens - self.fetch.start - self.fetch.each * nbytes

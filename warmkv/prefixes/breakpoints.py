@@ -63,7 +63,9 @@ def breakpoints(ends: Sequence[int], ttls: Sequence[str | None], min_tokens: int
 
 
 def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int = LOOKBACK) -> tuple[int, ...]:
-    """Positions at which an earlier write may be read, highest first: each mark and `lookback` block ends before it."""
+    """Return positions at which an earlier write may be read, highest first: each mark and `lookback` block ends before
+    it.
+    """
     ordered = sorted(set(ends))
     found: set[int] = set()
     for mark in marks:

@@ -41,7 +41,7 @@ def extend(parent: bytes, tokens: Tokens) -> bytes:
 
 
 def block_hashes(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
-    """Chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
+    """Return chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
     data = memoryview(np.asarray(tokens, dtype="<u4").tobytes())
     step = 4 * block_size
     hashes, parent = [], root

@@ -59,7 +59,7 @@ class PrefixIndex:
         self._holders: dict[int, list[tuple[str, int]]] = {}  # replicas and their three bits, of masks seen lately
 
     def __len__(self) -> int:
-        """Distinct blocks held anywhere."""
+        """Return distinct blocks held anywhere."""
         return len(self._masks)
 
     @property
@@ -143,7 +143,7 @@ class PrefixIndex:
         return [key for key, mask in self._masks.items() if mask & field]
 
     def contents(self) -> dict[str, dict[str, list[bytes]]]:
-        """Everything: shortened keys by replica and the fastest tier that has them, in one pass."""
+        """Return everything: shortened keys by replica and the fastest tier that has them, in one pass."""
         alike: dict[int, list[bytes]] = {}
         for key, mask in self._masks.items():
             alike.setdefault(mask, []).append(key)
@@ -156,7 +156,7 @@ class PrefixIndex:
         return found
 
     def longest_match(self, hashes: Sequence[bytes]) -> dict[str, Depths]:
-        """Leading blocks of `hashes` that each replica holds; replicas that hold none are left out.
+        """Return leading blocks of `hashes` that each replica holds; replicas that hold none are left out.
 
         All replicas and tiers are bisected together, and apart only where they differ: about log2(n) lookups for
         each depth that occurs.
@@ -211,12 +211,14 @@ class PrefixIndex:
         return holders
 
     def _pool(self) -> dict[int, int]:
-        """Masks as shared objects, since there are few masks and many blocks; bounded, for there may be many once."""
+        """Return masks as shared objects, since there are few masks and many blocks; bounded, for there may be many
+        once.
+        """
         if len(self._shared) > _SHARED_MASKS:
             self._shared.clear()
         return self._shared
 
 
 def _allocated(value: object) -> int:
-    """Bytes of a small object; CPython's allocator hands out multiples of 16."""
+    """Return bytes of a small object; CPython's allocator hands out multiples of 16."""
     return -(-sys.getsizeof(value) // 16) * 16

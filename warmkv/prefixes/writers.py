@@ -33,7 +33,7 @@ class Writers:
         return len(self._arrivals) + len(self._births)
 
     def arrived(self, request: Hashable, now: float) -> None:
-        """Every request that arrives must begin or leave."""
+        """Count a request that arrives; it must begin or leave."""
         self._arrivals[request] = now
 
     def left(self, request: Hashable) -> None:

@@ -127,7 +127,7 @@ def _number(file: Path) -> int | None:
 
 
 def _meminfo(file: Path) -> dict[str, int]:
-    """Bytes by name. Machines without the file (macOS) tell the total only."""
+    """Return bytes by name. Machines without the file (macOS) tell the total only."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
     except OSError:

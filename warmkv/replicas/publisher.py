@@ -43,14 +43,14 @@ class Publisher:
         self._wake: Callable[[], None] = lambda: None
 
     def delta(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
-        """Blocks came to a tier, the fastest that has them, or left all tiers."""
+        """Report that blocks came to a tier, the fastest that has them, or left all tiers."""
         came, gone = self._mine(stored), self._mine(evicted)
         if came or gone:
             with self._lock:
                 self._append(came, gone, tier)
 
     def snapshot(self, blocks: Mapping[str, Sequence[bytes]]) -> None:
-        """All blocks that are resident now, by the fastest tier; what was pending before is part of it."""
+        """Report all blocks that are resident now, by the fastest tier; what was pending before is part of it."""
         with self._lock:
             self._pending.clear()
             for number, (tier, keys) in enumerate(blocks.items()):

@@ -142,7 +142,7 @@ class Transfers:
         return BlocksWanted(donor, store.identity.document(), keys, tails, budgets.needs_column_sums(policy, tokens))
 
     def _unpack(self, payloads: Sequence[BlockPayload]) -> list[StoredBlock]:
-        """Blocks as the first tier keeps them, in a thread beside the engine's. Raises PayloadError."""
+        """Return blocks as the first tier keeps them, in a thread beside the engine's. Raises PayloadError."""
         place, identity = self._engine.store.places[0], self._engine.store.identity
         blocks = [unseal(payload, identity, ("model", place.tier.storage)) for payload in payloads]
         return [(header, place.converted(packed)) for header, packed in blocks]
@@ -227,5 +227,5 @@ class Transfers:
 
 
 def _sealed(blocks: Sequence[StoredBlock]) -> tuple[BlockPayload, ...]:
-    """Parcels of blocks. Takes a while where they are on a GPU."""
+    """Return parcels of blocks. Takes a while where they are on a GPU."""
     return tuple(map(seal, blocks))

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(count: int, rate: float, seed: int = 1) -> list[str]:
-    """Prompts that share a first block of ten, at nearly even gaps: one half of it is like the other."""
+    """Return prompts that share a first block of ten, at nearly even gaps: one half of it is like the other."""
     draw, at, rows = random.Random(seed), 0.0, []
     for number in range(count):
         at += draw.uniform(0.8, 1.2) / rate
@@ -64,7 +64,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def replayed(trace: Path, model: Path, chosen: dict[str, Any], replicas: int) -> dict[str, float]:
-    """The figures of a deployment on another trace, by `warmkv replay`."""
+    """Return the figures of a deployment on another trace, by `warmkv replay`."""
     gpu, settings = chosen["gpu"], {**chosen["choice"], "cluster.replicas": replicas, "cluster.gpus_per_replica": 1}
     policy = settings.pop("compression.policy", "full")
     flags = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]

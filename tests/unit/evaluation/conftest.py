@@ -42,7 +42,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def reference() -> Any:
-    """The same weights with the attention of transformers."""
+    """Return the same weights with the attention of transformers."""
     return random_llama()
 
 

@@ -80,7 +80,9 @@ class Manifests:
         return {name: group["template"] for name, group in self.groups.items()} | others
 
     def containers(self, *, init: bool = True) -> Iterator[tuple[str, Object]]:
-        """Every container with its place: those of the pods, and the autoscaler's, which KubeRay adds to the head."""
+        """Yield every container with its place: those of the pods, and the autoscaler's, which KubeRay adds to the
+        head.
+        """
         for name, template in self.templates.items():
             for key in ("containers", *(["initContainers"] if init else [])):
                 for box in template["spec"].get(key, ()):

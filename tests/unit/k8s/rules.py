@@ -50,7 +50,7 @@ def has_no_privileges(manifests: Manifests) -> Iterator[str]:
 
 
 def writes_where_it_is_named_only(manifests: Manifests) -> Iterator[str]:
-    """The root is read-only, and what programs write to lies on a volume of bounded size."""
+    """Check that the root is read-only, and what programs write to lies on a volume of bounded size."""
     for name, box in manifests.containers():
         if box.get("securityContext", {}).get("readOnlyRootFilesystem") is not True:
             yield f"{name} may write anywhere"
@@ -67,7 +67,7 @@ def writes_where_it_is_named_only(manifests: Manifests) -> Iterator[str]:
 
 
 def keeps_to_its_account(manifests: Manifests) -> Iterator[str]:
-    """Each pod has an account of its own, and its token only where it calls the API server."""
+    """Check that each pod has an account of its own, and its token only where it calls the API server."""
     accounts = {account["metadata"]["name"]: account for account in manifests.kind("ServiceAccount")}
     for name, template in manifests.templates.items():
         spec = template["spec"]
@@ -91,7 +91,7 @@ def is_bounded(manifests: Manifests) -> Iterator[str]:
 
 
 def memory_holds_the_plan(manifests: Manifests) -> Iterator[str]:
-    """Host memory of a worker: Ray and a gateway, its object store, and a replica by the engine's own estimates.
+    """Check the host memory of a worker: Ray and a gateway, its object store, and a replica by the engine's own estimates.
 
     On a GPU weights pass through it, once; what is kept beside them comes later. On a CPU they stay.
     """
@@ -143,7 +143,9 @@ def is_probed(manifests: Manifests) -> Iterator[str]:
 
 
 def is_ready_while_it_serves(manifests: Manifests) -> Iterator[str]:
-    """A worker pod is in the service while its way to a replica is open; the head does not wait for what it starts."""
+    """Check that a worker pod is in the service while its way to a replica is open; the head does not wait for what it
+    starts.
+    """
     config = manifests.config
     prefix = config.gateway.route_prefix.rstrip("/")
     ready = [(str(config.gateway.port), path) for path in ("/-/healthz", f"{prefix}/readyz")]
@@ -185,7 +187,7 @@ def a_route_waits_for_the_end_of_an_answer(manifests: Manifests) -> Iterator[str
 
 
 def evictions_leave_a_replica(manifests: Manifests) -> Iterator[str]:
-    """A budget for pods of a custom resource can only be a whole number that must stay."""
+    """Check that a budget for pods of a custom resource can only be a whole number that must stay."""
     budgets = {budget["metadata"]["name"]: budget["spec"] for budget in manifests.kind("PodDisruptionBudget")}
     stay = {name: spec.get("minAvailable") for name, spec in budgets.items()}
     for name, pods in stay.items():
@@ -213,7 +215,7 @@ def is_spread(manifests: Manifests) -> Iterator[str]:
 
 
 def drains_before_it_ends(manifests: Manifests) -> Iterator[str]:
-    """The hook comes before SIGTERM; there is time for all that the settings grant."""
+    """Check that the hook comes before SIGTERM and there is time for all that the settings grant."""
     needed = seconds_to_drain(manifests.config) + LEAVING_SECONDS
     hook = ["warmkv", "k8s", "drain", "--config", "/etc/warmkv/config/warmkv.yaml"]
     for group in manifests.workers:
@@ -236,7 +238,7 @@ def ray_asks_for_a_token(manifests: Manifests) -> Iterator[str]:
 
 
 def tenants_are_known(manifests: Manifests) -> Iterator[str]:
-    """The Secret is mounted as a folder in every pod: a gateway may run in any, and a subPath is never updated."""
+    """Check that every pod mounts the Secret as a folder: a gateway may run in any; a subPath is never updated."""
     gateway = manifests.config.gateway
     if gateway.allow_open or gateway.is_open or gateway.tenants_file is None:
         yield "everybody is a tenant"
@@ -274,7 +276,7 @@ def secrets_are_referred_to(manifests: Manifests) -> Iterator[str]:
 
 
 def keeps_its_share(manifests: Manifests) -> Iterator[str]:
-    """Quota for two clusters, as during an upgrade; a priority that exists."""
+    """Check the quota for two clusters, as during an upgrade; a priority that exists."""
     classes = {one["metadata"]["name"] for one in manifests.kind("PriorityClass")}
     for name, group in manifests.groups.items():
         if group["template"]["spec"].get("priorityClassName") not in classes:
@@ -326,7 +328,7 @@ def versions_are_pinned(manifests: Manifests) -> Iterator[str]:
 
 
 def workers_have_room(manifests: Manifests) -> Iterator[str]:
-    """For as many replicas as there may be, each with its CPUs and GPUs; none on the head."""
+    """Check for as many replicas as there may be, each with its CPUs and GPUs; none on the head."""
     cluster = manifests.config.cluster
     cpus = gpus = 0.0
     for group in manifests.workers:
@@ -347,7 +349,7 @@ def workers_have_room(manifests: Manifests) -> Iterator[str]:
 
 
 def workers_get_the_processor(manifests: Manifests) -> Iterator[str]:
-    """Ray starts workers at niceness 15, and Serve waits for replicas that hang, unless these say otherwise."""
+    """Check the variables: Ray starts workers at niceness 15 and Serve waits for hung replicas unless they are set."""
     wanted = {"RAY_worker_niceness": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
     for name, group in manifests.groups.items():
         env = {entry["name"]: entry.get("value") for entry in group["template"]["spec"]["containers"][0]["env"]}

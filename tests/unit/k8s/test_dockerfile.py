@@ -58,7 +58,7 @@ def stages(text: str) -> dict[str, Stage]:
 
 
 def steps_of(found: dict[str, Stage], name: str) -> list[tuple[str, str]]:
-    """All steps of a stage, those of the stages that it starts from first."""
+    """Return all steps of a stage, those of the stages that it starts from first."""
     stage = found[name]
     return [*(steps_of(found, stage.source) if stage.source in found else []), *stage.steps]
 

@@ -88,7 +88,7 @@ def crd(kind: str) -> Callable[[Object], None]:
 
 
 def closed(schema: Any, name: str = "") -> Any:
-    """Forbid what a schema does not list, as the API server drops it; metadata is Kubernetes' own."""
+    """Return forbid what a schema does not list, as the API server drops it; metadata is Kubernetes' own."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -147,7 +147,7 @@ def test_every_component_goes_with_the_base_alone(component: str, tmp_path: Path
 
 
 def combinations() -> Sequence[tuple[str, ...]]:
-    """Those that the docs name: `base` + `gpu` + ..."""
+    """Return those that the docs name: `base` + `gpu` + ..."""
     text = (ROOT / "docs" / "kubernetes.md").read_text()
     return [tuple(re.findall(r"`([\w-]+)`", found)) for found in re.findall(r"`base`((?:\s+\+\s+`[\w-]+`)+)", text)]
 

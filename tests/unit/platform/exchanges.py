@@ -50,7 +50,7 @@ class Recorded:
 
 
 def arrival(service: Service, tenant: Tenant | None = None) -> Arrival:
-    """A request of a tenant that has just come in."""
+    """Return a request of a tenant that has just come in."""
     limiter = TenantLimiter(service.config, service.clock, service.wall_clock)
     lease = limiter.begin(Request({"type": "http"}), tenant or Tenant("a", b"salt", frozenset(), LimitsConfig()))
     return service.arrive(RequestContext("req_1"), lease)
@@ -97,7 +97,7 @@ class Gateway:
         return {"replicas": {}}
 
     def statuses(self) -> list[str]:
-        """Of the requests that have ended, as they were counted."""
+        """Return of the requests that have ended, as they were counted."""
         return [labels["status"] for name, labels in self.recorded.added if name == "warmkv_requests"]
 
 
@@ -162,11 +162,11 @@ class Exchange:
 
 
 def message(gateway: Gateway, content: Any = "hello", **more: Any) -> dict[str, Any]:
-    """A body of /v1/messages."""
+    """Return a body of /v1/messages."""
     said = [{"role": "user", "content": content}]
     return {"model": gateway.config.model.name, "max_tokens": 4, "messages": said, **more}
 
 
 def chat(gateway: Gateway, **more: Any) -> dict[str, Any]:
-    """A body of /v1/chat/completions."""
+    """Return a body of /v1/chat/completions."""
     return {"model": gateway.config.model.name, "messages": [{"role": "user", "content": "hello"}], **more}

@@ -38,14 +38,14 @@ def file(tmp_path: Path) -> Path:
 
 
 def tenants_of(file: Path, *flags: str) -> tuple[Tenants, list[str]]:
-    """The tenants, and what is told of every file that was read."""
+    """Return the tenants, and what is told of every file that was read."""
     told: list[str] = []
     gateway = load(flags=[f"gateway.tenants_file={file}", *flags], environ={}).gateway
     return Tenants(gateway, SECRET, told.append), told
 
 
 def who(tenants: Tenants, key: str, now: float = DAY) -> str | None:
-    """The caller with a key, or None if it is refused."""
+    """Return the caller with a key, or None if it is refused."""
     try:
         return authenticate({"x-api-key": key}, tenants.keyring, SECRET, datetime.fromtimestamp(now, UTC)).name
     except ApiError:

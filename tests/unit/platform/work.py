@@ -58,7 +58,9 @@ def work_of(call: Callable[[], Any], package: str) -> int:
 
 @functools.cache
 def _operands(code: CodeType) -> dict[int, tuple[str, tuple[str, ...]]]:
-    """The bytecodes of a function whose cost depends on operands: by offset, their kind and the variables they read."""
+    """Return the bytecodes of a function whose cost depends on operands: by offset, their kind and the variables they
+    read.
+    """
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG")]
     found = {}
     for at, one in enumerate(instructions):
@@ -75,7 +77,7 @@ def _operands(code: CodeType) -> dict[int, tuple[str, tuple[str, ...]]]:
 
 
 def _cost(kind: str, names: tuple[str, ...], values: Mapping[str, Any]) -> int:
-    """The characters or items that are read: of a slice those within it, of a list that grows the new ones."""
+    """Return the characters or items that are read: of a slice those within it, of a list that grows the new ones."""
     found = [values.get(name) for name in names]
     if kind == "slice":
         whole, *bounds = found

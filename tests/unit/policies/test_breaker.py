@@ -81,7 +81,7 @@ def test_one_request_tries_it_after_a_while_and_its_answer_closes_it():
 
 
 def trial(routing: Routing) -> int:
-    """The request that tries "a"; the others are gone."""
+    """Return the request that tries "a"; the others are gone."""
     sent = [routing.send() for _ in range(12)]
     for request, replica in sent:
         if replica != "a":

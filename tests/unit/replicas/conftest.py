@@ -49,14 +49,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def random_model(family: str) -> Any:
-    """A transformers model in float32 whose weights depend on the family alone."""
+    """Return a transformers model in float32 whose weights depend on the family alone."""
     torch.manual_seed(sum(map(ord, family)))
     return FAMILIES[family]().eval()
 
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, LoadedModel]:
-    """The families with warmkv's attention; `reference` makes the same weights with transformers' own."""
+    """Return the families with warmkv's attention; `reference` makes the same weights with transformers' own."""
     return {family: prepare(random_model(family)) for family in FAMILIES}
 
 
@@ -76,7 +76,7 @@ def make_request(
     block: int = BLOCK,
     **sampling: Any,
 ) -> GenerateRequest:
-    """A request as the gateway makes it: hashes, keys of marks and of the positions to read."""
+    """Return a request as the gateway makes it: hashes, keys of marks and of the positions to read."""
     hashes = hashing.block_hashes(tokens, block, ROOT)
 
     def key(position: int) -> bytes:

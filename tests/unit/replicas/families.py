@@ -45,7 +45,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changed: Any) -> Any:
-    """The configuration of a tiny model: sizes that the family's configuration has, every layer type in turn."""
+    """Return the configuration of a tiny model: sizes that the family's configuration has, every layer type in turn."""
     kind = CONFIG_MAPPING[family]
     plain = kind()
     given = {name: size for name, size in _SIZES.items() if getattr(plain, name, None) is not None} | _NOT_TOKENS
@@ -58,7 +58,7 @@ def tiny_config(family: str, **changed: Any) -> Any:
 
 
 def tiny_model(family: str, **changed: Any) -> Any:
-    """A model of a family in float32 whose weights depend on the family alone; biases and sinks are not 0."""
+    """Return a model of a family in float32 whose weights depend on the family alone; biases and sinks are not 0."""
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changed)).eval()
     for name, parameter in model.named_parameters():

@@ -29,7 +29,7 @@ from warmkv.policy_spec import PolicySpec
 
 
 def roundtrip(storage: StorageFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, d] as they come back from storage; n is a multiple of the storage's group."""
+    """Return keys and values [n, d] as they come back from storage; n is a multiple of the storage's group."""
     back = storage.from_basis(storage.decode_keys(storage.encode_keys(keys), keys.dtype))
     return back, storage.from_basis(storage.decode_values(storage.encode_values(values), values.dtype))
 
@@ -108,13 +108,13 @@ class Reference:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [heads, n, d] rotated at positions [n]."""
+        """Return x [heads, n, d] rotated at positions [n]."""
         cos, sin = self.model.model.rotary_emb(x, positions[None])
         first, second = x.chunk(2, dim=-1)
         return x * cos[0] + torch.cat([-second, first], dim=-1) * sin[0]
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys [heads, n, d] before rotation and values of hidden [n, width]."""
+        """Return queries, keys [heads, n, d] before rotation and values of hidden [n, width]."""
         attention = layer.self_attn
         q, k, v = (
             p(hidden).view(len(hidden), -1, self.head_dim)
@@ -125,7 +125,7 @@ class Reference:
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """q [q_heads, n, d] on k, v [kv_heads, m, d]; returns [n, q_heads * d]."""
+        """Return q [q_heads, n, d] on k, v [kv_heads, m, d]; returns [n, q_heads * d]."""
         group = q.shape[0] // k.shape[0]
         heads = []
         for head in range(q.shape[0]):
@@ -143,7 +143,7 @@ class Reference:
     def generate(
         self, prompt: list[int], new: int, spec: PolicySpec, **classes: AbstractSet[int]
     ) -> tuple[list[int], list[Tensor]]:
-        """Greedy tokens and the logits [vocabulary] each was drawn from."""
+        """Return greedy tokens and the logits [vocabulary] each was drawn from."""
         hidden = self.model.model.embed_tokens(torch.tensor(prompt))
         positions = torch.arange(len(prompt))
         views, unrotated = [], []
@@ -166,7 +166,7 @@ class Reference:
         return tokens, logits
 
     def cache(self, spec: PolicySpec, view: LayerView, unrotated: Tensor, head: int, positions: list[int]) -> SlowCache:
-        """One KV head's cache at the hand-off."""
+        """Return one KV head's cache at the hand-off."""
         cache = SlowCache()
         if spec.storage_format.group > 1 and self.limit(spec, view, positions) - (
             spec.sinks or 0 if spec.decode == "ring" else 0

@@ -24,7 +24,7 @@ def block_bytes(models: Any) -> int:
 
 
 def tiered(models: Any, path: Any = None, host: int = 100, **settings: Any) -> Driver:
-    """An engine whose device holds 8 blocks, with host memory of so many, and a disk if there is a path."""
+    """Return an engine whose device holds 8 blocks, with host memory of so many, and a disk if there is a path."""
     size = block_bytes(models)
     cache: dict[str, Any] = {"memory_bytes": 8 * size, "host": {"memory_bytes": host * size}}
     if path is not None:
@@ -33,7 +33,7 @@ def tiered(models: Any, path: Any = None, host: int = 100, **settings: Any) -> D
 
 
 def watch(driver: Driver) -> list[torch.Tensor]:
-    """The logits of everything that is drawn from now on."""
+    """Return the logits of everything that is drawn from now on."""
     seen: list[torch.Tensor] = []
     draw = driver.engine._draw
 
@@ -63,7 +63,7 @@ POLICIES = ["full", "snapkv@20", "h2o@20", "expected_attention@20:window=16"]
 
 
 def compare(models: Any, path: Any, tier: str, policy: str) -> Driver:
-    """The same requests with a large device tier, and with the blocks in `tier`: equal logits, bit by bit."""
+    """Return the same requests with a large device tier, and with the blocks in `tier`: equal logits, bit by bit."""
     reference = Driver(models["llama"])
     told = tiered(models, path if tier == "disk" else None, host=0 if tier == "disk" else 100)
     seen = []

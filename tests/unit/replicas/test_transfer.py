@@ -71,7 +71,7 @@ class Pair:
         return lent
 
     async def run(self, at: int, request: GenerateRequest) -> tuple[list[int], Started]:
-        """The tokens of a request at a replica, and what it said when it started."""
+        """Return the tokens of a request at a replica, and what it said when it started."""
         transfers = (self.a, self.b)[at]
         await transfers.prepare(request)
         text, started = "", None

@@ -36,7 +36,7 @@ def record(
     policy: str = "full",
     name: str = "",
 ) -> RequestRecord:
-    """A request for a prompt of these tokens, with content blocks that end at `ends` and are marked by `ttls`."""
+    """Return a request for a prompt of these tokens, whose content blocks end at `ends` and are marked by `ttls`."""
     hashes = block_hashes(tokens, BLOCK, ROOT)
     marks = breakpoints(ends, ttls, 1)
 
@@ -60,7 +60,7 @@ def record(
 
 
 def config(*flags: str) -> Config:
-    """A small service whose KV takes 2 bytes a token."""
+    """Return a small service whose KV takes 2 bytes a token."""
     small = [
         "engine.step_tokens=8",
         "engine.kv_bytes=1GiB",
@@ -84,12 +84,12 @@ def run(
 
 
 def uniform(cost: Cost) -> UniformCosts:
-    """The same cost for every phase and kind of policy."""
+    """Return the same cost for every phase and kind of policy."""
     return UniformCosts(PhaseCosts(cost, cost))
 
 
 def with_timings(jobs: Iterable[Job], offset: float = 1.7e9, outside: float = 0.0) -> list[RequestRecord]:
-    """The log that the simulated cluster would have written; `outside` seconds pass outside the replica."""
+    """Return the log that the simulated cluster would have written; `outside` seconds pass outside the replica."""
     return [
         replace(
             job.record,
@@ -108,7 +108,7 @@ def with_timings(jobs: Iterable[Job], offset: float = 1.7e9, outside: float = 0.
 
 @st.composite
 def logs(draw: st.DrawFn, policies: Sequence[str] = ("full", "snapkv@6", "streaming_llm@0.5")) -> list[RequestRecord]:
-    """Requests over a small tree of prompts, many of which begin alike, some at the same moment."""
+    """Return requests over a small tree of prompts, many of which begin alike, some at the same moment."""
     records = []
     arrival = 0.0
     for number in range(draw(st.integers(1, 14))):

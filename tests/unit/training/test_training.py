@@ -27,7 +27,7 @@ CASES = [(family, chat) for family in tasks.FAMILIES for chat in (False, True)]
 
 @cache
 def _tokenizer() -> Any:
-    """The tokenizer for tests that hypothesis drives (it does not mix with fixtures)."""
+    """Return the tokenizer for tests that hypothesis drives (it does not mix with fixtures)."""
     return transformers.AutoTokenizer.from_pretrained(PATH)
 
 

@@ -173,7 +173,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
 
 
 def _point(name: str, size: Capacity, life: float, hits: Hits) -> dict[str, Any]:
-    """JSON has no infinity: null stands for unlimited."""
+    """Return a point with null for unlimited: JSON has no infinity."""
     return {
         "eviction": name,
         "capacity": size.text,

@@ -41,7 +41,7 @@ def price(
 def _document(
     settings: Config, model: str, tokens: int, rest: int, uses: int, per_hour: float | None
 ) -> dict[str, Any]:
-    """All figures, in dollars; what is infinite is null."""
+    """Return all figures, in dollars; what is infinite is null."""
     prices, cache = settings.pricing.of(model), settings.prefix_cache
     plain = pricing.uncached(tokens, rest, prices)
     rows = []

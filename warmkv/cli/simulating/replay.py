@@ -156,7 +156,7 @@ def _replay_with_bar(
 
 
 def _folders(out: Path | None, grid: Sequence[variants.Variant]) -> list[Path | None]:
-    """Where each variant is written: to `out` itself if it is the only one, else to a folder of its own in it."""
+    """Return where each variant is written: to `out` itself if there is one, else to a folder of its own in it."""
     if out is None:
         return [None] * len(grid)
     require("--out", "pyarrow", "matplotlib")

@@ -135,7 +135,7 @@ def _number(value: float | None) -> str:
 
 
 def _tree(settings: dict[str, Any]) -> dict[str, Any]:
-    """Dotted paths as nested mappings."""
+    """Return dotted paths as nested mappings."""
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *parents, leaf = path.split(".")

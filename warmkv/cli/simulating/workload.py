@@ -99,7 +99,10 @@ def workload(
 
 
 def _presets(asked: list[str], sessions: int | None) -> dict[str, Workload]:
-    """Each named preset with its sessions: NAME=SESSIONS, else `sessions`, else its own. Raises WorkloadError."""
+    """Return each named preset with its sessions: NAME=SESSIONS, else `sessions`, else its own.
+
+    Raises WorkloadError.
+    """
     parts: dict[str, Workload] = {}
     for text in asked:
         name, _, count = text.partition("=")

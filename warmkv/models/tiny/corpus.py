@@ -96,7 +96,7 @@ class World:
         self._costs: dict[str, int] = {}
 
     def cost(self, line: str) -> int:
-        """Tokens of `line` and its line end; remembered, since the same lines are drawn again and again."""
+        """Return tokens of `line` and its line end; remembered, since the same lines are drawn again and again."""
         known = self._costs.get(line)
         if known is None:
             known = self._costs[line] = self.count(line + "\n")
@@ -120,7 +120,7 @@ class World:
         return list(chosen)
 
     def filler(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive lines of real source text, at most `tokens` tokens of them."""
+        """Return consecutive lines of real source text, at most `tokens` tokens of them."""
         taken: list[str] = []
         left = tokens
         while left > 0:

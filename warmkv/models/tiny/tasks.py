@@ -157,11 +157,13 @@ class TaskSample:
         return out
 
     def prompt(self) -> str:
-        """Everything before the last answer, as one string with its special tokens; plain form ends without a space."""
+        """Return everything before the last answer, as one string with its special tokens; plain form ends without a
+        space.
+        """
         return "".join(text for text, _ in self.segments()[:-1])
 
     def text(self) -> str:
-        """Prompt and answer, as trained on."""
+        """Return prompt and answer, as trained on."""
         return "".join(text for text, _ in self.segments())
 
 
@@ -208,7 +210,7 @@ def code(rng: random.Random) -> str:
 
 
 def _assemble(world: World, rng: random.Random, length: int, chat: bool, plan: _Plan) -> TaskSample:
-    """Hides the needles of `plan` at random depths in text so that the whole sample has about `length` tokens."""
+    """Hide the needles of `plan` at random depths in text so that the whole sample has about `length` tokens."""
     prefix = rng.choice(PREFIXES)
     needles = [prefix + needle for needle in plan.needles]
     if plan.passages:
@@ -269,13 +271,13 @@ def _ask(rng: random.Random, chat: bool, questions: Sequence[str], cloze: str, b
 
 
 def _chosen(rng: random.Random, names: Sequence[str], turns: int) -> list[str]:
-    """Which keys are asked for: distinct ones while there are enough."""
+    """Choose which keys are asked for: distinct ones while there are enough."""
     order = rng.sample(names, len(names))
     return [order[i % len(order)] for i in range(max(1, turns))]
 
 
 def _wordings(rng: random.Random, templates: Sequence[str], count: int) -> list[str]:
-    """One wording for the whole document most of the time, a mixture otherwise."""
+    """Choose one wording for the whole document most of the time, a mixture otherwise."""
     if rng.random() < 0.6:
         return [rng.choice(templates)] * count
     return rng.choices(templates, k=count)
@@ -295,14 +297,14 @@ def _codes(name: str, world: World, rng: random.Random, length: int, chat: bool,
 def single(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> TaskSample:
-    """One "the code of X is 4821" in the text; asked for at the end."""
+    """Plant one "the code of X is 4821" in the text; asked for at the end."""
     return _codes("single", world, rng, length, chat, 1, turns)
 
 
 def multi(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> TaskSample:
-    """Several keys with a code each (2 to 8 unless `keys` says how many); one of them is asked for."""
+    """Plant several keys with a code each (2 to 8 unless `keys` says how many); one of them is asked for."""
     count = keys or rng.randint(2, 8 if length >= 512 else 4)
     return _codes("multi", world, rng, length, chat, count, turns)
 
@@ -330,7 +332,7 @@ def two_hop(
 def scratch(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> TaskSample:
-    """Named slots that are written, some more than once, and read back later: the last write counts."""
+    """Write named slots that are written, some more than once, and read back later: the last write counts."""
     count = keys or rng.randint(2, 4)
     names = world.keys(rng, count)
     writes = [name for name in names for _ in range(rng.choice((1, 1, 2)))]
@@ -363,7 +365,7 @@ def copying(
 def passages(
     world: World, rng: random.Random, *, length: int, chat: bool, keys: int | None = None, turns: int = 1
 ) -> TaskSample:
-    """Numbered passages that state the same relation of different names; the answer is one word of one of them."""
+    """Write numbered passages that state one relation of different names; the answer is one word of one of them."""
     count = keys or rng.randint(2, 4)
     noun = rng.choice(RELATIONS)
     names = world.keys(rng, 2 * count)

@@ -123,7 +123,7 @@ class Gateway:
         return mailbox
 
     def _taking(self) -> int:
-        """Replicas that the router of this process would send a request to now; 0 before it knows any.
+        """Return replicas that the router of this process would send a request to now; 0 before it knows any.
 
         Serve keeps a handle's router to itself, and it alone is told at once which replicas run.
         """
@@ -136,7 +136,10 @@ class Gateway:
         return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))
 
     async def _drop_prefixes(self, tenant: str) -> list[int]:
-        """Bytes freed by each running replica. Raises what the first one that fails raises."""
+        """Drop a tenant's prefixes; return the bytes freed by each running replica.
+
+        Raises what the first one that fails raises.
+        """
         response = self._handle.broadcast("drop_prefixes", tenant)
         freed: list[int] = await response.results_async(timeout_s=self._drop_timeout)
         return freed

@@ -37,7 +37,9 @@ def configured_windows(text: Any) -> tuple[int, ...]:
 
 
 def rotation(rotary: Any) -> Tensor:
-    """Radians per position [head_dim / 2] of a rotary embedding; of one per layer type (Gemma 3), of full attention."""
+    """Return radians per position [head_dim / 2] of a rotary embedding; of one per layer type (Gemma 3), of full
+    attention.
+    """
     names = ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq")
     found: Tensor = next(getattr(rotary, name) for name in names if getattr(rotary, name, None) is not None)
     return found

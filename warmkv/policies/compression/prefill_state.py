@@ -141,7 +141,7 @@ class PrefillState:
         return self.queries[layer][:, -count:]
 
     def members(self, kind: str) -> Tensor:
-        """Which positions hold tokens of a class ("special", "punctuation", "separators"): bool [T]."""
+        """Return which positions hold tokens of a class ("special", "punctuation", "separators"): bool [T]."""
         if kind not in self._members:
             self._members[kind] = self._find(kind)
         return self._members[kind]

@@ -19,7 +19,8 @@ NONE = -1
 
 
 def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterator[Tensor]:
-    """Attention of the prompt's last queries, softmax in float32, causal inside the window; a few queries at a time.
+    """Yield attention of the prompt's last queries, softmax in float32, causal inside the window; a few queries at a
+    time.
 
     keys [kv_heads, T, head_dim], queries [q_heads, w, head_dim] of positions T-w..T-1, both after rotation.
     Yields [kv_heads, group, some queries, T], where `group` is the query heads of a KV head.
@@ -52,7 +53,7 @@ def window_votes(prompt: PrefillState, layer: int, window: int) -> Tensor:
 
 
 def window_moments(prompt: PrefillState, layer: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and entropy of the attention of the last `window` queries on the tokens before them.
+    """Return mean, variance and entropy of the attention of the last `window` queries on the tokens before them.
 
     Mean and variance are over these queries, float64 [kv_heads, group, T - window]; the variance is that of a sample
     (divided by one less than its size, 0 of a single query). The entropy, float64 [], is summed over queries and heads.
@@ -78,7 +79,7 @@ def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Positions [..., count] of the highest scores [..., n], the highest first; ties go to the lower position."""
+    """Return positions [..., count] of the highest scores [..., n], descending; ties go to the lower position."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 

@@ -117,7 +117,7 @@ def entry(header: Header, now: float, wall: float) -> Entry:
 
 
 def _finite(time: float) -> float | None:
-    """JSON has no infinity."""
+    """Return null for infinity, which JSON does not have."""
     return time if math.isfinite(time) else None
 
 
@@ -143,7 +143,7 @@ class Folder:
         _replace(self.path / MANIFEST, (json.dumps(self.manifest() | more, indent=2) + "\n").encode())
 
     def check(self) -> dict[str, Any]:
-        """Its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
+        """Return its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
         try:
             found = json.loads((self.path / MANIFEST).read_bytes())
         except (OSError, ValueError) as error:
@@ -278,7 +278,7 @@ def restore(folder: Folder, index: TierIndex, now: float, wall: float) -> int:
 
 
 def _metadata(text: bytes) -> tuple[Header, str]:
-    """Header and checksum in the JSON of a safetensors file. Raises ValueError, KeyError, TypeError."""
+    """Return header and checksum in the JSON of a safetensors file. Raises ValueError, KeyError, TypeError."""
     metadata = json.loads(text)["__metadata__"]
     return Header(**json.loads(metadata["header"])), metadata["checksum"]
 

@@ -82,7 +82,7 @@ def unseal(payload: BlockPayload, identity: Identity, formats: Sequence[str]) ->
 
 
 def _kinds(header: Header, identity: Identity) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Types and shapes of the parts that a block or column sums must have."""
+    """Return types and shapes of the parts that a block or column sums must have."""
     shape = identity.shape
     if header.tokens:
         size = (2, shape.layers, shape.kv_heads, header.tokens, shape.head_dim)
@@ -97,7 +97,8 @@ def _kinds(header: Header, identity: Identity) -> tuple[tuple[str, tuple[int, ..
 def lend(
     store: BlockStore, keys: Sequence[bytes], tails: Sequence[bytes], most: int, *, sums: bool = False
 ) -> tuple[list[StoredBlock], bool]:
-    """Consecutive blocks of a chain that are in memory, up to the first that is not, and at last tails behind them.
+    """Return consecutive blocks of a chain that are in memory, up to the first that is not, and at last tails behind
+    them.
 
     At most `most` bytes of blocks, but at least one; then there may be more, which the second value tells. With `sums`,
     no more of the chain than there are column sums for, and these as well.
@@ -143,7 +144,7 @@ def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
 
 
 def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, StoredBlock]]:
-    """Chains in memory, what would be evicted last first, and their entries, together at most `most` bytes.
+    """Return chains in memory, what would be evicted last first, and their entries, together at most `most` bytes.
 
     Of the chain that does not fit there is the beginning.
     """
@@ -190,7 +191,7 @@ def _path(store: BlockStore, key: bytes) -> list[Entry] | None:
 
 
 def _runs(headers: Sequence[Header]) -> Iterator[list[Header]]:
-    """Parts of which each header follows the one before it."""
+    """Yield parts of which each header follows the one before it."""
     run: list[Header] = []
     for header in headers:
         if run and (header.parent != run[-1].key or header.end != run[-1].end + header.tokens):

@@ -52,7 +52,7 @@ class Identity:
         return asdict(self)
 
     def differs(self, document: object) -> str:
-        """In what KV of another identity, as `document` gives it, is unlike; empty if it fits."""
+        """Return in what respect KV of another identity, as `document` gives it, is unlike; empty if it fits."""
         if not isinstance(document, Mapping):
             return "it names no model"
         names = [field.name for field in fields(self) if field.name != "model"]

@@ -25,7 +25,10 @@ class PackError(UserError):
 
 
 def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
-    """All blocks of a pack, each behind the one before it. Raises PackError unless it is whole and fits the model."""
+    """Read all blocks of a pack, each behind the one before it.
+
+    Raises PackError unless it is whole and fits the model.
+    """
     folder = Folder(path, identity, "model")
     try:
         manifest = folder.check()

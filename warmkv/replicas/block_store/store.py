@@ -80,7 +80,7 @@ class BlockStore:
         return self._device if tier == "device" else torch.device("cpu")
 
     def __len__(self) -> int:
-        """Blocks and tails in all tiers; what is in two counts twice."""
+        """Return blocks and tails in all tiers; what is in two counts twice."""
         return sum(len(tier_index) for tier_index in self._cache.tiers.indexes)
 
     @property
@@ -117,7 +117,7 @@ class BlockStore:
         return len(self._moves)
 
     def full_blocks(self) -> dict[str, list[bytes]]:
-        """Keys of the full blocks by the fastest tier that has them, for a snapshot."""
+        """Return keys of the full blocks by the fastest tier that has them, for a snapshot."""
         found: dict[str, list[bytes]] = {tier: [] for tier in TIERS}
         for key, tier in self._published.items():
             found[tier].append(key)
@@ -129,7 +129,7 @@ class BlockStore:
         return self._cache.tiers
 
     def leading(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
+        """Return leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
         tier_of = self._published.get
         memory = bisect_left(hashes, True, key=lambda key: tier_of(key, "disk") == "disk")
         return memory, bisect_left(hashes, True, lo=memory, key=lambda key: tier_of(key) is None)

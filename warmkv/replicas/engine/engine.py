@@ -260,7 +260,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One iteration; False if there was nothing to compute."""
+        """Run one iteration; return False if there was nothing to compute."""
         failures = sum(self.faults.counts.values())
         try:
             self._inbox.drain()
@@ -355,7 +355,7 @@ class Engine:
         return [*drawn, *tokens]
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:
-        """From prefill to decode: store the prompt, fill the slot, report the first token."""
+        """Store the prompt, fill the slot, report the first token."""
         done = self._prompts.hand_off(sequence, self.scheduler.room)
         self.scheduler.begin_decoding(sequence)
         match = done.match

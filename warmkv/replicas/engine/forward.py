@@ -25,7 +25,7 @@ class ModelRunner:
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState, places: Tensor | None = None) -> Tensor:
-        """Logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
+        """Return logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
 
         With `places` [k], those of these places of a single row: [k, vocabulary].
         """
@@ -59,7 +59,7 @@ class CompiledForward:
         self._compiled: Any = torch.compile(ModelRunner(model), fullgraph=True)
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
-        """Logits [batch, vocabulary] of ids and positions [batch, 1]."""
+        """Return logits [batch, vocabulary] of ids and positions [batch, 1]."""
         if len(ids) > 1:
             torch._dynamo.maybe_mark_dynamic(ids, 0)
             torch._dynamo.maybe_mark_dynamic(positions, 0)

@@ -110,7 +110,7 @@ class OutputProcessor:
         return output
 
     def cancel(self, output: Output) -> None:
-        """Listen no more; what has not ended is stopped."""
+        """Stop listening; what has not ended is stopped."""
         if output in self._outputs:
             del self._outputs[output]
             if output.end is None:

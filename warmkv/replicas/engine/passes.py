@@ -38,7 +38,7 @@ class Pass:
         return [sequence for sequence in self.prompts if sequence.workspace.ends]
 
     def ids(self, device: torch.device) -> Tensor:
-        """Token ids [1, tokens]."""
+        """Return token ids [1, tokens]."""
         ids: list[int] = []
         for sequence in self.prompts:
             chunk = sequence.workspace.chunk
@@ -47,12 +47,12 @@ class Pass:
         return torch.tensor([ids], device=device)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Positions of the tokens in their sequences [1, tokens]."""
+        """Return positions of the tokens in their sequences [1, tokens]."""
         positions = [position for sequence in self.prompts for position in sequence.workspace.chunk]
         return torch.tensor([[*positions, *(self.state.positions if self.state else ())]], device=device)
 
     def drawn(self, device: torch.device) -> Tensor:
-        """Places of the tokens that others are drawn after: the last of prompts that end, and all that decode."""
+        """Return places of the tokens whose logits are sampled: the last of prompts that end, and all that decode."""
         places, end = [], 0
         for sequence in self.prompts:
             end += len(sequence.workspace.chunk)

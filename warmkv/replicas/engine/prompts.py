@@ -65,13 +65,13 @@ class Prompts:
             sequence.column_sums[prompt.computed] = prompt.column_sums[..., : prompt.computed].clone()
 
     def _summed_positions(self, sequence: Sequence, prompt: PrefillState) -> list[int]:
-        """Where a later prompt can go on with this one's column sums."""
+        """Return where a later prompt can go on with this one's column sums."""
         if prompt.column_sums is None or not self.store.enabled:
             return []
         return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
 
     def hand_off(self, sequence: Sequence, room: int) -> HandOff:
-        """From prefill to decode: keep the prefix for others whole, compress this request's own copy.
+        """Keep the prefix for others whole, compress this request's own copy.
 
         Slots may take `room` bytes.
         """

@@ -65,14 +65,14 @@ class LoadedModel:
         )
 
     def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers; what is tied counts once."""
+        """Return bytes of parameters and buffers; what is tied counts once."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         plain: int = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
         return plain + packed_bytes(self.module)
 
 
 def model_path(config: ModelConfig) -> str:
-    """Folder or hub name to load; `tiny` is the model in the package."""
+    """Return folder or hub name to load; `tiny` is the model in the package."""
     return str(TINY) if config.path == "tiny" else config.path
 
 
@@ -176,7 +176,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
 
 
 def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: bool) -> int:
-    """Tokens up to which the model computes what warmkv computes."""
+    """Return tokens up to which the model computes what warmkv computes."""
     limits: list[int] = [text.max_position_embeddings]
     if not listed:  # nobody has compared its windows: within one a sliding layer attends to everything
         limits += [layer.window for layer in traits if layer.window]
@@ -199,7 +199,7 @@ def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
 
 
 def token_classes(tokenizer: Any) -> TokenClasses:
-    """Which tokens of a vocabulary are special, only punctuation, or end a passage with a blank line."""
+    """Return which tokens of a vocabulary are special, only punctuation, or end a passage with a blank line."""
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     special = torch.zeros(len(texts), dtype=torch.bool)
     flagged = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]

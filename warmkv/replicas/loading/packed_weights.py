@@ -58,5 +58,5 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def packed_bytes(module: Any) -> int:
-    """Bytes of packed weights inside a module."""
+    """Return bytes of packed weights inside a module."""
     return sum(child.nbytes for child in module.modules() if isinstance(child, PackedLinear))

@@ -66,7 +66,7 @@ class RowTable:
 
     @classmethod
     def join(cls, states: Sequence[RowTable]) -> tuple[RowTable, list[RowTable]]:
-        """All rows of some states in one, and each of these as views of it."""
+        """Join all rows of some states in one, and each of these as views of it."""
         if not states:
             return cls.over(np.zeros((len(fields(cls)), 0), dtype=np.int64)), []
         matrix = np.concatenate([state._matrix() for state in states], axis=1)
@@ -214,7 +214,7 @@ def take_pending_packs(state: RowTable, active: Bools, group: int) -> list[Pendi
 
 
 def seen_uncompressed(state: RowTable, active: Bools, kind: RowKind) -> Bools:
-    """Which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
+    """Return which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
     tail = np.arange(kind.tail)
     in_front = np.where(active, np.minimum(state.count, kind.front), 0)
     since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)

@@ -165,7 +165,7 @@ class SlotPool:
         return *slot_request.row(kept, self.shape.window(layer)), kept
 
     def _claim_uniform(self, slot: Slot, kind: RowKind, limit: int) -> bool:
-        """Neighbouring rows for all KV heads, in a slab over all layers."""
+        """Claim neighbouring rows for all KV heads, in a slab over all layers."""
         heads, layers = self.shape.kv_heads, range(self.shape.layers)
         of_kind = [slab for slab in self.slabs if slab.kind == kind and slab.layers == layers]
         slab, rows = next(((slab, rows) for slab in of_kind for rows in self._idle(slab)), (None, range(0)))
@@ -190,7 +190,7 @@ class SlotPool:
         return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
 
     def _claim_ragged(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
-        """Rows of the kinds that the heads of some layers ask for, in slabs of these layers."""
+        """Claim rows of the kinds that the heads of some layers ask for, in slabs of these layers."""
         found = [self._free_rows(layers, kind)[: len(heads)] for layers, kind, heads in wanted]
         missing = sum(
             (len(heads) - len(rows)) * row_bytes(kind, self.shape) * len(layers)

@@ -36,7 +36,7 @@ class TimeWeightedGauge:
         return int(np.cumsum(self._changes).max(initial=0))
 
     def mean(self, end: float) -> float:
-        """Mean from time 0 to `end`, the level having started at 0."""
+        """Return mean from time 0 to `end`, the level having started at 0."""
         import numpy as np
 
         if not self._times or end <= 0:

@@ -87,7 +87,7 @@ class ReplicaCache:
         return self._cache.match(record.hashes, record.reads, record.block_size, now)
 
     def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
-        """Tokens of a match that a rule can go on from which needs what all queries gave; at most `most`."""
+        """Return tokens of a match that a rule can go on from which needs what all queries gave; at most `most`."""
         return self._cache.match_sums(match, record.block_size, most, now)[0]
 
     def store_sums(
@@ -114,7 +114,7 @@ class ReplicaCache:
         return device, max(device, host), max(found)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> BlockTransfer:
-        """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
+        """Return blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
 
         At most `most` bytes, but at least a block. With the last of them come tails that may be read; with `sums`, no
         more blocks than there are column sums for, and these as well.
@@ -164,7 +164,7 @@ class ReplicaCache:
             self._note(((step, known.get(step.key) if isinstance(step, Stored) else None) for step in steps), now)
 
     def hottest(self, most: int, now: float) -> list[list[Entry]]:
-        """Chains in memory, what would be evicted last first, together at most so many bytes.
+        """Return chains in memory, what would be evicted last first, together at most so many bytes.
 
         Of the chain that does not fit there is the beginning.
         """
@@ -184,7 +184,7 @@ class ReplicaCache:
         return chains
 
     def _found(self, keys: Sequence[Key], now: float) -> list[Entry]:
-        """Entries in memory of the leading keys of a chain."""
+        """Return entries in memory of the leading keys of a chain."""
         found = []
         for key in keys:
             if (entry := self._entry(key, now)) is None:
@@ -230,7 +230,7 @@ class ReplicaCache:
             self._stored.change(total, now)
 
     def drop(self, now: float) -> None:
-        """Everything is gone, with the replica."""
+        """Drop everything: the replica is gone."""
         self._index.drop_replica(self._replica)
         for level, known in zip(self._levels, self._known, strict=True):
             level.change(-known, now)

@@ -149,7 +149,7 @@ class RunCache:
         return any(run in pinned for tiers in self._readers.values() for pinned in tiers)
 
     def depths(self, runs: Runs) -> Depths:
-        """Leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
+        """Return leading blocks of a prompt by tier, as the routers' index has them: those in it or in a faster one."""
         if not runs:
             return 0, 0, 0
         lengths, device, host, anywhere = self._lengths, 0, 0, 0
@@ -226,13 +226,13 @@ class RunCache:
                     del place.pinned[run]
 
     def sums(self, match: Match, record: RequestRecord, most: int, now: float) -> int:
-        """None are kept: no request needs them."""
+        """Return 0: none are kept, since no request needs them."""
         return 0
 
     def store_sums(
         self, record: RequestRecord, marks: Sequence[Mark], reused: int, token_bytes: int, now: float
     ) -> None:
-        """Likewise."""
+        """Keep none."""
 
     def leading(self, record: RequestRecord, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt, at most `most`, by tier: those in it or in a faster one."""
@@ -240,7 +240,7 @@ class RunCache:
         return min(device, most), min(host, most), min(anywhere, most)
 
     def lend(self, record: RequestRecord, first: int, last: int, most: int, sums: bool, now: float) -> BlockTransfer:
-        """Blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
+        """Return blocks of a prompt from number `first` on and before `last`, as far as they are in memory here.
 
         At most `most` bytes, but at least a block.
         """
@@ -276,7 +276,7 @@ class RunCache:
         return runs[: found + 1], blocks
 
     def _leading(self, place: TierSpace, runs: Runs) -> int:
-        """Leading blocks of a chain that a tier holds."""
+        """Return leading blocks of a chain that a tier holds."""
         held, lengths, count = place.held, self._lengths, 0
         for run in runs:
             count += held[run]
@@ -377,7 +377,7 @@ class RunCache:
             self._stored.change(total, now)
 
     def drop(self, now: float) -> None:
-        """Everything is gone, with the replica."""
+        """Drop everything: the replica is gone."""
         for place in self._places:
             place.untold -= sum(place.held)
             place.held[:] = [0] * len(place.held)

@@ -30,7 +30,7 @@ class Needs:
 
 
 def needs(blocks: Ints, offsets: Ints, weights: Ints, arrival: Floats, *, tail_first: bool = False) -> Needs:
-    """One LRU for all requests, which come in order and take no time.
+    """Compute one LRU for all requests, which come in order and take no time.
 
     `blocks` [m], of request i from offsets[i] to offsets[i + 1]; `weights` [m] are what they take; `arrival` [n]
     ascends among requests that share blocks. A request first looks up its blocks, then uses all of them from head to
@@ -65,7 +65,8 @@ def _running_maximum(values: Ints | Places, request: Places, bound: int) -> Ints
 
 
 def _lookups(blocks: Ints, offsets: Ints, weights: Ints, request: Places) -> tuple[Ints, Places]:
-    """For each block the weight of what was used since it was, itself included, and the request that last used it.
+    """Return for each block the weight of what was used since it was, itself included, and the request that last used
+    it.
 
     As of the request's beginning. A block that comes twice in a request needs nothing but its first time; one that was
     never used has the request -1.
@@ -97,7 +98,7 @@ def _lookups(blocks: Ints, offsets: Ints, weights: Ints, request: Places) -> tup
 
 
 def _previous(blocks: Ints) -> Places:
-    """Where each block was used before, -1 for the first time."""
+    """Return where each block was used before, -1 for the first time."""
     order = np.argsort(blocks, kind="stable")
     again = blocks[order][1:] == blocks[order][:-1]
     before = np.full(len(blocks), -1, dtype=np.int32)
@@ -106,7 +107,7 @@ def _previous(blocks: Ints) -> Places:
 
 
 def _runs(before: Places, request: Places) -> Ints:
-    """Where runs start: a run lies in one request, and was used as a run in one request before, or never."""
+    """Return where runs start: a run lies in one request, and was used as a run in one request before, or never."""
     if not len(before):
         return np.empty(0, dtype=np.int64)
     new = before < 0
@@ -120,7 +121,7 @@ def _runs(before: Places, request: Places) -> Ints:
 def _recent(
     cells_of: list[int], runs_of: list[int], looked: list[int], first: list[int], end: list[int], weights: list[int]
 ) -> list[int]:
-    """For each run the weight of all that is recent from where it was used before on; 0 if it is not looked up.
+    """Return for each run the weight of all that is recent from where it was used before on; 0 if it is not looked up.
 
     A Fenwick tree over cells holds the weight of those that were not used again. Request i owns the cells from
     cells_of[i] and the runs from runs_of[i]; a run was used before in the cells first to end, or -1; looked likewise.

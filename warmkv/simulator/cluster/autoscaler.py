@@ -26,7 +26,7 @@ class Scaling:
     since: float = 0.0
 
     def due(self, config: AutoscalingConfig) -> float:
-        """When the target changes, if requests stay as they are; infinite if it does not."""
+        """Return when the target changes, if requests stay as they are; infinite if it does not."""
         if not self.direction:
             return math.inf
         return self.since + (config.upscale_delay_seconds if self.direction > 0 else config.downscale_delay_seconds)

@@ -115,7 +115,7 @@ class Cluster:
         self._left = len(jobs)  # jobs that have not ended
 
     def run(self) -> Outcome:
-        """Until all jobs have ended."""
+        """Run until all jobs have ended."""
         if self._as_placed:
             self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
         else:

@@ -66,12 +66,12 @@ class Fleet:
             self._after(REPORT_SECONDS, self._report)
 
     def open_named(self, names: Sequence[str]) -> None:
-        """Replicas of these names take requests, and neither fail nor change in number."""
+        """Open replicas of these names, which neither fail nor change in number."""
         for place, name in enumerate(names):
             self._ready(self._add(place, name))
 
     def close(self) -> None:
-        """There are no more requests: what was to happen yet does not."""
+        """Close, since there are no more requests: what was to happen yet does not."""
         self._open = False
         for transfers in self.transfers.values():
             transfers.close()

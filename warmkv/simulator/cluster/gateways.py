@@ -34,7 +34,7 @@ class SimulatedGateway:
         self.writers = Writers()
 
     def choose(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
-        """Replicas, of which there is one, from best to worst for a job, and from where others may fetch blocks."""
+        """Rank the replicas, at least one, for a job, and choose where the others may fetch blocks."""
         if len(replicas) == 1:
             return replicas, None
         record, leaves = job.record, 0

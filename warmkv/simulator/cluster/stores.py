@@ -95,7 +95,7 @@ class Stores:
             self._late.drop_replica(name)
 
     def warm(self, record: RequestRecord, now: float) -> Mapping[str, Depths]:
-        """Leading blocks of a prompt that each replica holds, as the routers know it."""
+        """Return leading blocks of a prompt that each replica holds, as the routers know it."""
         if self._layout is not None:
             runs = self._runs[record.id]
             warm = {}

@@ -112,7 +112,7 @@ class SimulatedTransfers:
         return flight
 
     def _gain(self, job: Job, computed: int, fetched: int) -> float:
-        """Seconds that fetching these blocks saves."""
+        """Return seconds that fetching these blocks saves."""
         while self._prefills:
             self._times = self._times.computed(*self._prefills.popleft())
         return self._times.gain(computed * job.record.block_size, fetched * self._block_bytes)

@@ -15,7 +15,7 @@ EXACT = ErrorOfFit(mean=0.0, p95=0.0)
 
 
 def profile_of(result: Calibration, requests: Measured, config: Config, limits: Limits) -> StepProfile:
-    """One kind of policy, the full cache, with the same coefficients in every phase; the model is the settings'.
+    """Return one kind of policy, the full cache, with the same coefficients in every phase; the model is the settings'.
 
     The errors are of requests, not of steps: of prefill those of TTFT, of decoding those of TPOT.
     """

@@ -139,7 +139,7 @@ def times_of(arrival: Floats, first: Floats, last: Floats, output: NDArray[np.in
 
 
 def figures(times: Times) -> Report:
-    """Mean and percentiles of every metric."""
+    """Return mean and percentiles of every metric."""
     return {metric: dict(zip(FIGURES, _figures(_values(times, metric)), strict=True)) for metric in METRICS}
 
 

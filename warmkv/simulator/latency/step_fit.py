@@ -37,7 +37,7 @@ TOLERATED = 3.0  # median errors; rows beyond count less (Huber)
 
 
 def fit(requests: Measured, limits: Limits, which: slice, serve: Serve, loss: Loss) -> StepCost:
-    """Coefficients fitted to the measured times of some requests; all are served."""
+    """Fit coefficients to the measured times of some requests; all are served."""
     design, seconds = _as_measured(requests, limits, which)
     here = least_squares(design, seconds, design[:, 0])
     here = np.maximum(here, LEAST_SHARE * (design @ here).mean() / np.maximum(design.mean(axis=0), 1e-300))
@@ -86,7 +86,7 @@ def _as_measured(requests: Measured, limits: Limits, which: slice) -> tuple[Floa
 
 
 def _as_simulated(served: list[ServedRequest], requests: Measured, which: slice) -> tuple[Floats, Floats]:
-    """Likewise with the work of a simulation, and rows for the time up to the first token, too.
+    """Fit likewise with the work of a simulation, and rows for the time up to the first token, too.
 
     A request waits for the step in progress when it arrives; that wait is the simulation's.
     """
@@ -105,7 +105,7 @@ def _rows(which: slice, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def least_squares(design: Floats, seconds: Floats, steps: Floats) -> Floats:
-    """Coefficients of the columns, none negative, from spans of that many steps.
+    """Return coefficients of the columns, none negative, from spans of that many steps.
 
     Errors count relative to the time, with a step of grace; wild ones less.
     """
@@ -139,7 +139,7 @@ def _nonnegative(design: Floats, target: Floats) -> Floats:
 
 
 def _directions(design: Floats, coefficients: Floats) -> Floats:
-    """Directions among the logarithms of the coefficients that change the times alike, one a row.
+    """Return directions among the logarithms of the coefficients that change the times alike, one a row.
 
     Coefficients trade off against each other, so along the axes the search would creep.
     """

@@ -70,7 +70,10 @@ def write(folder: Path, run: Run, meta: Mapping[str, Any], prices: Prices) -> No
 
 
 def timeseries(run: Run) -> dict[str, Any]:
-    """Columns over time. Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0."""
+    """Return columns over time.
+
+    Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0.
+    """
     served = [job for job in run.jobs if job.replica]
     times = np.linspace(0.0, run.result.seconds, POINTS + 1)
 

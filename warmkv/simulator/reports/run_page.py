@@ -67,7 +67,7 @@ def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _disturbances(result: Result) -> list[tuple[str, str]]:
-    """Only what there was."""
+    """Describe only what there was."""
     rows = []
     if result.retries or result.resumptions:
         rows.append(("sent again before, after the first token", f"{result.retries:,}, {result.resumptions:,}"))
@@ -145,7 +145,7 @@ def _lines(ax: Axes, times: Any, columns: Mapping[str, Any]) -> None:
 
 
 def _hit_rate(ax: Axes, series: Mapping[str, Any]) -> None:
-    """In windows; one without a prompt has no rate."""
+    """Return the hit rate in windows; one without a prompt has no rate."""
     ends = np.linspace(0, len(series["seconds"]) - 1, WINDOWS + 1).astype(int)
     prompt, reused = (np.diff(series[name][ends]) for name in ("prompt_tokens", "reused_tokens"))
     rate = np.divide(reused, prompt, out=np.full(WINDOWS, np.nan), where=prompt > 0)

@@ -105,7 +105,7 @@ def _plot_mean(ax: Axes, points: Sequence[tuple[float, float]]) -> None:
 
 
 def _places(rows: Sequence[SweepRow], path: str) -> tuple[Callable[[SweepRow], float], dict[float, str]]:
-    """Where a row stands on the axis of a setting, and the ticks: its numbers, or one place after the other."""
+    """Return where a row stands on the axis of a setting, and the ticks: its numbers, or one place after the other."""
     with_path = [row for row in rows if path in row.values]
     names = {row.values[path]: shown(row.settings[path]) for row in with_path}
     if all(isinstance(value, float) and math.isfinite(value) for value in names):

@@ -32,12 +32,12 @@ HEADS = {
 
 
 def paths_of(rows: Sequence[SweepRow]) -> list[str]:
-    """Every path that a point sets, in the order of the grid."""
+    """Return every path that a point sets, in the order of the grid."""
     return list(dict.fromkeys(path for row in rows for path in row.settings))
 
 
 def varied(rows: Sequence[SweepRow]) -> list[str]:
-    """Those that have more than one value."""
+    """Return those that have more than one value."""
     return [path for path in paths_of(rows) if len({row.values.get(path) for row in rows}) > 1]
 
 

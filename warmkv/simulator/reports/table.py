@@ -158,7 +158,7 @@ def _size(size: float) -> str:
 
 
 def _level(level: Amount) -> str:
-    """Mean and peak in MiB, or in GiB where there are many."""
+    """Return mean and peak in MiB, or in GiB where there are many."""
     size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
     return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"
 
@@ -168,5 +168,5 @@ def _triple(values: Percentiles, factor: float) -> str:
 
 
 def _short(number: float) -> str:
-    """Three figures, in at most five characters below 100,000."""
+    """Format with three figures, in at most five characters below 100,000."""
     return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"

@@ -65,7 +65,10 @@ class LruCurve:
         self._sorted: dict[float, tuple[Floats, Ints]] = {}  # by TTL: needs in order, and what they add up to
 
     def hits(self, capacity: float, ttl: float = math.inf) -> Hits:
-        """At a capacity in the curve's unit. A block used `ttl` seconds ago, to the second, is still found."""
+        """Return the hits at a capacity in the curve's unit.
+
+        A block used `ttl` seconds ago, to the second, is still found.
+        """
         needed, total = self._by_capacity(ttl)
         blocks = int(np.searchsorted(needed, capacity, side="right")) if not math.isinf(capacity) else len(needed)
         tokens, count = int(total[blocks]), len(self._worth)
@@ -99,7 +102,8 @@ def lru(
     correction: Correction = Correction(),
     tail_first: bool = False,
 ) -> LruCurve:
-    """One pass over a trace. With a scope, every session or tenant has a cache of that capacity to itself.
+    """Simulate LRU in one pass over a trace. With a scope, every session or tenant has a cache of that capacity to
+    itself.
 
     `tail_first`: the ends of prompts are evicted first, as in warmkv's own stores; else their heads, as in the
     published figures. Raises CacheSimError if the trace has no blocks, or does not tell the scope.
@@ -124,7 +128,8 @@ def by_order(
     correction: Correction = Correction(),
     progress: Callable[[int], None] = lambda requests: None,
 ) -> Hits:
-    """One cache, walked through block by block with the index of the live stores. Raises CacheSimError as `lru` does.
+    """Simulate one cache, walked through block by block with the index of the live stores. Raises CacheSimError as
+    `lru` does.
 
     Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
     """

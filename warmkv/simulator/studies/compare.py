@@ -77,7 +77,9 @@ def read(text: str) -> ComparedRun:
 
 
 def compare(a: ComparedRun, b: ComparedRun) -> Comparison:
-    """Effects are ordered by |ln(b / a)|, so that doubling counts as much as halving; from or to 0 counts most."""
+    """Compare two results: effects are ordered by |ln(b / a)|, so that doubling counts as much as halving; from or to 0
+    counts most.
+    """
     known_a = {name: value for name, value in a.figures.items() if value is not None}
     known_b = {name: value for name, value in b.figures.items() if value is not None}
     both = [_effect(name, known_a[name], known_b[name]) for name in known_a if name in known_b]

@@ -164,7 +164,7 @@ def _document(path: Path) -> Any:
 
 
 def _flat(tree: Any, where: str, lead: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as dotted paths. Raises GridError."""
+    """Return nested mappings as dotted paths. Raises GridError."""
     if not isinstance(tree, Mapping):
         raise GridError(f"{where}: expected a mapping of paths to values, got {tree!r}")
     pairs: list[tuple[str, Any]] = []

@@ -85,7 +85,7 @@ def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf
 
 
 def _outside(record: RequestRecord) -> float:
-    """Seconds up to the first token that a request did not spend in its replica; 0 in logs that do not tell."""
+    """Return seconds up to the first token that a request did not spend in its replica; 0 in logs that do not tell."""
     return max(0.0, record.ttft - record.queue - record.prefill) if record.prefill else 0.0
 
 

@@ -55,7 +55,7 @@ def seconds(text: str) -> float:
 
 
 def model_token_bytes(path: Path) -> int:
-    """KV bytes of a token of the model in a folder, from its config.json. Raises QuantityError."""
+    """Return KV bytes of a token of the model in a folder, from its config.json. Raises QuantityError."""
     try:
         figures = kv_figures(path)
         return KVShape(figures["layers"], figures["kv_heads"], figures["head_dim"], figures["dtype_bytes"]).token_bytes

@@ -250,7 +250,7 @@ def run(
 
 
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
-    """Totals and percentiles of a finished simulation."""
+    """Return totals and percentiles of a finished simulation."""
     served = [job for job in jobs if job.replica]
     by_tenant: dict[str, list[Job]] = defaultdict(list)
     for job in served:
@@ -317,7 +317,7 @@ def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
 
 
 def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
-    """All of some usages together."""
+    """Return all of some usages together."""
     usages = list(usages)
     written = {ttl: sum(usage.written.get(ttl, 0) for usage in usages) for ttl in lifetimes.ttls}
     return Usage(sum(u.input for u in usages), sum(u.read for u in usages), written, sum(u.output for u in usages))

@@ -70,7 +70,7 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
 
 
 def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:
-    """Policies that a profile does not have, each with the one whose step times it gets instead."""
+    """Return policies that a profile does not have, each with the one whose step times it gets instead."""
     if not isinstance(times, MeasuredCosts):
         return []
     kinds = dict.fromkeys(StepKind.of(spec) for spec in policies)

@@ -8,7 +8,7 @@ from warmkv.simulator.studies.replay import Result
 
 
 def figures(result: Result) -> dict[str, float]:
-    """Names to numbers. Times are seconds, rates shares, sizes bytes over all replicas.
+    """Return names to numbers. Times are seconds, rates shares, sizes bytes over all replicas.
 
     `dollars` is what the tenants are billed, `gpu_dollars` what the replicas cost. `resident_bytes` are those of stored
     prefixes, in all tiers and by tier; `slot_bytes` those of decode slots. `retries` and `resumptions` count how often

@@ -65,7 +65,7 @@ class SweepRow:
     front: bool = False  # nothing else is better on every axis
 
     def to_json(self) -> dict[str, Any]:
-        """JSON has no infinity: null stands for unlimited."""
+        """Return JSON with null for unlimited: JSON has no infinity."""
         finite = {path: None if value == math.inf else value for path, value in self.values.items()}
         return {**asdict(self), "values": finite}
 
@@ -140,13 +140,13 @@ def run_task(requests: Requests, task: SweepTask) -> Figures:
 
 
 def serial(requests: Requests) -> Runner:
-    """In this process, one after the other."""
+    """Run in this process, one after the other."""
     return lambda tasks: ((task, run_task(requests, task)) for task in tasks)
 
 
 @contextmanager
 def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner]:
-    """In `workers` processes of this machine. Each reads the trace once."""
+    """Run in `workers` processes of this machine. Each reads the trace once."""
     # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
     context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
@@ -264,7 +264,7 @@ def with_front(rows: Sequence[SweepRow], names: Sequence[str]) -> list[SweepRow]
 
 
 def without_effect(rows: Sequence[SweepRow]) -> list[str]:
-    """Paths that vary between points which are otherwise alike, and never change a figure by that."""
+    """Return paths that vary between points which are otherwise alike, and never change a figure by that."""
     paths = dict.fromkeys(path for row in rows for path in row.settings)
     idle = []
     for path in paths:

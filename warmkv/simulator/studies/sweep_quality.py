@@ -37,7 +37,7 @@ class Curve:
     retention: tuple[float, ...]
 
     def at(self, kept: float) -> float | None:
-        """Interpolated; None outside of what was measured."""
+        """Interpolate; return None outside of what was measured."""
         if not self.kept[0] <= kept <= self.kept[-1]:
             return None
         return float(np.interp(kept, self.kept, self.retention))
@@ -85,7 +85,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def retention(quality: Quality, spec: PolicySpec, prompts: Mapping[int, int]) -> float | None:
-    """Mean over prompts, given as a count for each length in tokens; None if any of it was not measured.
+    """Return mean over prompts, given as a count for each length in tokens; None if any of it was not measured.
 
     A prompt within the budget is kept whole: it counts as the full cache in the policy's storage.
     """

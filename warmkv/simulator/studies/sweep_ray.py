@@ -31,7 +31,7 @@ class Worker:
 
 @contextmanager
 def on_ray(requests: Requests, workers: int) -> Iterator[Runner]:
-    """In actors of one CPU each: `workers`, or fewer if the cluster has fewer free CPUs.
+    """Run in actors of one CPU each: `workers`, or fewer if the cluster has fewer free CPUs.
 
     The cluster is the one that `RAY_ADDRESS` names or that runs on this machine. Raises SweepError if there is none.
     """

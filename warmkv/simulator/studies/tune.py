@@ -115,7 +115,7 @@ def search(
     seed: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Trial]:
-    """At most `trials` different choices, in the order they were tried; the same seed tries the same ones."""
+    """Try at most `trials` different choices, in the order they were tried; the same seed tries the same ones."""
     tried: dict[str, Trial] = {}
 
     def attempt(choices: Sequence[Settings]) -> None:
@@ -177,7 +177,7 @@ def _estimate(
 
 
 def _distribution(values: Sequence[Any]) -> Any:
-    """Places in a list: near each other means alike where the values are numbers in order."""
+    """Return places in a list: near each other means alike where the values are numbers in order."""
     import optuna
 
     ordered = all(isinstance(value, int | float) for value in values) and list(values) == sorted(values)

@@ -87,7 +87,7 @@ class Trace:
         return replace(self, **columns, blocks=self.blocks[places], offsets=offsets)
 
     def by_arrival(self) -> Trace:
-        """In the order of arrival; requests that arrive together stay in the order of the file."""
+        """Return it in the order of arrival; requests that arrive together stay in the order of the file."""
         if (np.diff(self.arrival) >= 0).all():
             return self
         return self.take(np.argsort(self.arrival, kind="stable"))
@@ -163,7 +163,7 @@ class Builder:
 
 
 def join(parts: Iterable[Trace]) -> Trace:
-    """One trace of parts in order; at least one. Accounts add up."""
+    """Join parts to one trace in order; at least one. Accounts add up."""
     parts = list(parts)
     last = parts[-1]
     if len(parts) == 1:

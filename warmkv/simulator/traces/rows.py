@@ -33,7 +33,7 @@ class Format:
 
 
 def lines(file: IO[str]) -> Items:
-    """Every line that is not blank."""
+    """Yield every line that is not blank."""
     return ((number, line) for number, line in enumerate(file, start=1) if line and not line.isspace())
 
 

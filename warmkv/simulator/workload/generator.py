@@ -90,7 +90,7 @@ def generate(settings: Workload, seed: np.random.SeedSequence, config: Config) -
 
 
 def mix(parts: Mapping[str, Workload], seed: np.random.SeedSequence, config: Config) -> list[RequestRecord]:
-    """Several workloads at once, in the order of arrival; ids begin with their names. Raises WorkloadError."""
+    """Mix several workloads, in the order of arrival; ids begin with their names. Raises WorkloadError."""
     records = [
         replace(record, id=f"{name}-{record.id}")
         for (name, settings), child in zip(parts.items(), seed.spawn(len(parts)), strict=True)
@@ -111,7 +111,7 @@ def write(records: Iterable[RequestRecord], path: Path) -> int:
 
 
 def session_starts(settings: Workload, rng: np.random.Generator) -> Floats:
-    """When sessions begin: Gamma gaps with the mean that fits them into the hours, shorter at the peak of the day."""
+    """Draw when sessions begin: Gamma gaps whose mean fits them into the hours, shorter at the peak of the day."""
     if not settings.sessions:
         return np.empty(0)
     mean = settings.hours * 3600 / settings.sessions
@@ -146,14 +146,14 @@ def session_turns(settings: Workload, rng: np.random.Generator) -> Ints:
 
 
 def lengths(mean: Floats, sigma: float, rng: np.random.Generator) -> Ints:
-    """Lognormal token counts with these means, at least 1."""
+    """Draw lognormal token counts with these means, at least 1."""
     drawn = mean * np.exp(sigma * rng.standard_normal(len(mean)) - sigma**2 / 2)
     counts: Ints = np.maximum(1, np.rint(drawn)).astype(np.int64)
     return counts
 
 
 def think_times(settings: Workload, count: int, rng: np.random.Generator) -> Floats:
-    """Seconds from an answer to the next turn: lognormal, with one spread below the median and another above it.
+    """Draw seconds from an answer to the next turn: lognormal, with one spread below the median and another above it.
 
     No single lognormal has the three published percentiles; two halves that meet at the median have them exactly.
     """
@@ -230,7 +230,7 @@ def _session(
 def _transcript(
     shared: Sequence[Ints], passages: Sequence[Ints], users: Ints, answers: Ints, contents: Ints
 ) -> tuple[NDArray[np.uint32], list[int]]:
-    """All that is said in a session, and the ends of question, answer, question, ... in it."""
+    """Write all that is said in a session, and the ends of question, answer, question, ... in it."""
     each = len(passages) // len(users)
     parts, ends, at, used = list(shared), [], sum(map(len, shared)), 0
     for turn, (question, answer) in enumerate(zip(users.tolist(), answers.tolist(), strict=True)):

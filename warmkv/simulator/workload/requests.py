@@ -84,7 +84,7 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
 
 
 def turns(trace: Trace) -> dict[int, FollowUp]:
-    """Who waits for whom: every turn of a session but its first, if the trace has think times."""
+    """Return who waits for whom: every turn of a session but its first, if the trace has think times."""
     if not trace.think.any():
         return {}
     last: dict[int, int] = {}  # session -> its turn before

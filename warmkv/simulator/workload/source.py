@@ -72,7 +72,7 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, or of the files of a folder one behind the other."""
+    """Return SHA-256 of a file, or of the files of a folder one behind the other."""
     digest = hashlib.sha256()
     for part in files_of(path):
         with part.open("rb") as file:

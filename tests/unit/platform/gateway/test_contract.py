@@ -20,7 +20,7 @@ LONG = "for key in keys:\n    total += weights[key]\n" * 30
 
 
 def ask(server: Any, *texts: str, key: str = "alice", ttl: str = "5m", **more: Any) -> Any:
-    """One user message; every text but the last is marked."""
+    """Return one user message; every text but the last is marked."""
     blocks: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
     for block in blocks[:-1]:
         block["cache_control"] = {"type": "ephemeral", "ttl": ttl}

@@ -45,7 +45,7 @@ def held(gateway: Gateway, limits: TenantLimiter) -> dict[str, int]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[TenantLimiter]:
-    """The limits of gateways, as they are made."""
+    """Return the limits of gateways, as they are made."""
     made: list[TenantLimiter] = []
     begin = TenantLimiter.__init__
 

@@ -42,7 +42,7 @@ def server(app: Any, port: int, *, shared: bool = False) -> HttpServer:
 
 
 async def ask(port: int, *paths: str) -> list[tuple[int, str]]:
-    """Status and body of some requests that are sent at once over one connection."""
+    """Return status and body of some requests that are sent at once over one connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     for path in paths:
         writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())

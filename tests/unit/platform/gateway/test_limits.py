@@ -98,7 +98,7 @@ def test_what_fails_gives_its_tokens_back(tmp_path: Path) -> None:
 
 
 def gated(gateway: Gateway, count: int, **more: Any) -> list[Reply]:
-    """The answers to requests of which none is answered before all have come."""
+    """Return the answers to requests of which none is answered before all have come."""
 
     async def scenario() -> list[Reply]:
         gateway.gate = asyncio.Event()

@@ -126,7 +126,7 @@ def whole(api: str) -> dict[str, Any]:
 
 
 def put(body: Any, place: str, value: Any) -> dict[str, Any]:
-    """The body with a value in a place."""
+    """Return the body with a value in a place."""
     found = json.loads(json.dumps(body))
     *path, last = place.split(".")
     inner = found
@@ -143,7 +143,7 @@ def cost(understand: Callable[[str, bytes], Any], api: str, body: Any) -> int:
 
 
 def refusing(call: Callable[[], Any]) -> int:
-    """The work of a call that may refuse what it is given."""
+    """Return the work of a call that may refuse what it is given."""
     refused: list[ApiError] = []
 
     def caught() -> None:

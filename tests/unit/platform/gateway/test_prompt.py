@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 
 
 def prompt_of(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
-    """Rendered and tokenized, with nothing seen before."""
+    """Return rendered and tokenized, with nothing seen before."""
     return tokenize(tokenizer, render(tokenizer, turns), TokenCache(), b"root", 4)
 
 

@@ -43,7 +43,7 @@ TOKENIZER = of_bytes([*range(ord("A"), ord("A") + 60), *range(0xC3, 0xD5), *rang
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Engine]]:
-    """Replicas of the same weights, each in its own thread."""
+    """Yield replicas of the same weights, each in its own thread."""
     settings = EngineConfig(kv_bytes=1 << 26, step_tokens=16)
     made = [
         Engine(
@@ -61,7 +61,7 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[Attempt]) -> Send:
-    """The n-th attempt goes to the n-th replica, which shows the n-th fault in place of an event after Admitted."""
+    """Send the n-th attempt to the n-th replica, which shows the n-th fault in place of an event after Admitted."""
 
     async def send(attempt: Attempt) -> AsyncGenerator[Event]:
         number = len(seen)
@@ -89,7 +89,7 @@ def cluster(engines: list[Engine], faults: list[tuple[Fault, int]], seen: list[A
 
 
 def answer(request: Any, send: Send, **limits: Any) -> tuple[list[Event], list[str]]:
-    """All events, and when the request was sent again."""
+    """Return all events, and when the request was sent again."""
     events, retried = [], []
 
     async def run() -> None:
@@ -198,7 +198,7 @@ def test_for_want_of_room_nothing_is_sent_again(engines, error, raised):
 
 
 def refusing(engines: list[Engine], full: dict[int, float | None], outcomes: list[str]) -> Send:
-    """Attempts go to the replicas in turn; those in `full` have no room, for so many seconds."""
+    """Return attempts go to the replicas in turn; those in `full` have no room, for so many seconds."""
     sent = itertools.count()
 
     async def send(attempt: Attempt) -> AsyncGenerator[Event]:
@@ -234,7 +234,7 @@ def test_if_all_are_full_the_client_hears_when_the_first_has_room(engines, secon
 
 
 def told(events: list[Event], outcomes: list[str], sent: list[Attempt]) -> Send:
-    """Every attempt gets the same events."""
+    """Return every attempt gets the same events."""
 
     async def send(attempt: Attempt) -> AsyncGenerator[Event]:
         sent.append(attempt)

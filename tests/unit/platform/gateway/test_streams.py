@@ -22,7 +22,7 @@ def fast_pings(monkeypatch):
 
 
 def bodies(gateway: Gateway, **more: Any) -> dict[str, tuple[dict[str, Any], bytes]]:
-    """A streamed request of every API, and the ping that its clients skip."""
+    """Return a streamed request of every API, and the ping that its clients skip."""
     comment = b": ping\n\n"
     text = {"model": gateway.config.model.name, "prompt": "hello", **more}
     return {
@@ -57,7 +57,7 @@ def test_a_stream_opens_at_admission_and_pings_until_the_first_token(fast_pings,
 
 
 def kinds(body: bytes) -> list[str]:
-    """The kinds of a stream's events, in order."""
+    """Return the kinds of a stream's events, in order."""
     lines = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: ")]
     found = [json.loads(line) for line in lines if line != b"[DONE]"]
     return [event.get("type") or str(sorted(event["choices"][0])) for event in found]

@@ -44,7 +44,7 @@ CHATML = (
 
 @functools.cache
 def tokenizer(kind: str) -> Any:
-    """A real tokenizer: that of the shipped model, or one trained on a few words."""
+    """Return a real tokenizer: that of the shipped model, or one trained on a few words."""
     from transformers import PreTrainedTokenizerFast
 
     if kind == "tiny":
@@ -83,7 +83,7 @@ def conversation(texts: Sequence[Sequence[str]]) -> list[Turn]:
 
 
 def plain(tokenizer: Any, rendered: Rendered, root: bytes) -> Prompt:
-    """Every piece by itself, and nothing remembered."""
+    """Return every piece by itself, and nothing remembered."""
     made, ends = list[int](), [0] * len(rendered.ttls)
     for piece in rendered.pieces:
         if piece.text:
@@ -201,7 +201,7 @@ WORDS += "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
 @functools.cache
 def cutting(kind: str) -> Any:
-    """A tokenizer that may be cut between words: the words of Llama 3, or with NFC and a token in front."""
+    """Return a tokenizer that may be cut between words: the words of Llama 3, or with NFC and a token in front."""
     from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(models.BPE())

@@ -45,7 +45,7 @@ PATH = Path(__file__).parents[4] / "warmkv/platform/kubernetes" / TABLE
 
 
 def core_kinds() -> dict[str, Fields]:
-    """The kinds of Kubernetes itself; their schemas refer to definitions in one file."""
+    """Return the kinds of Kubernetes itself; their schemas refer to definitions in one file."""
     import kubernetes_validate
 
     root = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
@@ -75,7 +75,7 @@ def core_kinds() -> dict[str, Fields]:
 
 
 def table(crds: Path) -> str:
-    """The whole table as text: a node a line, so that a diff can be read."""
+    """Return the whole table as text: a node a line, so that a diff can be read."""
     kinds = {**core_kinds(), **read_crds(crds)}
     found = table_of(kinds)
     nodes = ",\n".join(json.dumps(node, separators=(",", ":")) for node in found["nodes"])

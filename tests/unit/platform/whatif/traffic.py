@@ -18,12 +18,12 @@ TOKENS = 64
 
 
 def settings(*flags: str) -> Config:
-    """The service as it was started: it listens to nobody, and has room for everything."""
+    """Return the service as it was started: it listens to nobody, and has room for everything."""
     return config("prefix_cache.block_size=4", "prefix_cache.memory_bytes=1GiB", *flags)
 
 
 def prompts() -> list[RequestRecord]:
-    """Twenty prompts that come again every 400 s, each followed by one that never comes again."""
+    """Return twenty prompts that come again every 400 s, each followed by one that never comes again."""
     found = []
     for turn in range(CYCLES * PROMPTS):
         arrival = turn * GAP / PROMPTS

@@ -40,7 +40,7 @@ VOTES = [0.1, 0.4, 0.5, 0.3, 0.0, 0.1, 0.8, 0.7, 0.6, 0.2, 0.0, 0.0, 0.1, 0.3, 0
 
 
 def handed_over(policy: str, keys: Tensor, received: list[float]) -> tuple[SlotPool, Slot]:
-    """A slot that begins with all tokens of a short prompt: keys [n, DIM] and the attention that each received."""
+    """Return a slot that begins with all tokens of a short prompt: keys [n, DIM] and the attention each received."""
     tokens = len(keys)
     spec = in_force(PolicySpec.model_validate(policy), tokens, 10)
     pool = SlotPool(KVShape(1, 1, DIM, 4), torch.float32, torch.device("cpu"))
@@ -53,14 +53,14 @@ def handed_over(policy: str, keys: Tensor, received: list[float]) -> tuple[SlotP
 
 
 def step(pool: SlotPool, slot: Slot, query: Tensor, key: Tensor) -> Tensor:
-    """One token decoded; its attention on every token of the sequence, 0 for those that have been evicted."""
+    """Return one token decoded; its attention on every token of the sequence, 0 for those that have been evicted."""
     value = UNITS[slot.tokens]
     state = DecodeState(pool, [slot], INV_FREQ)
     return state.attend(0, *(x.view(1, 1, 1, DIM) for x in (query, key, value)), Softmax()).flatten()
 
 
 def query_for(attention: list[float]) -> Tensor:
-    """A query that gives this attention to keys that are unit vectors, whatever other tokens there are."""
+    """Return a query that gives this attention to keys that are unit vectors, whatever other tokens there are."""
     return torch.tensor([*attention, *[1e-30] * (DIM - len(attention))]).log()
 
 
@@ -171,7 +171,7 @@ def test_greedy_choice_covers_most_attention_and_more_than_its_bound_promises():
 
 
 def prompt_with(votes: list[float], window: int) -> PrefillState:
-    """A prompt whose last `window` queries give these votes to the tokens before them.
+    """Return a prompt whose last `window` queries give these votes to the tokens before them.
 
     Keys are unit vectors, so a query is the logarithm of its attention. A query of a head has 1 to give and the
     article's votes sum to 5.8, so it takes two query heads; what is left of a query goes to the window's first token.
@@ -271,7 +271,7 @@ def test_streaming_trace_with_2_sinks_and_3_recent_over_7_tokens():
         return rotation(at, INV_FREQ) @ x
 
     def attention(newest: int, cached: list[int], positions: list[int]) -> Tensor:
-        """Of the newest token on the cached ones, the newest last; all turned to these positions."""
+        """Return of the newest token on the cached ones, the newest last; all turned to these positions."""
         query = turned(queries[newest], positions[-1])
         logits = [query @ turned(keys[i], at) for i, at in zip(cached, positions, strict=True)]
         return torch.zeros(DIM, dtype=torch.float64).scatter(0, torch.tensor(cached), torch.stack(logits).softmax(0))

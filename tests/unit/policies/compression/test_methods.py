@@ -43,7 +43,7 @@ SPECS = [
 def computed(
     seed: int, tokens: int, kv_heads: int, group: int, spec: PolicySpec, chunk: int
 ) -> tuple[PrefillState, Any, Any]:
-    """A prompt of random queries, keys and values, the same for the slow definitions, and its token classes."""
+    """Return a prompt of random queries, keys and values, the same for the slow definitions, and its token classes."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> torch.Tensor:

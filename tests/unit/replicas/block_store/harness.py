@@ -42,7 +42,7 @@ class ByHand:
 
 
 def kv(tokens: list[int], salt: str = "") -> torch.Tensor:
-    """Keys and values [2, layers, kv_heads, T, head_dim] in which every token's depend on all before it."""
+    """Return keys and values [2, layers, kv_heads, T, head_dim] in which every token's depend on all before it."""
     shape = IDENTITY.shape
     out = torch.empty(2, shape.layers, shape.kv_heads, len(tokens), shape.head_dim)
     digest = hashlib.blake2b(salt.encode(), digest_size=8)
@@ -136,7 +136,7 @@ class Harness:
         return written
 
     def ttl(self, key: bytes) -> float:
-        """The longest life that the entry of a key may have."""
+        """Return the longest life that the entry of a key may have."""
         entries = [index.entry(key) for index in self.store._cache.tiers.indexes]
         return max((entry.ttl for entry in entries if entry is not None), default=0.0)
 

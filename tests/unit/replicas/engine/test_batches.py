@@ -34,7 +34,7 @@ SPECS = [
 
 
 def passes(driver: Driver) -> list[int]:
-    """The tokens of every pass from now on."""
+    """Return the tokens of every pass from now on."""
     engine, counted = driver.engine, list[int]()
     forward = engine._forward
 
@@ -148,7 +148,7 @@ def test_prompts_of_a_tenant_with_many_let_those_of_others_in(driver):
 
 
 def handed_off(driver: Driver) -> dict[str, tuple[PrefillState, Any]]:
-    """The computed prompt and the selection of every request, by id."""
+    """Return the computed prompt and the selection of every request, by id."""
     engine, found = driver.engine, {}
     fill = engine.pool.fill
 
@@ -163,7 +163,7 @@ def handed_off(driver: Driver) -> dict[str, tuple[PrefillState, Any]]:
 
 @st.composite
 def crowds(draw: st.DrawFn) -> list[tuple[int, GenerateRequest]]:
-    """Requests with the step before which each comes."""
+    """Return requests with the step before which each comes."""
     found = []
     for at in range(draw(st.integers(2, 6))):
         spec, length = draw(st.sampled_from(SPECS)), draw(st.integers(1, 70))

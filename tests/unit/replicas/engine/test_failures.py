@@ -80,7 +80,7 @@ def test_one_prompt_is_one_failure_in_a_row_however_often_it_comes():
 def breaking(
     driver: Driver, error: Callable[[], Exception], hits: Callable[[Any, Any], bool] = lambda ids, state: True
 ) -> Driver:
-    """The model raises where `hits` says so of its tokens and the state of the step."""
+    """Return the model raises where `hits` says so of its tokens and the state of the step."""
     engine, forward = driver.engine, driver.engine._forward
 
     def failing(ids: Any, positions: Any, state: Any, *given: Any) -> Any:
@@ -93,7 +93,7 @@ def breaking(
 
 
 def decodes(ids: Any, state: Any) -> bool:
-    """Sequences decode in this pass, by themselves or beside prompts."""
+    """Return sequences decode in this pass, by themselves or beside prompts."""
     return isinstance(state, DecodeState) or getattr(state, "state", None) is not None
 
 

@@ -44,7 +44,7 @@ POLICIES = [
 
 
 def driven(driver: Driver, request: Any) -> tuple[list[int], torch.Tensor]:
-    """The tokens of a request that runs alone, and the logits each was drawn from."""
+    """Return the tokens of a request that runs alone, and the logits each was drawn from."""
     seen: list[torch.Tensor] = []
     draw = driver.engine._draw
 

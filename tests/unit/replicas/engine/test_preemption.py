@@ -42,7 +42,7 @@ def crowd(driver: Driver, requests: list[GenerateRequest]) -> None:
 
 
 def undisturbed(model: LoadedModel, requests: list[GenerateRequest]) -> list[list[int]]:
-    """The tokens of requests that all have a slot."""
+    """Return the tokens of requests that all have a slot."""
     return Driver(model, max_slots=len(requests)).run(*requests)
 
 

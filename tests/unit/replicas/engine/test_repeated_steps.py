@@ -39,7 +39,7 @@ PLACES: list[Place] = ["before", "inside", "after", "draw"]
 
 
 def crowd(policies: tuple[str, ...]) -> list[GenerateRequest]:
-    """Requests of these policies, of which some draw at random."""
+    """Return requests of these policies, of which some draw at random."""
     return [
         make_request(
             prompt(40 + at, seed=at), new=NEW, policy=policy, name=str(at), seed=at, temperature=0.8 * (at % 2)
@@ -107,7 +107,7 @@ class Fault:
 
 @contextmanager
 def failing_inside(fault: Fault) -> Iterator[None]:
-    """Attention fails after the new tokens are written, before what they receive is counted."""
+    """Let attention fail after the new tokens are written, before what they receive is counted."""
     names = ("attend_rows", "attend_packed", "attend_pages")
     own = {name: getattr(slabs, name) for name in names}
 

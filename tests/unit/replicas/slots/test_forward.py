@@ -29,7 +29,9 @@ def unpacked() -> LoadedModel:
 
 @pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
-    """An engine with the graphs of the default compiler, or with these as they are: what is built again is the same."""
+    """Return an engine with the graphs of the default compiler, or with these as they are: what is built again is the
+    same.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
         driver = Driver(unpacked, compile="on", max_slots=8)

@@ -111,7 +111,7 @@ class Inputs:
 
 
 def make(case: Case, device: torch.device, garbage: float) -> Inputs:
-    """Rows of a slab of two layers and more rows and entries than are used; what is not seen holds `garbage`."""
+    """Return rows of a slab of two layers and more rows and entries than are used; what is not seen holds `garbage`."""
     random = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -146,7 +146,7 @@ def make(case: Case, device: torch.device, garbage: float) -> Inputs:
 
 
 def slow(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Output [n, group, d] and the attention received [n, capacity + beside], entry by entry in float64."""
+    """Return output [n, group, d] and the attention received [n, capacity + beside], entry by entry in float64."""
     own = case.format
     keys = own.from_basis(own.decode_keys(tuple(part.cpu() for part in inputs.keys), torch.float32)).double()
     values = own.from_basis(own.decode_values(tuple(part.cpu() for part in inputs.values), torch.float32)).double()

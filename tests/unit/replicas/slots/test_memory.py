@@ -45,7 +45,7 @@ def fake_prompt(tokens: int) -> PrefillState:
 
 
 def selections(counts: list[list[int]]) -> list[Selection]:
-    """Selections of so many first positions by layer and head."""
+    """Return selections of so many first positions by layer and head."""
     return [
         Selection(
             torch.tensor([[*range(n)] + [-1] * (max(layer) - n) for n in layer]),
@@ -189,7 +189,7 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Bytes that tensors hold, by address."""
+    """Return bytes that tensors hold, by address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 

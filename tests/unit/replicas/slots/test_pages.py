@@ -23,7 +23,9 @@ GROUP, SCALE = 3, 8**-0.5
 def slow_attention(
     queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], page: int, reads: int, channels: int
 ) -> torch.Tensor:
-    """Queries [group, d] on the `reads` entries of one KV head that promise most, by estimates from some channels."""
+    """Return queries [group, d] on the `reads` entries of one KV head that promise most, by estimates from some
+    channels.
+    """
     weights = [float(queries[:, c].abs().sum()) for c in range(SHAPE.head_dim)]
     largest = sorted(range(SHAPE.head_dim), key=lambda c: -weights[c])[:channels]
     promise = [0.0] * len(keys)

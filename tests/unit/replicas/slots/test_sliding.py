@@ -59,7 +59,7 @@ POLICIES = [
 
 
 def sliding_model(window: int) -> Any:
-    """Layers with a window before and behind one without."""
+    """Return layers with a window before and behind one without."""
     torch.manual_seed(7)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = Qwen3Config(**_SHAPE, head_dim=8, layer_types=kinds, use_sliding_window=True, sliding_window=window)
@@ -79,7 +79,7 @@ class WindowView(LayerView):
 
 
 def windowed_row(layer: LayerView, member: int, query: int) -> list[float]:
-    """`slow_methods.attention_row` where queries see a window."""
+    """Return `slow_methods.attention_row` where queries see a window."""
     if not isinstance(layer, WindowView):
         return plain_row(layer, member, query)
     at = query + layer.first
@@ -157,7 +157,7 @@ class SlidingReference(Reference):
 
     @staticmethod
     def recovered(spec: PolicySpec, seen: WindowView, head: int) -> list[int]:
-        """FastGen's choice, which must recover a share of the attention inside the window."""
+        """Return fastGen's choice, which must recover a share of the attention inside the window."""
         inside = sum(slow_methods.received(seen, head, seen.tokens)) / (seen.group * seen.tokens)
         assert spec.recovery is not None
         part = spec.model_copy(update={"recovery": spec.recovery * inside})
@@ -166,7 +166,7 @@ class SlidingReference(Reference):
     def sliding_cache(
         self, spec: PolicySpec, seen: WindowView, unrotated: Tensor, head: int, positions: list[int]
     ) -> SlowCache:
-        """A cache that may hold more than the window, of which `decode` shows what is inside."""
+        """Return a cache that may hold more than the window, of which `decode` shows what is inside."""
         budget = slow_methods.resolve(spec, seen.whole.tokens) if spec.name not in ("full", "fastgen") else 10**9
         if spec.decode == "append" or budget >= seen.window:
             group = spec.storage_format.group

@@ -34,7 +34,7 @@ def omitted(states: States, queries: Tensor, size: int) -> tuple[Tensor, States]
 
 @torch.no_grad()
 def published(model: Any, prompt: list[int], new: int, size: int) -> tuple[list[int], list[Tensor]]:
-    """Greedy tokens and their logits under multi-states of `size` tokens."""
+    """Return greedy tokens and their logits under multi-states of `size` tokens."""
     slow, positions = Reference(model), torch.arange(len(prompt))
     hidden, layers = model.model.embed_tokens(torch.tensor(prompt)), []
     for layer in slow.layers:

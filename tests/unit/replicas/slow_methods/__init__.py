@@ -34,12 +34,12 @@ NAMES = [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def definition(name: str) -> ModuleType:
-    """The module that defines a method."""
+    """Return the module that defines a method."""
     return import_module(f"{__name__}.{name}")
 
 
 def cases(kind: str) -> list[str]:
-    """The policies that all definitions name as KEPT or SERVED."""
+    """Return the policies that all definitions name as KEPT or SERVED."""
     return [policy for name in NAMES for policy in getattr(definition(name), kind)]
 
 
@@ -64,7 +64,7 @@ class LayerView:
         return self.queries.shape[0] // self.kv_heads
 
     def members(self, head: int) -> range:
-        """The query heads that read this KV head."""
+        """Return the query heads that read this KV head."""
         return range(head * self.group, (head + 1) * self.group)
 
 
@@ -77,7 +77,7 @@ def kept(
     punctuation: AbstractSet[int] = NONE,
     separators: AbstractSet[int] = NONE,
 ) -> list[list[list[int]]]:
-    """[layer][kv head] -> ascending positions; special, punctuation and separators are positions of the prompt."""
+    """Return [layer][kv head] -> ascending positions; special, punctuation and separators are the prompt's."""
     tokens, method = layers[0].tokens, definition(spec.name)
     if not hasattr(method, "scores"):
         assert not spec.protect, f"{spec.name} does not score"
@@ -101,14 +101,14 @@ def everything(layer: LayerView) -> list[list[int]]:
 
 
 def resolve(spec: Any, tokens: int) -> int:
-    """The budget in tokens."""
+    """Return the budget in tokens."""
     if isinstance(spec.budget, int):
         return spec.budget
     return max((spec.sinks or 0) + 1, math.ceil(round(spec.budget * tokens, 6)))
 
 
 def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
-    """Budget of each layer, windows and protected ends included."""
+    """Return budget of each layer, windows and protected ends included."""
     method = definition(spec.name)
     if not hasattr(method, "layer_budgets"):
         return [budget] * len(layers)
@@ -122,7 +122,7 @@ def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
 
 
 def attention_row(layer: LayerView, member: int, query: int) -> list[float]:
-    """Causal attention of one query of one query head on all positions; zero behind the query."""
+    """Return causal attention of one query of one query head on all positions; zero behind the query."""
     keys = layer.keys[member // layer.group, : query + 1].double()
     logits = keys @ layer.queries[member, query].double() / math.sqrt(keys.shape[1])
     return logits.softmax(0).tolist() + [0.0] * (layer.tokens - query - 1)
@@ -139,7 +139,7 @@ def received(layer: LayerView, head: int, queries: int) -> list[float]:
 
 
 def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[float], list[float]]:
-    """Of the attention that each position gets from the last `window` queries, a sample, of one query head."""
+    """Return of the attention that each position gets from the last `window` queries, a sample, of one query head."""
     rows = [attention_row(layer, member, query) for query in range(layer.tokens - window, layer.tokens)]
     means = [sum(column) / window for column in zip(*rows, strict=True)]
     variances = [
@@ -200,19 +200,21 @@ def kept_in_layer(
 
 
 def reserved(spec: Any, capacity: int) -> int:
-    """Positions protected at each end: a share of the cache rounded down, four at least, half of it at most."""
+    """Return positions protected at each end: a share of the cache rounded down, four at least, half of it at most."""
     if not spec.protect:
         return 0
     return min(max(4, math.floor(round(spec.protect * capacity, 6))), capacity // 2)
 
 
 def best(scores: dict[int, float], count: int) -> list[int]:
-    """The positions of the highest scores."""
+    """Return the positions of the highest scores."""
     return sorted(scores, key=lambda position: (-scores[position], position))[:count]
 
 
 def whole_spans(scores: list[dict[int, float]], left: int, separators: AbstractSet[int]) -> list[list[int]]:
-    """ShotKV: in every head the same whole spans, by mean score over all heads, then single positions of its own."""
+    """Return shotKV: in every head the same whole spans, by mean score over all heads, then single positions of its
+    own.
+    """
     spans: list[list[int]] = []
     for position in sorted(scores[0]):
         if spans and spans[-1][-1] == position - 1 and position - 1 not in separators:
@@ -283,7 +285,7 @@ class SlowCache:
             self.entries[self.victim(position)] = entry
 
     def victim(self, newest: int) -> int:
-        """The slot of the entry that leaves for a token at position `newest`."""
+        """Return the slot of the entry that leaves for a token at position `newest`."""
         by_age = sorted(range(len(self.entries)), key=lambda slot: self.entries[slot].position)  # oldest first
         if self.rule == "ring":
             sinks = self.prompt[: max(self.sinks, self.protected)]
@@ -305,7 +307,8 @@ class SlowCache:
 
 
 def attend(caches: list[SlowCache], queries: Tensor) -> Tensor:
-    """Queries [q_heads, d] of one token after rotation on the caches of all KV heads of a layer; returns [q_heads, d].
+    """Return queries [q_heads, d] of one token after rotation on the caches of all KV heads of a layer; returns
+    [q_heads, d].
 
     The token's own entry is in the caches already. Scores of the entries are brought up to date.
     """

@@ -21,7 +21,7 @@ SERVED = ["adakv@16:window=4", "adakv@16+argmin:window=4"]
 
 
 def choose(spec: Any, scores: list[dict[int, float]], left: int) -> list[list[int]]:
-    """Heads keep what they win of the layer's best, drawn towards an even share by the safeguard."""
+    """Return heads keep what they win of the layer's best, drawn towards an even share by the safeguard."""
     everything = [(-score, head, position) for head, own in enumerate(scores) for position, score in own.items()]
     winners = [head for _, head, _ in sorted(everything)[: len(scores) * left]]
     alpha = Fraction(str(spec.floor))

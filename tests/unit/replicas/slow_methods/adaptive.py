@@ -28,7 +28,7 @@ def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
 
 
 def smallest(spec: Any, layers: list[LayerView], budget: int) -> int:
-    """The smallest budget whose kept window attention reaches the target, within its bounds."""
+    """Return the smallest budget whose kept window attention reaches the target, within its bounds."""
     tokens = layers[0].tokens
     window = min(spec.window, budget)
     sinks = spec.sinks if spec.decode == "ring" else 0

@@ -47,7 +47,7 @@ def layer_budgets(spec: Any, layers: list[LayerView], budget: int) -> list[int]:
 
 
 def share_out(total: int, preferences: list[float], most: int) -> list[int]:
-    """`total` in proportion to the preferences, none above `most`, rounded by largest remainders."""
+    """Return `total` in proportion to the preferences, none above `most`, rounded by largest remainders."""
     shares: dict[int, float] = {}
     open_ = list(range(len(preferences)))
     while True:

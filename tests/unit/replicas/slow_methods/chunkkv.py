@@ -16,7 +16,7 @@ SERVED = ["chunkkv@16:window=4,chunk=5", "chunkkv@20+ring:window=4,chunk=3"]
 
 
 def scores(spec: Any, layer: LayerView, head: int, window: int, inv_freq: Tensor) -> list[float]:
-    """The mean of what a chunk's tokens get from all heads; `head` makes no difference."""
+    """Return the mean of what a chunk's tokens get from all heads; `head` makes no difference."""
     tokens = layer.tokens - window
     heads = [received(layer, each, window) for each in range(layer.kv_heads)]
     result = []

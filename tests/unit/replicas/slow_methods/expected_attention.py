@@ -19,7 +19,7 @@ def ends(spec: Any, budget: int) -> tuple[int, int]:
 
 
 def scores(spec: Any, layer: LayerView, head: int, window: int, inv_freq: Tensor) -> list[float]:
-    """Attention that normally distributed queries of the next `horizon` positions would give, times |value|."""
+    """Return attention that normally distributed queries of the next `horizon` positions would give, times |value|."""
     tokens, head_dim = layer.keys.shape[1:]
     scale = 1 / math.sqrt(head_dim)
     observed = min(spec.window, tokens - spec.sinks)
@@ -44,7 +44,7 @@ def scores(spec: Any, layer: LayerView, head: int, window: int, inv_freq: Tensor
 
 
 def rotation(position: int, inv_freq: Tensor) -> Tensor:
-    """The matrix [d, d] that rotates a vector to a position: coordinate i turns with coordinate i + d/2."""
+    """Return the matrix [d, d] that rotates a vector to a position: coordinate i turns with coordinate i + d/2."""
     half = len(inv_freq)
     matrix = torch.zeros(2 * half, 2 * half).double()
     for i in range(half):

@@ -16,7 +16,7 @@ SERVED = ["fastgen:recovery=0.6"]
 def kept_by_head(
     spec: Any, layer: LayerView, head: int, special: AbstractSet[int], punctuation: AbstractSet[int]
 ) -> list[int]:
-    """The first set of positions that recovers enough of the attention of the whole prompt."""
+    """Return the first set of positions that recovers enough of the attention of the whole prompt."""
     tokens = layer.tokens
     scores = received(layer, head, tokens)
     part = math.ceil(round(0.3 * tokens, 6))

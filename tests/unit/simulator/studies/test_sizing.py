@@ -40,7 +40,7 @@ def configure(flags: Any) -> Config:
 
 
 def service(**needed: float) -> Callable[[dict[str, Any]], dict[str, float | None]]:
-    """A service whose TTFT is its load over its replicas; slots and a policy make it lighter."""
+    """Return a service whose TTFT is its load over its replicas; slots and a policy make it lighter."""
 
     def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
         gpu, replicas = settings["simulator.gpu"], settings["cluster.replicas"]

@@ -114,7 +114,7 @@ def _kept(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_kept
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """All levels, ascending: [2^bits]."""
+    """Return all levels, ascending: [2^bits]."""
     import torch
 
     positive = torch.tensor(POSITIVE_LEVELS[bits], device=device)
@@ -139,7 +139,7 @@ def _rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
 
 
 def _uniform(count: int, seed: int, device: torch.device) -> Tensor:
-    """Numbers in (-1, 1), float32 [count].
+    """Return numbers in (-1, 1), float32 [count].
 
     They are a hash of the position (a finaliser of 32-bit hash tables): replicas that share a cache need the same
     numbers on every device and in every release of torch, which its generators do not promise.

@@ -27,7 +27,8 @@ def attend_split(
     D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, PAGED: tl.constexpr, UNCOMPRESSED: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, splits). WHOLE: there is one split, and `out` is the result [n, G, d] rather than a part of it.
+    """Attend over one split of a row. Grid (rows, splits). WHOLE: there is one split, and `out` is the result [n, G, d]
+    rather than a part of it.
 
     out float32 [n, splits, G, d]: sums of values, not yet divided; peaks, totals [n, splits, G]: the largest logit and
     the sum of powers above it; logits [n, G, capacity + uncompressed_count], all in powers of two.
@@ -100,7 +101,7 @@ def attend_split(
 
 @triton.jit
 def _scores(q, k, seen, scale, PRECISION: tl.constexpr):
-    """Logits float32 [M, BLOCK]: products are exact and summed in float32 before they are scaled."""
+    """Compute logits float32 [M, BLOCK]: products are exact and summed in float32 before they are scaled."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     return tl.where(seen[None, :], scores, float("-inf"))
 
@@ -122,7 +123,7 @@ def combine(
     parts, peaks, totals, out, splits,
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, G): the splits of a query head to its output."""
+    """Combine the splits of a query head to its output: grid (rows, G)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channels = tl.arange(0, D)
     part = row * splits + tl.arange(0, S)
@@ -144,7 +145,7 @@ def sum_received(
     G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
     UNCOMPRESSED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of entries): the attention that each entry received, over all query heads of the group."""
+    """Sum the attention that each entry received over all query heads of the group: grid (rows, blocks of entries)."""
     row = tl.program_id(0).to(tl.int64)
     heads, parts = tl.arange(0, M), tl.arange(0, S)
     inside = (heads < G)[:, None] & (parts < splits)[None, :]

@@ -17,7 +17,9 @@ def _load(
 
 @triton.jit
 def _from_e4m3(code):
-    """E4M3 by moving its bits into a float32, whose exponent is 2^120 off: exact, subnormals included, on every GPU."""
+    """Convert E4M3 by moving its bits into a float32, whose exponent is 2^120 off: exact, subnormals included, on every
+    GPU.
+    """
     bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000  # sign, 4 bits exponent, 3 bits mantissa
     number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where(tl.abs(number) == 480.0, float("nan"), number)  # all ones

@@ -15,7 +15,7 @@ def _load_keys(
     part, zeros, steps, table, start, entries, seen,
     BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Keys: a zero point and a step for each channel of the group."""
+    """Load keys: a zero point and a step for each channel of the group."""
     channels = tl.arange(0, D)
     at = start // GROUP * HEAD_DIM + channels
     zero = tl.load(zeros + at, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
@@ -28,7 +28,7 @@ def _load_values(
     part, zeros, steps, table, start, entries, seen,
     BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Values: a zero point and a step for each gcd(GROUP, HEAD_DIM) channels of an entry."""
+    """Load values: a zero point and a step for each gcd(GROUP, HEAD_DIM) channels of an entry."""
     POWER: tl.constexpr = HEAD_DIM & -HEAD_DIM  # the largest power of two that divides it
     CHANNELS: tl.constexpr = POWER if POWER < GROUP else GROUP
     groups = tl.arange(0, D // CHANNELS)

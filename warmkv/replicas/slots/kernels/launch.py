@@ -26,7 +26,7 @@ _RECEIVED_BLOCK = 128
 
 
 def split_count(rows: int, entries: int, processors: int) -> int:
-    """Into how many programs each row is split, so that few rows keep all processors busy too."""
+    """Return into how many programs each row is split, so that few rows keep all processors busy too."""
     return max(1, min(_PROGRAMS * processors // max(rows, 1), entries // _SPLIT_ENTRIES, MOST_SPLITS))
 
 
@@ -117,7 +117,9 @@ def _require_rows(*tensors: Tensor) -> None:
 
 
 def _three(parts: Parts) -> tuple[Tensor | int, ...]:
-    """Pointers to three parts, and the distance between rows of each; the first stands in for those that are not."""
+    """Return pointers to three parts, and the distance between rows of each; the first stands in for those that are
+    not.
+    """
     three = (*parts, *parts[:1] * 2)[:3]
     return *three, *(part.stride(0) for part in three)
 

@@ -36,7 +36,7 @@ class Reader:
 
 @triton.jit
 def load_rows(part, entries, seen, D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Vectors [BLOCK, D] that lie one behind the other."""
+    """Load vectors [BLOCK, D] that lie one behind the other."""
     channels = tl.arange(0, D)
     inside = seen[:, None]
     if D != HEAD_DIM:

@@ -29,7 +29,7 @@ def _load(
 
 @triton.jit
 def _codes(row, channels, inside, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Codes that are packed along the channels, one from each of 8 / BITS equal stretches (see `packing.py`)."""
+    """Load codes that are packed along the channels, one from each of 8 / BITS equal stretches (see `packing.py`)."""
     STRETCH: tl.constexpr = HEAD_DIM * BITS // 8
     packed = tl.load(row + (channels % STRETCH)[None, :], mask=inside, other=0).to(tl.int32)
     return (packed >> (channels // STRETCH * BITS)[None, :]) & ((1 << BITS) - 1)

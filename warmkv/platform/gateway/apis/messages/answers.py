@@ -21,7 +21,7 @@ STOP_REASONS: dict[FinishReason, str] = {
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Token counts as the Messages API reports them."""
+    """Return token counts as the Messages API reports them."""
     return {
         "input_tokens": usage.input,
         "cache_creation_input_tokens": usage.total_written,

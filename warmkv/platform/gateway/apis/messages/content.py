@@ -290,7 +290,7 @@ def _joined(content: str | Sequence[SubText | ImageBlock]) -> str:
 
 
 def _check_results(messages: Sequence[UserMessage | AssistantMessage]) -> None:
-    """Every call must have its result in the next message, and every result its call in the one before."""
+    """Check that every call has its result in the next message, and every result its call in the one before."""
     called: dict[str, None] = {}  # in order
     for message in messages:
         content = [] if isinstance(message.content, str) else message.content
