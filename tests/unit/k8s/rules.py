@@ -91,7 +91,7 @@ def is_bounded(manifests: Manifests) -> Iterator[str]:
 
 
 def memory_holds_the_plan(manifests: Manifests) -> Iterator[str]:
-    """Check the host memory of a worker: Ray and a gateway, its object store, and a replica by the engine's own estimates.
+    """Check the host memory of a worker: Ray, a gateway, the object store, and a replica by the engine's estimates.
 
     On a GPU weights pass through it, once; what is kept beside them comes later. On a CPU they stay.
     """
