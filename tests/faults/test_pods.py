@@ -21,7 +21,7 @@ from warmkv.config import parse
 from warmkv.platform.document import serve_document
 from warmkv.platform.tenants import hash_key
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 TENANTS = sorted({question.key for question in QUESTIONS})
 SECRETS = {

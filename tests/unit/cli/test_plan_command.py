@@ -60,7 +60,7 @@ def halves(rows: Sequence[str], folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return halves(lines(900, rate=30), tmp_path_factory.mktemp("trace"))
+    return halves(lines(400, rate=30), tmp_path_factory.mktemp("trace"))
 
 
 def replayed(trace: Path, model: Path, chosen: dict[str, Any], replicas: int) -> dict[str, float]:
@@ -95,6 +95,7 @@ def test_the_choice_holds_on_what_was_held_back_and_one_fewer_does_not(
     assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * dollars * 730)
 
 
+@pytest.mark.soak
 def test_the_choice_holds_on_a_public_trace(model: Path, tmp_path: Path) -> None:
     seen, held_back = halves(published("mooncake_conversation.jsonl").read_text().splitlines(), tmp_path)
     slo = "ttft_p99<10,tpot_p99<0.1"
