@@ -22,7 +22,7 @@ from tests.unit.k8s.manifests import K8S, OVERLAYS, ROOT, overlay
 from warmkv import __version__
 from warmkv.config import GatewayConfig
 
-DOCKERFILE = K8S / "Dockerfile"
+DOCKERFILE, WITH_MODEL = K8S / "Dockerfile", K8S / "model.Dockerfile"
 PYTHON = "3.11"
 IMAGES = {"cpu", "cuda"}  # stages that overlays run
 
@@ -136,10 +136,37 @@ def test_what_breaks_a_rule_is_seen(broken: Callable[[str], str]) -> None:
     assert list(faults(broken(text)))
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_weights_in_an_image_are_those_of_an_overlay(tmp_path: Path) -> None:
+    """The step fetches what the overlay names to where pods look, who then never ask the hub; no token stays."""
+    text = WITH_MODEL.read_text()
+    (stage,) = stages(text).values()
+    assert stage.source == f"warmkv:{__version__}-cuda"
+    assert stage.steps[-1] == ("USER", "1000:1000")
+    assert stage.all("COPY") == ["warmkv.yaml /etc/warmkv/model.yaml"]
+    assert all((ROOT / "k8s/overlays" / name / "warmkv.yaml").exists() for name in OVERLAYS)
+    assert not re.search(r"^(ARG|ENV) .*(TOKEN|KEY|SECRET)", text, re.MULTILINE)
+    (step,) = stage.all("RUN")
+    script = tmp_path / "warmkv"
+    script.write_text(f'#!/bin/sh\necho "$* $HF_HUB_CACHE $HF_TOKEN" > {tmp_path}/asked\nmkdir -p "$HF_HUB_CACHE"\n')
+    script.chmod(0o755)
+    secret = tmp_path / "hub"
+    secret.write_text("a token")
+    variables = dict(pair.split("=") for pair in stage.all("ENV"))
+    assert variables.pop("HF_HUB_OFFLINE") == "1"
+    here = step.partition(" ")[2].replace("/opt/models", f"{tmp_path}/models").replace("/run/secrets/hub", str(secret))
+    cache = variables["HF_HUB_CACHE"].replace("/opt", str(tmp_path))
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-ec", here], env={"PATH": path, "HF_HUB_CACHE": cache}, timeout=PATIENCE)
+    assert done.returncode == 0
+    asked = (tmp_path / "asked").read_text().strip()
+    assert asked == f"k8s fetch --config /etc/warmkv/model.yaml {tmp_path}/models a token"
+
+
+@pytest.mark.parametrize("file", [DOCKERFILE, WITH_MODEL], ids=lambda path: str(path.name))
+def test_hadolint_finds_nothing(file: Path) -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("hadolint is not installed: the Dockerfile is held to rules of our own only")
-    done = subprocess.run(["hadolint", DOCKERFILE], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(["hadolint", file], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout
 
 
