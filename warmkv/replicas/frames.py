@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, Started
+from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, Started, TokenLogprobs
 
 LONGEST_LINE = 1 << 26  # bytes
 
@@ -28,6 +28,12 @@ def encode(events: Iterable[tuple[int, Event]]) -> bytes:
     for stream, event in events:
         if isinstance(event, Delta):
             rows.append((stream, "delta", event.text, event.output_tokens, event.tokens))
+            if event.logprobs:
+                rows[-1] += (_rows(event.logprobs),)
+        elif isinstance(event, Finished):
+            rows.append((stream, "finished", event.reason, event.output_tokens, event.stop_sequence))
+            if event.logprobs:
+                rows[-1] += (_rows(event.logprobs),)
         else:
             kind = type(event)
             rows.append((stream, _KINDS[kind], *(getattr(event, name) for name in kind.__slots__)))
@@ -39,11 +45,24 @@ def decode(line: bytes) -> list[tuple[int, Event]]:
     events: list[tuple[int, Event]] = []
     for stream, kind, *fields in orjson.loads(line):
         if kind == "delta":
-            text, output_tokens, tokens = fields
-            events.append((stream, Delta(text, output_tokens, tuple(tokens))))
+            text, output_tokens, tokens, *logprobs = fields
+            events.append((stream, Delta(text, output_tokens, tuple(tokens), *map(_logprobs, logprobs))))
+        elif kind == "finished":
+            reason, output_tokens, stop, *logprobs = fields
+            events.append((stream, Finished(reason, output_tokens, stop, *map(_logprobs, logprobs))))
         else:
             events.append((stream, _CLASSES[kind](*fields)))
     return events
+
+
+def _rows(logprobs: Iterable[TokenLogprobs]) -> list[Any]:
+    return [(one.token, one.logprob, one.top) for one in logprobs]
+
+
+def _logprobs(rows: Iterable[Any]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(token, logprob, tuple((other, its) for other, its in top)) for token, logprob, top in rows
+    )
 
 
 class Lines:

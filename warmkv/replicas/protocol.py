@@ -15,9 +15,28 @@ from warmkv.request_context import RequestContext
 FinishReason = Literal["end", "length", "stop", "cancelled"]
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be: only tokens that can still lead there are drawn (structured outputs in vLLM).
+
+    `text` is a JSON schema as JSON, a regular expression, a JSON list of texts, or a grammar in Lark or GBNF; empty for
+    any JSON object.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave everything in."""
+    """How tokens are drawn, as in vLLM. The defaults leave the model's distribution as it is; temperature 0 is greedy.
+
+    Order: `logit_bias`, penalties and what may not be drawn change the logits; then come the temperature, min_p, top_k
+    and top_p. Repetition is counted in prompt and answer, frequency and presence in the answer alone.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -26,6 +45,15 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0  # of the most probable token's probability
+    min_tokens: int = 0  # before which nothing ends the answer: no end of text, no stop token, no stop string
+    stop_token_ids: tuple[int, ...] = ()  # which end the answer, and are left out of its text
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    logprobs: int | None = None  # of drawn tokens, and of so many of the most probable ones
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +118,43 @@ class Started:
     tiers: Mapping[str, int] = field(default_factory=dict)  # cached_tokens by the tier they came from
 
 
+LEAST_LOGPROB = -9999.0
+"""Stands for log-probabilities below it and for minus infinity, which JSON lacks; as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a token under the model alone, before sampling parameters and constraint; and the highest."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # token ids with theirs, the highest first
+
+
 @dataclass(slots=True)  # not frozen, which would take thrice as long to make: there is one for every token
 class Delta:
-    """More text, how many tokens have been drawn so far, this text's included, and those since the last one."""
+    """More text, how many tokens have been drawn so far, this text's included, and those since the last one.
+
+    `logprobs` has an entry for each of `tokens` if the request wants them.
+    """
 
     text: str
     output_tokens: int
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end. `output_tokens` counts every drawn token, an end-of-text token included."""
+    """The end. `output_tokens` counts every drawn token, an end-of-text token included.
+
+    `logprobs` are those of the tokens behind the last text, without what ended the answer.
+    """
 
     reason: FinishReason
     output_tokens: int
     stop_sequence: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,9 @@ class Mailbox:
             self._unread -= len(more.text)
             deltas.append(more)
         text = "".join(delta.text for delta in deltas)
-        return Delta(text, deltas[-1].output_tokens, tuple(token for delta in deltas for token in delta.tokens))
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        logprobs = tuple(one for delta in deltas for one in delta.logprobs)
+        return Delta(text, deltas[-1].output_tokens, tokens, logprobs)
 
     async def aclose(self) -> None:
         """Take no more."""

@@ -77,6 +77,7 @@ class Progress:
 
     def missing(self, delta: Delta) -> Delta | None:
         """Note text of the attempt, and return what of it the client lacks."""
+        known = max(0, len(self.output_ids) - len(self.own))  # tokens of the text that the client has
         self.own += delta.tokens
         if len(self.own) > len(self.output_ids):
             self.output_ids = self.own
@@ -85,7 +86,9 @@ class Progress:
         if new <= 0:
             return None
         self.sent = self.length
-        return delta if new >= len(delta.text) else replace(delta, text=delta.text[-new:])
+        if new >= len(delta.text):
+            return delta
+        return replace(delta, text=delta.text[-new:], logprobs=delta.logprobs[known:])
 
 
 class Events(Protocol):

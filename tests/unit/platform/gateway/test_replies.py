@@ -51,15 +51,24 @@ from warmkv.replicas.protocol import (
     GenerateRequest,
     ReplyTo,
     Started,
+    TokenLogprobs,
 )
 
 LETTERS = of_words([chr(0x4E00 + token) for token in range(VOCABULARY)])
+LOGPROBS = st.lists(
+    st.builds(
+        TokenLogprobs,
+        st.integers(0, 9),
+        st.floats(-9, 0),
+        st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), max_size=3).map(tuple),
+    )
+).map(tuple)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.just(Admitted()),
     st.just(Alive()),
     st.builds(Started, st.text(), *[st.integers(0, 9)] * 5, st.floats(0, 9), st.floats(0, 9), st.just({"host": 3})),
-    st.builds(Delta, st.text(), st.integers(0, 9), st.lists(st.integers(0, 9)).map(tuple)),
-    st.builds(Finished, st.sampled_from(["end", "stop"]), st.integers(0, 9), st.none() | st.text()),
+    st.builds(Delta, st.text(), st.integers(0, 9), st.lists(st.integers(0, 9)).map(tuple), LOGPROBS),
+    st.builds(Finished, st.sampled_from(["end", "stop"]), st.integers(0, 9), st.none() | st.text(), LOGPROBS),
     st.builds(Failed, st.text(), st.sampled_from(["replica", "request"])),
 )
 
