@@ -35,8 +35,20 @@ class GatewayConfig(Section):
         description="body of a request; more is refused (413). How much structure it may have follows from it (400), "
         "and how many bodies are read at a time (529)",
     )
-    max_output_tokens: int = Field(8192, ge=1, description="largest max_tokens a request may ask for")
-    default_output_tokens: int = Field(512, ge=1, description="where the API lets a request leave it out")
+    max_output_tokens: int = Field(8192, ge=1, description="most tokens of an answer; a larger max_tokens is cut to it")
+    default_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="where a request names no max_tokens; null: the rest of the context, up to max_output_tokens. A "
+        "decode slot is reserved for all of it",
+    )
+    models: dict[str, str] = Field(
+        {}, description='other names of the model, for clients that have names built in: {"claude-*": its name}'
+    )
+    strict: bool = Field(
+        False,
+        description="refuse (400) fields that nobody knows, and a max_tokens above max_output_tokens or the context",
+    )
     request_timeout_seconds: float = Field(600.0, gt=0, description="longest time until the end of an answer (504)")
     retries: int = Field(
         3, ge=0, description="how often a request is sent again because a replica failed; what had begun goes on there"

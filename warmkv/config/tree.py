@@ -52,4 +52,9 @@ class Config(Section):
         for failure in self.simulator.failures:
             if failure.replica >= (most := self.cluster.most_replicas):
                 raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
+        for alias, name in self.gateway.models.items():
+            if name != self.model.name:
+                raise ValueError(
+                    f"gateway.models: {alias} is {name}, but the model that is served is {self.model.name}"
+                )
         return self

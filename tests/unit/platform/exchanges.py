@@ -104,7 +104,14 @@ class Gateway:
 class Exchange:
     """One request: its body may come in pieces, its client may leave."""
 
-    def __init__(self, gateway: Gateway, path: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        method: str = "POST",
+    ) -> None:
         self.status, self.headers, self.body = 0, {}, b""
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.changed = asyncio.Event()
@@ -113,7 +120,7 @@ class Exchange:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",

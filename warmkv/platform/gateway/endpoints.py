@@ -117,14 +117,16 @@ def create_app(
         asked = await intake.take(request, partial(parsing.message, arrival))
         admission = await service.start("messages", arrival, asked)
         if asked.stream:
-            return EventStream(partial(messages.stream, admission), admission, MESSAGES_PING, PING_SECONDS)
-        return JSONResponse(await messages.respond(await admission.begin()))
+            written = partial(messages.stream, admission)
+            return EventStream(written, admission, MESSAGES_PING, PING_SECONDS, asked.headers)
+        return JSONResponse(await messages.respond(await admission.begin()), headers=asked.headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         arrival = admitted(request)
         check_version(request.headers.get("anthropic-version"))
-        return JSONResponse({"input_tokens": await intake.take(request, partial(parsing.count, arrival))})
+        tokens, headers = await intake.take(request, partial(parsing.count, arrival))
+        return JSONResponse({"input_tokens": tokens}, headers=headers)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
@@ -141,24 +143,23 @@ def create_app(
         chat = api == "chat"
         if asked.stream:
             answered = partial(openai.stream, admission, chat, asked.include_usage)
-            return EventStream(answered, admission, OPENAI_PING, PING_SECONDS)
-        return JSONResponse(await openai.respond(await admission.begin(), chat))
+            return EventStream(answered, admission, OPENAI_PING, PING_SECONDS, asked.headers)
+        return JSONResponse(await openai.respond(await admission.begin(), chat), headers=asked.headers)
 
-    def described() -> dict[str, Any]:
-        name = config.model.name
+    def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
         return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv", **created}
 
     @app.get("/v1/models")
     async def list_models(_: Request) -> Response:
-        name = config.model.name
-        paging = {"has_more": False, "first_id": name, "last_id": name}
-        return JSONResponse({"object": "list", "data": [described()], **paging})
+        names = service.model_names
+        paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": list(map(described, names)), **paging})
 
     @app.get("/v1/models/{name:path}")
     async def get_model(_: Request, name: str) -> Response:
         service.check_model(name)
-        return JSONResponse(described())
+        return JSONResponse(described(name))
 
     @app.get("/v1/warmkv/replicas")
     async def replicas(request: Request) -> Response:

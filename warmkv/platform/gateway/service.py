@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from warmkv import telemetry
@@ -106,9 +107,14 @@ class Service:
         """Note when a request came in; what is in force then holds for it to its end."""
         return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease)
 
+    @property
+    def model_names(self) -> list[str]:
+        """Return the model's name and its other names, which may be patterns."""
+        return [self.config.model.name, *self.config.gateway.models]
+
     def check_model(self, name: str) -> None:
-        if name != self.config.model.name:
-            raise ApiError("not_found_error", f"model: {name} (this server has {self.config.model.name})")
+        if name != self.config.model.name and not any(fnmatchcase(name, alias) for alias in self.config.gateway.models):
+            raise ApiError("not_found_error", f"model: {name} (this server has {', '.join(self.model_names)})")
 
     async def start(self, api: str, arrival: Arrival, asked: ParsedRequest) -> SubmittedRequest:
         """Send a request and wait until a replica has queued it. Raises ApiError.
@@ -164,10 +170,6 @@ class Service:
         config, tenant, prompt = arrival.policy.config, arrival.lease.tenant, asked.prompt
         sampling, options = asked.sampling, asked.options
         cache = config.prefix_cache
-        if sampling.max_tokens > config.gateway.max_output_tokens:
-            raise invalid(
-                f"max_tokens: {sampling.max_tokens} > {config.gateway.max_output_tokens}, this server's limit"
-            )
         if not prompt.tokens:
             raise invalid("the prompt is empty")
         check_options(options, tenant, config)

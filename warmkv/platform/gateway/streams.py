@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi.responses import Response
@@ -99,11 +100,16 @@ class EventStream(Response):
     """A stream of events: `write` has them written, until it returns or the client leaves. Closes `source` then."""
 
     def __init__(
-        self, write: Callable[[EventWriter], Awaitable[None]], source: Closable, ping: bytes, silence: float
+        self,
+        write: Callable[[EventWriter], Awaitable[None]],
+        source: Closable,
+        ping: bytes,
+        silence: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._write, self._source, self._ping, self._silence = write, source, ping, silence
         self.status_code, self.media_type, self.background = 200, "text/event-stream", None
-        self.init_headers({"cache-control": "no-cache"})
+        self.init_headers({"cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream. Raises ClientDisconnect where `send` says that the client has left."""

@@ -136,11 +136,10 @@ def test_a_refusal_costs_little_however_many_faults_there_are(model, body):
 
 
 def test_the_first_unknown_field_is_the_one_that_is_named():
-    data = json.dumps({"model": "tiny", "messages": [SAID], "max_tokens": 1, "one": None, "two": 2}).encode()
-    with pytest.raises(ApiError, match=r"^one: "):
-        parse(data, MessagesRequest, DEFAULT)
-    with pytest.raises(ApiError, match=r"^two: "):  # null is the same as leaving a field out there
-        parse(data, ChatRequest, DEFAULT)
+    data = json.dumps({"model": "tiny", "messages": [SAID], "max_tokens": 1, "zero": None, "one": 1, "two": 2}).encode()
+    for model in (MessagesRequest, ChatRequest):
+        with pytest.raises(ApiError, match=r"^one: "):  # null is the same as leaving a field out
+            parse(data, model, DEFAULT)
 
 
 def test_a_body_that_is_too_large_is_refused_by_its_header_unread(tmp_path):

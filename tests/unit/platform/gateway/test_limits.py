@@ -90,8 +90,9 @@ def test_tokens_read_from_the_cache_do_not_count(tmp_path: Path) -> None:
 
 
 def test_what_fails_gives_its_tokens_back(tmp_path: Path) -> None:
-    gateway = limited(tmp_path, tokens_per_minute=100_000)
-    assert gateway.messages("alice", max_tokens=9000).status == 400  # over gateway.max_output_tokens
+    limits = as_flag("gateway.limits", {"tokens_per_minute": 100_000})
+    gateway = Gateway(tmp_path, limits, "compression.allow_request_policy=false")
+    assert gateway.messages("alice", max_tokens=4000, warmkv={"policy": "full"}).status == 403
     assert gateway.messages("alice", max_tokens=1, model="gpt").status == 404
     left = int(gateway.messages("alice", max_tokens=1).headers["anthropic-ratelimit-tokens-remaining"])
     assert left > 99_900

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
 from warmkv.platform.gateway.apis.errors import from_validation, invalid
@@ -20,28 +23,72 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first fault alone is told: each costs pydantic a kilobyte."""
 
 LONGEST_POLICY = 1000
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+MOST_NAMED = 32  # fields that are listed as left out
+
+
+@dataclass(slots=True)
+class FieldsLeftOut:
+    """The fields of a request that were left out, named once each. With `strict`, unknown ones are refused instead."""
+
+    strict: bool = False
+    names: dict[str, None] = field(default_factory=dict)
+
+    def note(self, name: str) -> None:
+        """Note a field. What is no plain name, which a header could not carry, is `?`."""
+        if len(self.names) < MOST_NAMED:
+            self.names[name if PLAIN_NAME.fullmatch(name) else "?"] = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-warmkv-ignored": ", ".join(self.names)} if self.names else {}
 
 
 class Body(BaseModel):
-    """Base of request bodies: a field that is not known is refused, never silently dropped."""
+    """Base of request bodies. A field that is null is absent.
+
+    Fields in `ignored` do not change the answer and are left out. Those in `unsupported` would change it: they are
+    refused, but for the values at which they do nothing. All others that a model does not declare are unknown: left
+    out and noted where the validation's context is `FieldsLeftOut`, refused where it is strict, or absent.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
+    refuses_unknown: ClassVar[bool] = False  # whatever the context
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_one_unknown_field(cls, value: Any) -> Any:
-        """Leave one unknown field to be refused: each costs pydantic a kilobyte."""
+    def _take_known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """Drop fields that are null or left out. Of unknown fields one stays to be refused: each costs a kilobyte."""
         if not isinstance(value, dict) or cls.model_config.get("extra") != "forbid":
             return value
-        unknown = [name for name in value if name not in cls.model_fields]
-        if len(unknown) < 2:
+        known = cls.model_fields
+        if known.keys() >= value.keys() and None not in value.values():
             return value
-        dropped = set(unknown[1:])
-        return {name: item for name, item in value.items() if name not in dropped}
+        left_out: FieldsLeftOut = info.context or FieldsLeftOut(strict=True)
+        kept, refused = {}, False
+        for name, item in value.items():
+            if item is None:
+                continue
+            if name in known:
+                kept[name] = item
+            elif name in cls.unsupported:
+                if item not in cls.unsupported[name]:
+                    raise ValueError(f"{name}: this server does not support it")
+            elif name in cls.ignored or not (left_out.strict or cls.refuses_unknown):
+                left_out.note(name)
+            elif not refused:
+                kept[name], refused = item, True
+        return kept
 
 
 class WarmkvOptions(Body):
     """The `warmkv` field of a request (`extra_body={"warmkv": {...}}` in the SDKs)."""
+
+    refuses_unknown = True  # nobody but our own users sends it: what is unknown is a mistake
 
     policy: PolicySpec | None = Field(None, description="compression policy of this request")
     seed: int | None = Field(None, ge=0, lt=2**63, description="seed of the sampling")
@@ -68,13 +115,17 @@ class ParsedRequest:
     stream: bool
     tool_choice: str = "auto"
     include_usage: bool = False  # at the end of an OpenAI stream
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
 
 
 B = TypeVar("B", bound=Body)
 
 
-def parse(data: bytes, model: type[B], limits: BodyLimits) -> B:
-    """Parse a JSON body in linear time and space. Raises ApiError (400) where it is not what the API takes."""
+def parse(data: bytes, model: type[B], limits: BodyLimits, left_out: FieldsLeftOut | None = None) -> B:
+    """Parse a JSON body in linear time and space. Raises ApiError (400) where it is not what the API takes.
+
+    Unknown fields are noted in `left_out`, and refused without it.
+    """
     body_limits.check_bytes(data, limits)
     try:
         tree = from_json(data)
@@ -84,6 +135,6 @@ def parse(data: bytes, model: type[B], limits: BodyLimits) -> B:
         raise invalid(f"Invalid JSON: {error}") from None
     body_limits.check_counts(tree, limits)
     try:
-        return model.model_validate(tree)
+        return model.model_validate(tree, context=left_out)
     except ValidationError as error:
         raise from_validation(error) from None

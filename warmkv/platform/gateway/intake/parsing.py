@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
@@ -11,12 +12,13 @@ from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
-from warmkv.platform.gateway.apis.schema import ParsedRequest, parse
+from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, chain_root
+from warmkv.policies import budgets
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
@@ -36,41 +38,66 @@ class Parsing:
 
     def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
-        body = parse(data, messages.MessagesRequest, self._limits)
+        left_out = FieldsLeftOut(self._gateway.strict)
+        body = parse(data, messages.MessagesRequest, self._limits, left_out)
         self._service.check_model(body.model)
         if body.max_tokens == 0 and body.stream:
             raise invalid("stream: must be false when max_tokens is 0")
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
         prompt = self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache))
-        return ParsedRequest(prompt, sampling, body.warmkv, body.stream, choice)
+        asked = ParsedRequest(prompt, sampling, body.warmkv, body.stream, choice, headers=left_out.headers)
+        return self._within_limits(arrival, asked)
 
-    def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> int:
-        """Parse a body of /v1/messages/count_tokens and count its tokens."""
-        body = parse(data, messages.CountRequest, self._limits)
+    def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[int, Mapping[str, str]]:
+        """Parse a body of /v1/messages/count_tokens; return the number of its tokens, and headers of the answer."""
+        left_out = FieldsLeftOut(self._gateway.strict)
+        body = parse(data, messages.CountRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        return len(self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache)).tokens)
+        prompt = self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache))
+        return len(prompt.tokens), left_out.headers
 
     def chat(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
-        body = parse(data, openai.ChatRequest, self._limits)
+        left_out = FieldsLeftOut(self._gateway.strict)
+        body = parse(data, openai.ChatRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        return self._completion(body, self._prompt(arrival, tokenizer, openai.turns(body)))
+        return self._completion(arrival, body, self._prompt(arrival, tokenizer, openai.turns(body)), left_out)
 
     def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/completions."""
-        body = parse(data, openai.CompletionRequest, self._limits)
+        left_out = FieldsLeftOut(self._gateway.strict)
+        body = parse(data, openai.CompletionRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        return self._completion(body, self._prompt(arrival, tokenizer, body.prompt))
+        return self._completion(arrival, body, self._prompt(arrival, tokenizer, body.prompt), left_out)
 
     def forget(self, tenant: Tenant) -> None:
         """Forget the tokens of a tenant's earlier prompts."""
         self._cache.forget(chain_root(tenant.salt, self._service.config))
 
-    def _completion(self, body: openai.CompletionBody, prompt: Prompt) -> ParsedRequest:
-        sampling = body.sampling(_seed(body.warmkv.seed), self._gateway.default_output_tokens)
+    def _completion(
+        self, arrival: Arrival, body: openai.CompletionBody, prompt: Prompt, left_out: FieldsLeftOut
+    ) -> ParsedRequest:
+        rest = self._gateway.default_output_tokens or max(1, self._max_context - len(prompt.tokens))
+        sampling = body.sampling(_seed(body.warmkv.seed), min(rest, self._gateway.max_output_tokens))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage)
+        asked = ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage, headers=left_out.headers)
+        return self._within_limits(arrival, asked)
+
+    def _within_limits(self, arrival: Arrival, asked: ParsedRequest) -> ParsedRequest:
+        """Cut max_tokens to what this server gives. Raises ApiError (400) where it is strict."""
+        tokens, prompt, limit = asked.sampling.max_tokens, len(asked.prompt.tokens), self._gateway.max_output_tokens
+        if tokens > limit and self._gateway.strict:
+            raise invalid(f"max_tokens: {tokens} > {limit}, this server's limit (gateway.max_output_tokens)")
+        cut, rest = min(tokens, limit), self._max_context - prompt
+        if rest < cut and not self._gateway.strict:  # a strict one is refused by the replica, unless it is endless
+            policy = asked.options.policy or arrival.policy.config.compression.policy
+            if not budgets.is_endless(budgets.in_force(policy, prompt, cut), prompt, cut, self._max_context):
+                cut = max(rest, 1)
+        if cut == tokens:
+            return asked
+        headers = {**asked.headers, "x-warmkv-max-tokens": str(cut)}
+        return replace(asked, sampling=replace(asked.sampling, max_tokens=cut), headers=headers)
 
     def _prompt(self, arrival: Arrival, tokenizer: Any, said: Sequence[Turn] | str) -> Prompt:
         """Return the prompt of a conversation, or of a text as it is. Raises ApiError (400) where it cannot fit."""

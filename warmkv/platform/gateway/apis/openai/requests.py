@@ -65,11 +65,6 @@ class CompletionBody(Body):
     tools: list[Any] = Field([], max_length=0)
     response_format: TextFormat | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> CompletionBody:
         if self.stream_options is not None and not self.stream:

@@ -1,0 +1,132 @@
+"""Fields of requests: refused by name, left out and listed, or taken; limits of new tokens; names of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.platform.exchanges import Exchange, Gateway, chat, message
+from warmkv.config import ConfigError, load
+from warmkv.replicas.protocol import GenerateRequest
+
+MESSAGES, CHAT, COMPLETIONS = "/v1/messages", "/v1/chat/completions", "/v1/completions"
+
+
+class Asked(Gateway):
+    """Keeps the requests that reach the replica."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        super().__init__(folder, *flags)
+        self.asked: list[GenerateRequest] = []
+
+    def answer(self, attempt: Any) -> Any:
+        self.asked.append(attempt.request)
+        return super().answer(attempt)
+
+    @property
+    def max_tokens(self) -> list[int]:
+        return [request.sampling.max_tokens for request in self.asked]
+
+
+def body(gateway: Gateway, path: str, **more: Any) -> dict[str, Any]:
+    if path == COMPLETIONS:
+        return {"model": gateway.config.model.name, "prompt": "hello", **more}
+    return (message if path == MESSAGES else chat)(gateway, **more)
+
+
+def ask(tmp_path: Path, flags: tuple[str, ...], *requests: tuple[str, dict[str, Any]]) -> tuple[Asked, list[Exchange]]:
+    """Send requests to a gateway, one after the other; of each the path, and what is added to the smallest body."""
+
+    async def run() -> tuple[Asked, list[Exchange]]:
+        gateway = Asked(tmp_path, *flags)
+        return gateway, [await Exchange(gateway, path, body(gateway, path, **more)).whole() for path, more in requests]
+
+    return asyncio.run(run())
+
+
+def test_unknown_fields_are_left_out_and_listed(tmp_path):
+    said = [{"role": "user", "content": [{"type": "text", "text": "hello", "cache_id": 1}], "\r\nx: y": 1}]
+    _, exchanges = ask(
+        tmp_path,
+        (),
+        (MESSAGES, {"nobody_knows": 1, "messages": said, "stream": True}),
+        (MESSAGES + "/count_tokens", {"nobody_knows": {"a": []}}),
+        (CHAT, {"nobody_knows": 1, "messages": said}),
+        (COMPLETIONS, {"nobody_knows": 1, "store": None, **{f"field{number}": 0 for number in range(1000)}}),
+        (COMPLETIONS, {"max_tokens": 1, "store": None}),
+    )
+    assert [exchange.status for exchange in exchanges] == [200] * 5
+    listed = [exchange.headers.get("x-warmkv-ignored") for exchange in exchanges]
+    assert listed[:3] == ["nobody_knows, ?, cache_id", "nobody_knows", "nobody_knows, ?, cache_id"]
+    assert listed[3].startswith("nobody_knows, field0, ")
+    assert len(listed[3]) < 1000
+    assert listed[4] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "told"),
+    [
+        (MESSAGES, {"temprature": 1}, "temprature: "),
+        (MESSAGES, {"max_tokens": 9000}, "max_tokens: 9000 > 8192"),
+        (CHAT, {"max_tokens": 9000}, "max_tokens: 9000 > 8192"),
+        (MESSAGES, {"messages": [{"role": "user", "content": "x", "to": "y"}]}, "messages.0.user.to: "),
+        (MESSAGES, {"cache_control": {"type": "ephemeral", "scope": "x"}}, "cache_control.scope: "),
+        (CHAT, {"temprature": 1}, "temprature: "),
+        (COMPLETIONS, {"temprature": 1}, "temprature: "),
+    ],
+)
+def test_a_strict_gateway_refuses_what_nobody_knows(tmp_path, path, more, told):
+    gateway, (refused, taken) = ask(tmp_path, ("gateway.strict=true",), (path, more), (path, {"max_tokens": 1}))
+    assert (refused.status, taken.status, len(gateway.asked)) == (400, 200, 1)
+    assert refused.error.startswith(told)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT, COMPLETIONS])
+def test_a_mistake_in_our_own_options_is_refused(tmp_path, path):
+    _, (refused,) = ask(tmp_path, (), (path, {"warmkv": {"polcy": "full"}}))
+    assert refused.status == 400
+    assert refused.error.startswith("warmkv.polcy: ")
+
+
+def test_max_tokens_is_cut_to_what_there_is(tmp_path):
+    flags = ("gateway.max_output_tokens=3000",)
+    gateway, exchanges = ask(
+        tmp_path,
+        flags,
+        (MESSAGES, {"max_tokens": 32_000}),
+        (CHAT, {"max_tokens": 3000}),
+        (COMPLETIONS, {"prompt": "a " * 2000, "max_tokens": 3000}),
+        (COMPLETIONS, {"prompt": "a " * 2000}),
+        (CHAT, {}),
+    )
+    prompts = [len(request.token_ids) for request in gateway.asked]
+    assert gateway.max_tokens == [3000, 3000, 4096 - prompts[2], 4096 - prompts[3], 3000]
+    told = [exchange.headers.get("x-warmkv-max-tokens") for exchange in exchanges]
+    assert told == ["3000", None, str(4096 - prompts[2]), None, None]
+
+
+def test_an_endless_answer_may_exceed_the_context(tmp_path):
+    policy = {"warmkv": {"policy": "streaming_llm@64"}}
+    gateway, _ = ask(tmp_path, (), (COMPLETIONS, {"prompt": "a " * 200, "max_tokens": 5000, **policy}))
+    assert gateway.max_tokens == [5000]
+
+
+def test_other_names_of_the_model(tmp_path):
+    flags = ("gateway.models={claude-*: tiny, gpt-5: tiny}",)
+    names = ("claude-sonnet", "gpt-5", "tiny")
+    _, exchanges = ask(tmp_path, flags, *((CHAT, {"model": name}) for name in names), (CHAT, {"model": "gpt-4"}))
+    assert [exchange.status for exchange in exchanges] == [200, 200, 200, 404]
+    assert {exchange.json["model"] for exchange in exchanges[:3]} == {"tiny"}  # the one that answered
+
+    async def listed() -> list[str]:
+        gateway = Gateway(tmp_path, *flags)
+        found = (await Exchange(gateway, "/v1/models", b"", method="GET").whole()).json["data"]
+        one = await Exchange(gateway, "/v1/models/claude-opus", b"", method="GET").whole()
+        return [*(model["id"] for model in found), one.json["id"]]
+
+    assert asyncio.run(listed()) == ["tiny", "claude-*", "gpt-5", "claude-opus"]
+    with pytest.raises(ConfigError, match=r"gateway.models: a is b, but the model that is served is tiny"):
+        load(flags=("gateway.models={a: b}",))
