@@ -13,16 +13,16 @@ from typing import Any
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from warmkv.dashboards import alerts, overview
+from warmkv.dashboards import alerts
+from warmkv.dashboards.boards import BOARDS
 
-BOARDS: Mapping[str, Callable[[], Any]] = {"overview": overview.build}
 RULES: Mapping[str, Callable[[], dict[str, Any]]] = {"alerts": alerts.groups, "prometheusrule": alerts.prometheus_rule}
 HEAD = "# Written by `warmkv dashboards build` from warmkv/dashboards/alerts.py.\n"
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    """Every dashboard by its file name without `.json`, as plain values."""
-    return {name: json.loads(json.dumps(build(), cls=JSONEncoder)) for name, build in BOARDS.items()}
+    """Return every dashboard by its file name without `.json`, as plain values."""
+    return {board.name: json.loads(json.dumps(board.build(), cls=JSONEncoder)) for board in BOARDS}
 
 
 def text(document: Mapping[str, Any]) -> str:

@@ -1,79 +1,95 @@
-"""Panels as this project makes them: numbered, described, with a unit, reading the dashboard's data source."""
+"""Panels and rows as values: described, with a unit, reading the dashboard's data source."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from grafana_foundation_sdk.builders import common as options
 from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.models import common
 
-from warmkv import telemetry
-from warmkv.dashboards.queries import quantile
+from warmkv.dashboards.queries import Query
 
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
-Query = tuple[str, str]  # expression, legend
-PERCENTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+
+class Panel(Protocol):
+    """What a row holds."""
+
+    def build(self, number: int) -> Any:
+        """Return the panel as the SDK's builder; `number` is its id."""
 
 
-def percentiles(histogram: telemetry.Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
-    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}") for share, name in shares]
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Time series of one or more queries."""
 
+    title: str
+    description: str
+    unit: str
+    queries: Sequence[Query]
+    width: int = 12
+    stacked: bool = False
+    least: float | None = 0
+    top: float | None = None
 
-class Panels:
-    """Numbers rows and panels in the order they are made, so that no two share an id and a build repeats itself."""
-
-    def __init__(self) -> None:
-        self._id = 0
-
-    def row(self, title: str) -> Any:
-        self._id += 1
-        return dashboard.Row(title).id(self._id)
-
-    def graph(
-        self,
-        title: str,
-        description: str,
-        unit: str,
-        queries: Sequence[Query],
-        *,
-        width: int = 12,
-        stacked: bool = False,
-        least: float | None = 0,
-        top: float | None = None,
-    ) -> Any:
+    def build(self, number: int) -> Any:
         legend = options.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
         panel = (
-            self._common(timeseries.Panel(), title, description, unit, queries)
+            _common(timeseries.Panel(), number, self.title, self.description, self.unit, self.queries)
             .height(8)
-            .span(width)
-            .fill_opacity(30 if stacked else 8)
+            .span(self.width)
+            .fill_opacity(30 if self.stacked else 8)
             .legend(legend.placement(common.LegendPlacement.BOTTOM))
             .tooltip(
                 options.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
             )
         )
-        if stacked:
+        if self.stacked:
             panel.stacking(options.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
-        if least is not None:
-            panel.min(least)
-        return panel if top is None else panel.max(top)
+        if self.least is not None:
+            panel.min(self.least)
+        return panel if self.top is None else panel.max(self.top)
 
-    def number(self, title: str, description: str, unit: str, query: str) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One present value for each application."""
+
+    title: str
+    description: str
+    unit: str
+    query: str
+
+    def build(self, number: int) -> Any:
+        queries = [(self.query, "{{application}}")]
         return (
-            self._common(stat.Panel(), title, description, unit, [(query, "{{application}}")])
+            _common(stat.Panel(), number, self.title, self.description, self.unit, queries)
             .height(4)
             .span(4)
             .graph_mode(common.BigValueGraphMode.AREA)
             .reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
         )
 
-    def _common(self, panel: Any, title: str, description: str, unit: str, queries: Sequence[Query]) -> Any:
-        self._id += 1
-        panel.id(self._id).title(title).description(description).unit(unit).datasource(DATASOURCE)
-        for number, (expression, legend) in enumerate(queries):
-            reference = chr(ord("A") + number)
-            panel.with_target(prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(reference))
-        return panel
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A heading and its panels."""
+
+    title: str
+    panels: Sequence[Panel]
+
+    def add_to(self, board: dashboard.Dashboard, numbers: Iterator[int]) -> None:
+        """Add the row to a dashboard; rows and panels take their ids from `numbers`."""
+        board.with_row(dashboard.Row(self.title).id(next(numbers)))
+        for panel in self.panels:
+            board.with_panel(panel.build(next(numbers)))
+
+
+def _common(panel: Any, number: int, title: str, description: str, unit: str, queries: Sequence[Query]) -> Any:
+    panel.id(number).title(title).description(description).unit(unit).datasource(DATASOURCE)
+    for at, (expression, legend) in enumerate(queries):
+        panel.with_target(prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + at)))
+    return panel

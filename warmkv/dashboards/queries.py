@@ -6,7 +6,12 @@ variables: `$application`, and `$policy` and `$model` where the metric knows the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from warmkv.telemetry import Metric
+
+Query = tuple[str, str]  # expression, legend
+PERCENTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 SERVE_LABELS = ("application", "deployment", "replica")  # Ray Serve adds these to every metric
 RANGE = "$__rate_interval"
@@ -30,6 +35,11 @@ def quantile(share: float, histogram: Metric, by: tuple[str, ...] = ("applicatio
     _expect(histogram, "histogram")
     series = f"{histogram.exported}_bucket{_selector(histogram, match)}"
     return f"histogram_quantile({share}, sum by (le, {_labels(histogram, by)}) (rate({series}[{RANGE}])))"
+
+
+def percentiles(histogram: Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
+    """Build the queries of several quantiles, each with its legend."""
+    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}") for share, name in shares]
 
 
 def _expect(metric: Metric, kind: str) -> None:

@@ -1,0 +1,93 @@
+"""Routing decisions, the prefix directory, transfer between replicas."""
+
+from __future__ import annotations
+
+from warmkv import telemetry as t
+from warmkv.dashboards.panels import Graph, Row
+from warmkv.dashboards.queries import level, percentiles, rate
+
+_ROUTED = rate(t.ROUTED, ("reason",))
+
+ROUTING = Row(
+    "Routing",
+    (
+        Graph(
+            "Routing decisions",
+            "Decisions per second, by why the replica was taken.",
+            "reqps",
+            [(_ROUTED, "{{reason}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Share of routing reasons",
+            "Each reason's share of all decisions.",
+            "percentunit",
+            [(f"{_ROUTED} / on () group_left () {rate(t.ROUTED, ())}", "{{reason}}")],
+            stacked=True,
+            top=1,
+        ),
+        Graph(
+            "Requests sent again",
+            "Requests per second that were sent again since a replica had failed: while waiting, or while streaming.",
+            "reqps",
+            [(rate(t.RETRIED, ("when",)), "{{when}}")],
+        ),
+        Graph(
+            "Staleness of the routers",
+            "Percentiles of the time from a change in a replica until a router knew of it, by their wall clocks.",
+            "s",
+            percentiles(t.STALENESS, "application"),
+        ),
+        Graph(
+            "Routers that follow",
+            "Routers whose copy of the index follows the directory, by shard; the others go on with what they had.",
+            "short",
+            [(level(t.FOLLOWING, ("shard",)), "shard {{shard}}")],
+        ),
+        Graph(
+            "Prefix directory",
+            "Memory of the prefix directory by shard.",
+            "bytes",
+            [(level(t.DIRECTORY_BYTES, ("shard",)), "shard {{shard}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Blocks in the prefix directory",
+            "Distinct blocks that the directory knows, and those that it has had no room for since it started.",
+            "short",
+            [
+                (level(t.DIRECTORY_BLOCKS), "{{application}} known"),
+                (level(t.DIRECTORY_LEFT_OUT), "{{application}} left out"),
+            ],
+        ),
+    ),
+)
+
+TRANSFER = Row(
+    "Transfer",
+    (
+        Graph(
+            "Fetches by result",
+            "Fetches of blocks from another replica per second, by what became of them; `slower`: computing was faster "
+            "by the times that the replica measured, so nothing was asked for.",
+            "reqps",
+            [(rate(t.FETCHES, ("result",)), "{{result}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Blocks moved between replicas",
+            "Bytes per second that replicas fetched, and took over from those that were stopped.",
+            "Bps",
+            [
+                (rate(t.FETCHED_BYTES), "{{application}} fetched"),
+                (rate(t.HANDED_BYTES), "{{application}} taken over"),
+            ],
+        ),
+        Graph(
+            "Time of a fetch",
+            "Percentiles of the time that a fetch from another replica took, blocks stored.",
+            "s",
+            percentiles(t.FETCH_SECONDS, "application"),
+        ),
+    ),
+)
