@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from warmkv.config.base import Section
+
+_ORIGIN = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]*,]+)(?::([0-9]{1,5}))?")
+_USUAL_PORTS = {"http": "80", "https": "443"}
 
 
 class WhatIfConfig(Section):
@@ -24,4 +28,23 @@ class ControlConfig(Section):
         description="folder for the versions of the policy, on a disk that every node sees; without one they live "
         "in Ray, as long as the head, or as its Redis",
     )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="of pages that may call the operators' endpoints in a browser, as that of Grafana: "
+        "http://grafana.example.org:3000",
+    )
     whatif: WhatIfConfig | None = Field(None, description="null: no what-if service; {} is one without an evaluation")
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _as_browsers_say(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the origins as browsers name them: in small letters, without the port that is usual for the scheme."""
+        found = []
+        for origin in origins:
+            if (match := _ORIGIN.fullmatch(origin.lower())) is None:
+                raise ValueError(
+                    f"{origin!r} is no origin: scheme, host and port alone, as in http://grafana.example.org:3000"
+                )
+            scheme, host, port = match.groups()
+            found.append(f"{scheme}://{host}" + (f":{port}" if port and port != _USUAL_PORTS[scheme] else ""))
+        return tuple(found)

@@ -1,4 +1,4 @@
-"""The access log: one line per request, written by a thread so that no request waits for a disk.
+"""The access log: one line per request, written by a thread so that no request waits for a disk; the audit log as well.
 
 Gateways of one machine may share the file. Each batch of lines is appended under a lock (`.NAME.lock` beside it), and
 whoever finds the file full renames it to NAME.1, the one before to NAME.2 and so on; the others see the new file.
@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
-from warmkv.config import GatewayConfig
 from warmkv.logs import LineLimit
-from warmkv.prefixes.record import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -30,29 +29,33 @@ BATCH = 256  # most lines that are written under one lock
 OLD_FILES = 4  # that are kept besides the one that is written
 
 
+class Record(Protocol):
+    """What is a line of the log: a `RequestRecord`, or an operator's `Action`."""
+
+    def to_json(self) -> str: ...
+
+
 class AccessLog:
-    """Appends records to `gateway.access_log`, which must be set.
+    """Appends records to a file, which is rotated when it has `file_bytes`; 0: never.
 
     `dropped` is told of lines that are lost, with their number: by the caller of `write` where the queue is full, by
     the writing thread where the disk fails. Raises OSError where the file cannot be opened.
     """
 
-    def __init__(self, config: GatewayConfig, dropped: Callable[[int], None] = lambda lines: None) -> None:
-        assert config.access_log is not None
-        self._path, self._dropped = config.access_log, dropped
-        self._file_bytes = int(config.access_log_bytes)
+    def __init__(self, path: Path, file_bytes: int, dropped: Callable[[int], None] = lambda lines: None) -> None:
+        self._path, self._file_bytes, self._dropped = path, file_bytes, dropped
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open(self._path)
         self._lock: int | None = None
         if stat.S_ISREG(os.fstat(self._file).st_mode):  # a pipe or a terminal is neither locked nor rotated
             lock = self._path.with_name(f".{self._path.name}.lock")
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._records: queue.Queue[RequestRecord | None] = queue.Queue(QUEUE)
+        self._records: queue.Queue[Record | None] = queue.Queue(QUEUE)
         self._complaints = LineLimit(COMPLAINTS_PER_MINUTE, time.monotonic)
         self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
 
-    def write(self, record: RequestRecord) -> None:
+    def write(self, record: Record) -> None:
         """Queue a record; where the queue is full it is dropped and counted. Never waits."""
         try:
             self._records.put_nowait(record)
@@ -77,7 +80,7 @@ class AccessLog:
             going_on = len(records) == len(batch)
             self._write(records)
 
-    def _write(self, records: list[RequestRecord]) -> None:
+    def _write(self, records: list[Record]) -> None:
         """Append a batch; what the disk does not take is counted and reported, and fails no request."""
         written = 0
         try:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
 from warmkv.config import Config, ControlConfig
 from warmkv.platform import named_actors
 from warmkv.platform.live_config import History, Version, change, roll_back
-from warmkv.platform.live_config_store import ClusterStore, FolderStore, Store
+from warmkv.platform.live_config_store import Store, StoreError, restored, store_of
 
 log = logging.getLogger("ray.serve")
 
@@ -31,10 +29,6 @@ SILENCE_SECONDS = 15.0  # after which a gateway that has not asked is forgotten
 APPLY_SECONDS = 5.0  # that the answer to a change waits until all gateways have heard of it
 START_SECONDS = 60.0  # that a gateway which starts waits for the version in force; then it fails
 RETRY_SECONDS = 0.5  # between two calls of a gateway to an actor that does not answer
-
-
-class StoreError(RuntimeError):
-    """A change that could not be kept, and is therefore not in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,8 @@ class Control:
         self._clock, self._wall_clock = clock, wall_clock
         self._parts: dict[str, tuple[Report, float]] = {}  # with when it came
         self._changing, self._news = asyncio.Lock(), asyncio.Condition()
-        self._history, self._fault = self._restored()
+        history, self._fault = restored(store, self._name, History, wall_clock())
+        self._history = history or History()
 
     async def follow(self, part: str, report: Report, seconds: float) -> Version:
         """Wait for a version that the part has not heard of, at most `seconds`, and return the one in force."""
@@ -148,19 +143,6 @@ class Control:
         since = self._clock() - SILENCE_SECONDS
         self._parts = {part: (report, when) for part, (report, when) in self._parts.items() if when > since}
         return {part: report for part, (report, _) in self._parts.items()}
-
-    def _restored(self) -> tuple[History, str]:
-        data = self._store.read(self._name)
-        if data is None:
-            return History(), ""
-        try:
-            return History.model_validate_json(data), ""
-        except ValidationError as error:
-            aside = f"{self._name}.damaged-{int(self._wall_clock())}"
-            self._store.write(aside, data)
-            fault = f"{self._name} cannot be read and was copied to {aside}: {error.errors()[0]['msg']}"
-            log.error("%s", fault)
-            return History(), fault
 
 
 class LiveConfigFollower:
@@ -239,8 +221,3 @@ def start_control(application: str, config: ControlConfig) -> Any:
     What it knows is in its store, so nothing is lost with the one before.
     """
     return named_actors.start(control_name(application), Control, store_of(config), application)
-
-
-def store_of(config: ControlConfig) -> Store:
-    """Return the store of the versions: a folder, or else Ray itself."""
-    return FolderStore(config.path.absolute()) if config.path else ClusterStore()

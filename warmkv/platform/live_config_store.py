@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from warmkv.config import ControlConfig
 from warmkv.platform.named_actors import NAMESPACE
+
+log = logging.getLogger("ray.serve")
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class StoreError(RuntimeError):
+    """A change that could not be kept, and is therefore not in force."""
 
 
 class Store(Protocol):
@@ -56,3 +68,22 @@ class ClusterStore:
         from ray.experimental import internal_kv
 
         internal_kv._internal_kv_put(name, data, overwrite=True, namespace=NAMESPACE)
+
+
+def store_of(config: ControlConfig) -> Store:
+    """Return the store of the versions: a folder, or else Ray itself."""
+    return FolderStore(config.path.absolute()) if config.path else ClusterStore()
+
+
+def restored(store: Store, name: str, kind: type[T], now: float) -> tuple[T | None, str]:
+    """Return what is kept under a name, None where nothing is, and why it cannot be read; then it is copied aside."""
+    if (data := store.read(name)) is None:
+        return None, ""
+    try:
+        return kind.model_validate_json(data), ""
+    except ValidationError as error:
+        aside = f"{name}.damaged-{int(now)}"
+        store.write(aside, data)
+        fault = f"{name} cannot be read and was copied to {aside}: {error.errors()[0]['msg']}"
+        log.error("%s", fault)
+        return None, fault

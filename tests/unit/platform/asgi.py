@@ -12,6 +12,7 @@ from typing import Any
 from tests.unit.platform.conftest import Counted
 from warmkv.config import load
 from warmkv.platform.control import Control
+from warmkv.platform.gateway.access.audit import Action
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
@@ -45,6 +46,7 @@ class Gateway:
         self.asked = 0  # requests that reached the replica
         self.leaves = False  # whether the client goes as soon as its answer begins
         self.dropped: list[str] = []
+        self.actions: list[Action] = []  # the lines of the audit log
         self.metrics = Counted()
         self.model = config.model.name
 
@@ -74,14 +76,26 @@ class Gateway:
         control = Control(FolderStore(folder), "warmkv")
         tokenizer = load_tokenizer(config.model)
         self.app = create_app(
-            service, tokenizer, SECRET, 4096, status, drop, DAY, control, "this gateway", lambda: 1, whatif
+            service,
+            tokenizer,
+            SECRET,
+            4096,
+            status,
+            drop,
+            DAY,
+            control,
+            "this gateway",
+            lambda: 1,
+            whatif,
+            self.actions.append,
         )
 
-    def call(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:
-        """Return the answer to a request."""
-        return asyncio.run(self.request(method, path, key, body))
+    def call(self, method: str, path: str, key: str | None = None, body: Any = None, **headers: str) -> Reply:
+        """Return the answer to a request; `if_match` is the header If-Match."""
+        return asyncio.run(self.request(method, path, key, body, **headers))
 
-    async def request(self, method: str, path: str, key: str | None = None, body: Any = None) -> Reply:
+    async def request(self, method: str, path: str, key: str | None = None, body: Any = None, **headers: str) -> Reply:
+        named = {**headers, **({} if key is None else {"x_api_key": key})}
         sent: list[Any] = []
         received = iter([{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}])
 
@@ -103,15 +117,15 @@ class Gateway:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [] if key is None else [(b"x-api-key", key.encode())],
+            "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in named.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }
         await self.app(scope, receive, send)
         start, *parts = sent
-        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        told = {name.decode(): value.decode() for name, value in start["headers"]}
         text = b"".join(part.get("body", b"") for part in parts).decode()
-        return Reply(start["status"], headers, json.loads(text) if "json" in headers["content-type"] else text)
+        return Reply(start["status"], told, json.loads(text) if "json" in told["content-type"] else text)
 
     def messages(self, key: str | None = None, **more: Any) -> Reply:
         """Return the answer to a short message."""

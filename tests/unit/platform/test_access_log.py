@@ -21,7 +21,10 @@ from warmkv.simulator.workload import source
 
 def opened(path: Path, dropped: list[int] | None = None, **settings: Any) -> AccessLog:
     flags = [f"gateway.access_log={path}", *(f"gateway.{name}={value}" for name, value in settings.items())]
-    return AccessLog(load(flags=flags).gateway, [].append if dropped is None else dropped.append)
+    gateway = load(flags=flags).gateway
+    assert gateway.access_log is not None
+    size = int(gateway.access_log_bytes)
+    return AccessLog(gateway.access_log, size, [].append if dropped is None else dropped.append)
 
 
 def line(name: str) -> RequestRecord:

@@ -12,9 +12,9 @@ import pytest
 from tests.polling import PATIENCE
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import control as control_module
-from warmkv.platform.control import Control, LiveConfigFollower, Report, StoreError
+from warmkv.platform.control import Control, LiveConfigFollower, Report
 from warmkv.platform.live_config import StaleVersionError, Version, in_force
-from warmkv.platform.live_config_store import FolderStore
+from warmkv.platform.live_config_store import FolderStore, StoreError
 
 START = Config()
 CHANGES = {"pricing.input": 5}

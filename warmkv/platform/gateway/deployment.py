@@ -15,6 +15,7 @@ from warmkv import logs, telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
+from warmkv.platform.gateway.access import audit
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.http_server import HttpServer, serving
@@ -59,7 +60,10 @@ class Gateway:
         logs.forward("ray.serve")
         recorder = telemetry.RayRecorder(*telemetry.GATEWAY)
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
-        self._log = AccessLog(config.gateway, dropped) if config.gateway.access_log else None
+        access_log, self._log = config.gateway.access_log, None
+        if access_log is not None:
+            self._log = AccessLog(access_log, int(config.gateway.access_log_bytes), dropped)
+        self._audit = audit.opened(access_log, partial(recorder.add, telemetry.DROPPED_LINES, log="audit"))
         self._whatif = RemoteWhatIf(config.cluster.application, self._name) if config.control.whatif else None
         self._feed: Feed | None = None
         self._service = Service(
@@ -84,6 +88,7 @@ class Gateway:
             self._name,
             self._taking,
             self._whatif,
+            self._audit.write if self._audit else None,
         )
         inner = app.router.lifespan_context
 
@@ -146,8 +151,9 @@ class Gateway:
 
     def __del__(self) -> None:
         self._replies.close()
-        if self._log:
-            self._log.close()
+        for written in (self._log, self._audit):
+            if written is not None:
+                written.close()
 
 
 async def _watch(response: Any, mailbox: Mailbox) -> None:

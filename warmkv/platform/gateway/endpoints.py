@@ -14,7 +14,9 @@ from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
+from warmkv.platform.gateway.access.audit import Action, Audit, came_of
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
+from warmkv.platform.gateway.access.browsers import OperatorsCors
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
 from warmkv.platform.gateway.apis.messages import answers as messages
@@ -49,10 +51,12 @@ def create_app(
     name: str,
     taking: Callable[[], int],
     whatif: WhatIfControl | None = None,
+    keep_action: Callable[[Action], None] | None = None,
 ) -> FastAPI:
     """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
 
-    `taking` counts the replicas that take requests, as far as this process knows: no call, no wait.
+    `taking` counts the replicas that take requests, as far as this process knows: no call, no wait. `keep_action` takes
+    the lines of the audit log.
 
     `drop` has every replica forget the prefixes of a tenant's label and tells the bytes that each one freed.
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
@@ -91,11 +95,15 @@ def create_app(
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
         told = service.faults.report(error, api_of(request.url.path))
+        came_of(request, told.message)
         return error_response(request, told, service.backlog.retry_after())
 
     app.add_middleware(OpenRequests, most=most_open(config), backlog=service.backlog, refuse=refused)
     app.add_middleware(EndLeases)
     app.add_middleware(Authentication, tenants=tenants, secret=secret, wall_clock=service.wall_clock, refuse=refused)
+    app.add_middleware(Audit, keep=keep_action, clock=service.clock, wall_clock=service.wall_clock)
+    if config.control.allowed_origins:
+        app.add_middleware(OperatorsCors, origins=config.control.allowed_origins)
     app.add_middleware(RequestIds, on_fault=refused)
 
     @app.exception_handler(ApiError)

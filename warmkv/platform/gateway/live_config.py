@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -10,13 +11,15 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, StringConstraints
 
 from warmkv.config import ConfigError
-from warmkv.platform.control import LiveConfigControl, StoreError
-from warmkv.platform.gateway.apis.errors import ErrorType, refusals
+from warmkv.platform.control import LiveConfigControl
+from warmkv.platform.gateway.access.audit import about, came_of
+from warmkv.platform.gateway.apis.errors import ApiError, ErrorType, invalid, refusals
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, values
+from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.tenants import Caller
 
 REFUSED: dict[type[Exception], ErrorType] = {
@@ -54,7 +57,25 @@ def add_policy_endpoints(
     def shown(status: dict[str, Any]) -> Response:
         current = status["current"].model_dump(mode="json")
         in_force = {"changed": current.pop("settings"), "settings": values(service.policy.config)}
-        return JSONResponse({"version": current.pop("number"), **current, **in_force, **_without_current(status)})
+        number = current.pop("number")
+        answer = {"version": number, **current, **in_force, **_without_current(status)}
+        return JSONResponse(answer, headers={"etag": f'"{number}"'})
+
+    async def next_version(
+        request: Request, body: ChangeBody | RollbackBody, what: Any, make: Callable[[int | None], Awaitable[Any]]
+    ) -> Response:
+        """Have a version made on the one that the request is based on, and note what came of it."""
+        about(request, what, body.why)
+        based_on = _based_on(request.headers.get("if-match"), body.version)
+        try:
+            with refusals(REFUSED):
+                status = await make(based_on)
+        except ApiError as error:
+            if error.type == "conflict_error" and body.version is None:
+                raise ApiError(error.type, error.message, status=412) from None  # as If-Match has it
+            raise
+        came_of(request, f"version {status['current'].number}")
+        return shown(status)
 
     @app.get("/v1/warmkv/policy")
     async def get_policy(request: Request) -> Response:
@@ -65,21 +86,41 @@ def add_policy_endpoints(
     async def put_policy(request: Request) -> Response:
         who = operator_of(request).name
         body = await read(request, ChangeBody)
-        with refusals(REFUSED):
-            return shown(await control.change(start, body.changes, who, body.why, body.version))
+        return await next_version(
+            request, body, body.changes, lambda based_on: control.change(start, body.changes, who, body.why, based_on)
+        )
 
     @app.post("/v1/warmkv/policy/rollback")
     async def roll_back(request: Request) -> Response:
         who = operator_of(request).name
         body = await read(request, RollbackBody)
-        with refusals(REFUSED):
-            return shown(await control.roll_back(start, body.to, who, body.why, body.version))
+        what = {"rollback": "the version before" if body.to is None else body.to}
+        return await next_version(
+            request, body, what, lambda based_on: control.roll_back(start, body.to, who, body.why, based_on)
+        )
 
     @app.get("/v1/warmkv/policy/history")
     async def get_history(request: Request) -> Response:
         operator_of(request)
         versions = [version.model_dump(mode="json") for version in await control.history()]
         return JSONResponse({"versions": [{"version": one.pop("number"), **one} for one in versions]})
+
+
+def _based_on(if_match: str | None, version: int | None) -> int | None:
+    """Return the version that must be in force, by the header `If-Match` or the body; None for any.
+
+    Raises ApiError (400) where the two differ or the header is no entity tag of a version, (412) for a weak one, which
+    matches nothing (RFC 9110, 13.1.1).
+    """
+    if if_match is None or if_match.strip() == "*":
+        return version
+    if (match := re.fullmatch(r'\s*(W/)?"([0-9]{1,18})"\s*', if_match)) is None:
+        raise invalid('If-Match: one version, as the ETag of GET /v1/warmkv/policy has it: "7"')
+    if match[1]:
+        raise ApiError("conflict_error", f"If-Match: {if_match} is weak and matches nothing", status=412)
+    if version not in (None, int(match[2])):
+        raise invalid(f"If-Match: {match[2]} and version: {version} differ")
+    return int(match[2])
 
 
 def _without_current(status: dict[str, Any]) -> dict[str, Any]:

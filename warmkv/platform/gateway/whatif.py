@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from warmkv.config import ConfigError
+from warmkv.platform.gateway.access.audit import about, came_of
 from warmkv.platform.gateway.apis.errors import ApiError, ErrorType, refusals
 from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
@@ -64,12 +65,16 @@ def add_whatif_endpoints(
     async def add_candidate(request: Request) -> Response:
         known = on(request)
         body = await intake.take(request, lambda data, _: parse(data, CandidateBody, limits))
+        about(request, body.changes)
         with refusals(REFUSED):
-            return JSONResponse(await known.add(body.changes))
+            added = await known.add(body.changes)
+        came_of(request, f"candidate {added['candidate']}")
+        return JSONResponse(added)
 
     @app.delete("/v1/warmkv/whatif/{name}")
     async def remove_candidate(request: Request, name: str) -> Response:
         known = on(request)
         with refusals(REFUSED):
             await known.remove(name)
+        came_of(request, f"candidate {name} is taken away")
         return JSONResponse({"type": "candidate_removed", "candidate": name})

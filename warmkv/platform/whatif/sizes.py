@@ -25,6 +25,7 @@ class Held:
     stored_bytes: int | None = None  # of prefixes, all tiers and replicas
     limits: Mapping[str, int] = field(default_factory=dict)
     on_gpu: bool = False
+    slot_bytes: int = 0  # of decode slots, all replicas
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Held:
@@ -37,7 +38,8 @@ class Held:
                 limits[name] = min(limit["bytes"], limits.get(name, limit["bytes"]))
         stored = sum(sum(replica.get("store_tiers", {}).values()) for replica in replicas)
         on_gpu = any(replica.get("allocator_bytes") is not None for replica in replicas)  # none is counted on a CPU
-        return cls(len(replicas), stored if replicas else None, limits, on_gpu)
+        slots = sum(replica.get("slot_bytes", 0) for replica in replicas)
+        return cls(len(replicas), stored if replicas else None, limits, on_gpu, slots)
 
 
 def with_sizes(config: Config, held: Held) -> Config:

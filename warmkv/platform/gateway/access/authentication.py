@@ -31,7 +31,7 @@ class Authentication:
         self._wall_clock, self._refuse = wall_clock, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _path(scope) in PUBLIC:
+        if scope["type"] != "http" or path_of(scope) in PUBLIC:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -44,7 +44,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
     """Return the path within the application, without `gateway.route_prefix`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "").rstrip("/"))
