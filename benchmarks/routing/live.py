@@ -89,8 +89,8 @@ def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
     import ray
     from ray import serve
 
-    from benchmarks.routing.peers import router
-    from warmkv.platform.application import routed
+    from benchmarks.routing.peers import parts
+    from warmkv.platform.application import assembled
 
     first = with_port(parse({"cluster": {"replicas": len(CONTESTANTS) * REPLICAS}, "gateway": {"port": 0}}))
     host, port = first.gateway.host, first.gateway.port
@@ -110,7 +110,7 @@ def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
             )
             config = config.model_copy(update={"gateway": with_operator(config.gateway, operator_key)})
             args = config.model_dump(mode="json", exclude_defaults=True)
-            serve.run(routed(args, router(name, config)), name=application, route_prefix=f"/{application}")
+            serve.run(assembled(args, **parts(name)), name=application, route_prefix=f"/{application}")
             found.append(Service(name, f"http://{host}:{port}/{application}", config))
         yield found
     finally:

@@ -1,14 +1,16 @@
-"""The routers of Ray Serve that ours is raced against, as Serve loads them in the gateway."""
+"""The routers of Ray Serve that ours is raced against: Serve chooses by them, all else is the gateway's own."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.config import RequestRouterConfig
 
-from warmkv.config import Config
-from warmkv.platform.router import PrefixRouter
+from warmkv.platform.gateway.deployment import Gateway
+from warmkv.platform.gateway.replies import Mailbox
+from warmkv.platform.gateway.resume import Attempt
 
 AFFINITY_IMBALANCE = 10  # requests in flight beyond which load counts more than prefixes; by default it never does
 
@@ -20,13 +22,40 @@ class AffinityRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         return "".join(map(chr, pending_request.args[0].request.token_ids))
 
 
-def router(name: str, config: Config) -> RequestRouterConfig:
-    """Return the router of a contestant."""
+class ServeRouted(Gateway):
+    """A gateway that has Serve choose, which holds a place in the replica until the request ends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._choosing: dict[Mailbox, asyncio.Task[None]] = {}
+        self._service._send = self._send_by_serve
+
+    def _send_by_serve(self, attempt: Attempt) -> Mailbox:
+        def closed(mailbox: Mailbox) -> None:
+            self._sender._closed(mailbox)
+            self._choosing.pop(mailbox).cancel()
+
+        mailbox = self._replies.mailbox(closed, attempt.take)
+        self._choosing[mailbox] = asyncio.ensure_future(self._choose(mailbox, attempt))
+        return mailbox
+
+    async def _choose(self, mailbox: Mailbox, attempt: Attempt) -> None:
+        try:
+            async with self._handle.choose_replica(attempt) as selection:
+                self._sender._dispatch(mailbox, attempt, selection.replica_id)
+                await asyncio.Event().wait()  # until the mailbox is closed
+        except Exception as error:
+            mailbox.fail(error)
+
+
+def parts(name: str) -> dict[str, Any]:
+    """Return what a contestant has in place of the application's own parts."""
     if name == "prefix_cost":
-        settings = config.model_dump(mode="json", exclude_defaults=True)
-        return RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"settings": settings})
+        return {}
     if name == "affinity":
-        return RequestRouterConfig(
+        router = RequestRouterConfig(
             request_router_class=AffinityRouter, request_router_kwargs={"imbalanced_threshold": AFFINITY_IMBALANCE}
         )
-    return RequestRouterConfig()  # power of two choices
+    else:  # power of two choices
+        router = RequestRouterConfig()
+    return {"gateway": ServeRouted, "router": router}

@@ -14,8 +14,8 @@ from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.gateway.intake.overload import most_open
 from warmkv.platform.listening import check_listening
+from warmkv.platform.named_router import NamedRouter
 from warmkv.platform.prefix_directory import start_directory
-from warmkv.platform.router import PrefixRouter
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.platform.whatif.actor import start_whatif
 from warmkv.replicas.deployment import Replica
@@ -24,6 +24,8 @@ NOT_ON_THE_HEAD = {"warmkv-node": "!head"}
 """Where gateways run: on all nodes but those with that label, as the manifests give it to the head. Whoever asks the
 other nodes does not notice when the head goes."""
 
+NAMED = RequestRouterConfig(request_router_class=NamedRouter)
+
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Build the Serve application (Serve's entry point); `args` is the configuration, settings at their defaults left
@@ -31,14 +33,17 @@ def build(args: dict[str, Any]) -> serve.Application:
 
     Raises ConfigError where the configuration cannot be used.
     """
-    return routed(
-        args,  # whatever the policy: it may be changed while this runs
-        RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"settings": args}),
-    )
+    return assembled(args)
 
 
-def routed(args: dict[str, Any], router: RequestRouterConfig, replica: type[Any] = Replica) -> serve.Application:
-    """Build the application with any router and replicas behind its gateways: races put others there."""
+def assembled(
+    args: dict[str, Any],
+    *,
+    replica: type[Any] = Replica,
+    gateway: type[Any] = Gateway,
+    router: RequestRouterConfig = NAMED,
+) -> serve.Application:
+    """Build the application with any parts: races put others there."""
     config = parse(args)
     check_listening(config.gateway)
     secret = os.environ.get(SALT_ENV, "").encode() or secrets.token_bytes(32)
@@ -53,14 +58,13 @@ def routed(args: dict[str, Any], router: RequestRouterConfig, replica: type[Any]
         name="replica",
         **_size(cluster),
         max_ongoing_requests=config.ongoing_requests,
-        max_queued_requests=cluster.max_queued_requests,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
         graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
         **health,
         request_router_config=router,
     ).bind(args, directory)
-    gateway = serve.deployment(
-        serve.ingress()(Gateway),
+    ingress = serve.deployment(
+        serve.ingress()(gateway),
         name="gateway",
         num_replicas=cluster.gateways,
         # The gateway refuses what is too much itself, as its APIs say it; Serve, whose refusals are plain text, never.
@@ -70,7 +74,7 @@ def routed(args: dict[str, Any], router: RequestRouterConfig, replica: type[Any]
         graceful_shutdown_timeout_s=5 + cluster.drain_seconds,  # Serve looks for requests of its own first
         **health,
     )
-    return gateway.bind(args, secret, replicas, directory)
+    return ingress.bind(args, secret, replicas, directory)
 
 
 def _size(cluster: ClusterConfig) -> dict[str, Any]:

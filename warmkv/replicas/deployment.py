@@ -19,12 +19,13 @@ from warmkv.config import Config, parse
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
+from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.links import Links, ray_tls
 from warmkv.replicas.loading.load import decoder, load_model, load_tokenizer, token_classes
 from warmkv.replicas.loading.self_check import check_engine
-from warmkv.replicas.protocol import BlockEvents, BlocksWanted, Failed, GenerateRequest
+from warmkv.replicas.protocol import BlockEvents, BlocksWanted, GatewayAddress
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
 
@@ -81,8 +82,10 @@ class Replica:
         self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
         terms = TransferTerms.of(config)
         self._transfers = Transfers(self._engine, self._name, terms, self._ask, self._recorder, clock=time.monotonic)
-        self._links = Links(ray_tls("client"))
-        self._outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
+        outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
+        turns = partial(self._engine.check_turning, config.gateway.stall_seconds)
+        self._answers = Answers(outputs, self._transfers, turns, config.ongoing_requests)
+        self._links = Links(self._name, self._answers.take, self._answers.lost, ray_tls("client"))
         self._leaving = False
         self._engine.warm_up(say)
         check_engine(self._engine, say)
@@ -95,34 +98,18 @@ class Replica:
         """Report the stage of the start to those that wait for this replica."""
         directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
-    async def generate(self, request: GenerateRequest) -> None:
-        """Answer a request over the stream that it names: Admitted, Started, text, then Finished (or Failed).
+    async def attend(self, gateway: GatewayAddress) -> None:
+        """Take requests of a gateway from now on, over the connection that is opened to it, unless there is one.
 
-        Returns at the end. Raises EngineError where the request cannot be taken, OSError where its gateway cannot be
-        reached or its connection is lost, and RuntimeError where the engine hangs, which the gateway would find out
-        too late. A client that leaves cancels the request.
+        Raises OSError (or TimeoutError) where it cannot be reached.
         """
-        logs.begin(request.context)
-        self._engine.check_turning(self._config.gateway.stall_seconds)
-        assert request.reply is not None
-        link = await self._links.to(request.reply)
-        await self._transfers.prepare(request)
-        output = self._outputs.submit(request, partial(link.send, request.reply.stream))
-        try:
-            with link.heard(output.fail):
-                if (started := await output.started) is not None:
-                    self._transfers.started(request, started)
-                    log.info(
-                        "answer begins: prompt_tokens=%d cached_tokens=%d queue_seconds=%.3f prefill_seconds=%.3f",
-                        len(request.token_ids),
-                        started.cached_tokens,
-                        started.queue_seconds,
-                        started.prefill_seconds,
-                    )
-                if isinstance(end := await output.ended, Failed):
-                    log.error("answer failed: %s", end.message)
-        finally:
-            self._outputs.cancel(output)
+        await self._links.to(gateway)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what Serve's autoscaler goes by: the requests here, of which Serve itself knows nothing."""
+        from ray.serve._private.common import RUNNING_REQUESTS_KEY
+
+        return {RUNNING_REQUESTS_KEY: self._answers.ongoing}
 
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
         """Blocks for another replica, as far as they are in memory here."""
@@ -157,7 +144,8 @@ class Replica:
         self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:
-        """Close the engine and the store; called by Serve after the last request has drained."""
+        """End what is in flight, then close the engine and the store; called by Serve, which limits its time."""
+        await self._answers.drain()
         try:
             await self._hand_over()
         except Exception:

@@ -1,18 +1,40 @@
-"""Events of many requests as one message of a byte stream: a line of JSON, [[stream, kind, *fields], ...]."""
+"""What a gateway and a replica send each other over their connection, each request under a number, its stream.
+
+Events of many requests are one message to the gateway: a line of JSON, [[stream, kind, *fields], ...]. Orders go to the
+replica: a request, pickled as Ray would, or nothing, which cancels it, behind its stream and its length.
+"""
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import orjson
 
-from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, Started, TokenLogprobs
+from warmkv.replicas.protocol import (
+    Admitted,
+    Alive,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Refused,
+    Started,
+    TokenLogprobs,
+)
 
 LONGEST_LINE = 1 << 26  # bytes
+LONGEST_ORDER = 1 << 28  # bytes
+
+_HEAD = struct.Struct(">QI")  # of an order: stream, bytes that follow
 
 _CLASSES: dict[str, type[Any]] = {
     "admitted": Admitted,
+    "refused": Refused,
     "started": Started,
     "delta": Delta,
     "finished": Finished,
@@ -36,7 +58,7 @@ def encode(events: Iterable[tuple[int, Event]]) -> bytes:
                 rows[-1] += (_rows(event.logprobs),)
         else:
             kind = type(event)
-            rows.append((stream, _KINDS[kind], *(getattr(event, name) for name in kind.__slots__)))
+            rows.append((stream, _KINDS[kind], *map(partial(getattr, event), kind.__slots__)))
     return orjson.dumps(rows, option=orjson.OPT_APPEND_NEWLINE)
 
 
@@ -85,3 +107,32 @@ class Lines:
         whole = [b"".join(self._rest), *others[:-1]]
         self._rest, self._size = [others[-1]], len(others[-1])
         return whole
+
+
+def encode_order(stream: int, request: GenerateRequest | None) -> bytes:
+    """Return the bytes that send a request under the number of its stream; None cancels it."""
+    body = b"" if request is None else pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+    return _HEAD.pack(stream, len(body)) + body
+
+
+class Orders:
+    """Cuts bytes, as they come, into orders."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, GenerateRequest | None]]:
+        """Return the orders that are whole now. Raises ValueError where one is too long."""
+        rest, at, orders = self._rest, 0, list[tuple[int, GenerateRequest | None]]()
+        rest += data
+        while len(rest) - at >= _HEAD.size:
+            stream, length = _HEAD.unpack_from(rest, at)
+            if length > LONGEST_ORDER:
+                raise ValueError(f"an order has {length} bytes, more than {LONGEST_ORDER}")
+            end = at + _HEAD.size + length
+            if len(rest) < end:
+                break
+            orders.append((stream, pickle.loads(rest[at + _HEAD.size : end]) if length else None))
+            at = end
+        del rest[:at]
+        return orders

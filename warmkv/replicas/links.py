@@ -1,41 +1,47 @@
-"""A replica's connections to gateways: one each, over which the events of all its requests go back."""
+"""A replica's connections to gateways: one each, over which requests come and the events of all of them go back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal, cast
 
 import orjson
 
-from warmkv.replicas.frames import encode
-from warmkv.replicas.protocol import Event, ReplyTo
+from warmkv.replicas.frames import Orders, encode
+from warmkv.replicas.protocol import Event, GatewayAddress, GenerateRequest
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 MOST_UNREAD = 1 << 26  # bytes that wait for a gateway; one that reads none of so many has hung
 
+PROBE_SECONDS, PROBES = 5, 4
+"""An idle connection is probed so often; the other side is gone when so many in a row are not answered."""
+
+Take = Callable[["Link", int, GenerateRequest | None], None]
+"""Called with each order: a request under the number of its stream, or None, which cancels it. Does not raise."""
+
 
 class Link(asyncio.Protocol):
-    """The stream to one gateway. What is sent in one turn of the event loop is one message."""
+    """The connection to one gateway. What is sent in one turn of the event loop is one message."""
 
-    def __init__(self, closed: Callable[[], None]) -> None:
-        self._closed = closed
+    def __init__(self, take: Take, lost: Callable[[Link], None]) -> None:
+        self._take, self._lost = take, lost
+        self._orders = Orders()
         self._pending: list[tuple[int, Event]] = []
-        self._listeners: set[Callable[[Exception], None]] = set()
         self._transport: asyncio.Transport | None = None
         self.messages = 0  # so far
 
-    def begin(self, key: str) -> None:
+    def begin(self, key: str, name: str) -> None:
         """Say who connects. Raises ConnectionError where the connection is lost already."""
         if self._transport is None:
             raise ConnectionError("the gateway closed the connection")
-        self._transport.write(orjson.dumps({"key": key}, option=orjson.OPT_APPEND_NEWLINE))
+        self._transport.write(orjson.dumps({"key": key, "replica": name}, option=orjson.OPT_APPEND_NEWLINE))
 
     def send(self, stream: int, event: Event) -> None:
         """Send an event, with all others of this turn of the loop. It is dropped where the gateway is gone."""
@@ -43,29 +49,28 @@ class Link(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
         self._pending.append((stream, event))
 
-    @contextmanager
-    def heard(self, lost: Callable[[Exception], None]) -> Iterator[None]:
-        """Call `lost` if the connection is lost meanwhile, or is already."""
-        if self._transport is None:
-            lost(ConnectionError("the connection to the gateway is lost"))
-        self._listeners.add(lost)
-        try:
-            yield
-        finally:
-            self._listeners.discard(lost)
-
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        notice_when_gone(self._transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            orders = self._orders.feed(data)
+        except Exception as error:  # of unpickling: anything
+            log.error("a gateway that cannot be understood is left: %s: %s", type(error).__name__, error)
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        for stream, request in orders:
+            self._take(self, stream, request)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._closed()
-        for lost in tuple(self._listeners):
-            lost(ConnectionError(f"the connection to the gateway is lost: {exc or 'it was closed'}"))
+        self._lost(self)
 
     def _flush(self) -> None:
         events, self._pending = self._pending, []
@@ -79,32 +84,35 @@ class Link(asyncio.Protocol):
 
 
 class Links:
-    """The links of one replica, opened at the first request of a gateway and kept. For one event loop."""
+    """The links of one replica, opened where a gateway asks for it and kept. For one event loop."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
-        self._opening: dict[ReplyTo, asyncio.Task[Link]] = {}
+    def __init__(self, name: str, take: Take, lost: Callable[[Link], None], tls: ssl.SSLContext | None = None) -> None:
+        self._name, self._take, self._lost, self._tls = name, take, lost, tls
+        self._opening: dict[GatewayAddress, asyncio.Task[Link]] = {}
 
-    async def to(self, reply: ReplyTo) -> Link:
+    async def to(self, gateway: GatewayAddress) -> Link:
         """Return the link to a gateway. Raises OSError (or TimeoutError) where it cannot be reached."""
-        gateway = ReplyTo(reply.host, reply.port, reply.key)
         opening = self._opening.get(gateway)
         if opening is None:
             opening = self._opening[gateway] = asyncio.create_task(self._open(gateway))
         return await asyncio.shield(opening)  # others wait for it, too
 
-    async def _open(self, gateway: ReplyTo) -> Link:
-        def forget() -> None:
+    async def _open(self, gateway: GatewayAddress) -> Link:
+        def forget(link: Link | None = None) -> None:
             self._opening.pop(gateway, None)
+            if link is not None:
+                self._lost(link)
 
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, link = await loop.create_connection(lambda: Link(forget), gateway.host, gateway.port, ssl=self._tls)
+                _, link = await loop.create_connection(
+                    lambda: Link(self._take, forget), gateway.host, gateway.port, ssl=self._tls
+                )
         except BaseException:
             forget()
             raise
-        link.begin(gateway.key)
+        link.begin(gateway.key, self._name)
         return link
 
     async def close(self) -> None:
@@ -113,6 +121,19 @@ class Links:
             if opening.done():
                 opening.result().close()
             opening.cancel()
+
+
+def notice_when_gone(transport: asyncio.BaseTransport) -> None:
+    """Have a connection probed while it is idle: a node that is gone says no more."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PROBE_SECONDS * (PROBES + 1))
 
 
 def ray_tls(role: Literal["client", "server"]) -> ssl.SSLContext | None:

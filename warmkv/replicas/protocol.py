@@ -65,13 +65,12 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyTo:
-    """The stream over which an attempt's events go back: a gateway's address, and a number that is its own there."""
+class GatewayAddress:
+    """Where a gateway awaits the connections of replicas."""
 
     host: str
     port: int
-    key: str = field(repr=False)  # of the gateway; shows that who connects was sent a request by it
-    stream: int = 0
+    key: str = field(repr=False)  # shows that who connects was told of it by the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class GenerateRequest:
     fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows
     resume: tuple[int, ...] = ()  # tokens that another replica drew: taken again in place of drawn ones
     context: RequestContext | None = None  # what log lines about it name
-    reply: ReplyTo | None = None  # set when it is sent
 
     @property
     def lifetimes(self) -> Lifetimes | None:
@@ -101,6 +99,22 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """The replica has queued the request; comes before Started."""
+
+    ongoing: int = 1  # requests that it has, this one and those of other gateways included
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The replica does not take the request; nothing follows.
+
+    `busy`: it has as many as it takes at a time, or is stopped, so another may take the request at once. The other
+    reasons are those of the engine (QueueFullError, UnservableRequestError).
+    """
+
+    reason: Literal["busy", "full", "unservable"]
+    message: str = ""
+    waiting: int = 0
+    retry_after: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +187,7 @@ class Alive:
     """Nothing new for a while, but the replica's engine goes on."""
 
 
-Event = Admitted | Started | Delta | Finished | Failed | Alive
+Event = Admitted | Refused | Started | Delta | Finished | Failed | Alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,15 @@ class Transfers:
         if computed := len(request.token_ids) - started.cached_tokens:
             self.times = self.times.computed(computed, started.prefill_seconds)
 
+    def helps(self, request: GenerateRequest) -> bool:
+        """Return True if a request's router knows of another replica that may have what it lacks here."""
+        plan = request.fetch
+        return plan is not None and plan.donor != self._name and self._engine.store.enabled
+
     async def prepare(self, request: GenerateRequest) -> None:
         """Fetch what a request lacks, if its router knows where that is; return within the time limit."""
-        store, plan = self._engine.store, request.fetch
-        if plan is None or plan.donor == self._name or not store.enabled:
+        plan = request.fetch
+        if plan is None or not self.helps(request):
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._terms.timeout_seconds):

@@ -1,4 +1,4 @@
-"""The gateway as a Ray Serve deployment: the endpoints, and a routed handle to the replicas."""
+"""The gateway as a Ray Serve deployment: the endpoints, and the connections to the replicas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 from warmkv import logs, telemetry
@@ -16,21 +16,19 @@ from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.access import audit
-from warmkv.platform.gateway.apis.errors import ReplicaFailedError
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.http_server import HttpServer, serving
-from warmkv.platform.gateway.replies import Mailbox, Replies
-from warmkv.platform.gateway.resume import Attempt
+from warmkv.platform.gateway.members import Members
+from warmkv.platform.gateway.replies import Replies
+from warmkv.platform.gateway.sending import Sender
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.prefix_directory import merged
-from warmkv.platform.router import PrefixRouter
+from warmkv.platform.router import Router
 from warmkv.platform.whatif.actor import RemoteWhatIf
 from warmkv.platform.whatif.feed import Feed
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
-
-LATE_SECONDS = 5.0  # that the end of an answer may come later than Serve's word of it
 
 
 class Gateway:
@@ -50,11 +48,14 @@ class Gateway:
         self._node = util.get_node_ip_address()
         self._http: HttpServer | None = None
         self._control = RemoteControl(config.cluster.application)
-        self._handle = replicas.options(method_name="generate")
+        self._handle = replicas
         self._drop_timeout = config.gateway.request_timeout_seconds
+        router = Router(config, telemetry.RayRecorder(*telemetry.ROUTER), Random(), time.monotonic)
+        self._following = router.follow(self._name)
         self._replies = Replies(self._node)
+        self._sender = Sender(config, router, self._replies, time.monotonic)
         self._listening = asyncio.get_running_loop().create_task(self._replies.listen(ray_tls("server")))
-        self._watching: set[asyncio.Task[None]] = set()
+        self._members = Members(replicas, self._replies.address, self._sender, f"gateway {self._name}")
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
         logs.forward("ray.serve")
@@ -67,7 +68,7 @@ class Gateway:
         self._whatif = RemoteWhatIf(config.cluster.application, self._name) if config.control.whatif else None
         self._feed: Feed | None = None
         self._service = Service(
-            config, self._send, recorder, write_log=self._write_log, clock=time.monotonic, wall_clock=time.time
+            config, self._sender.send, recorder, write_log=self._write_log, clock=time.monotonic, wall_clock=time.time
         )
         if self._whatif is not None:
             lost = partial(recorder.add, telemetry.DROPPED_LINES, log="whatif")
@@ -86,7 +87,7 @@ class Gateway:
             time.time(),
             self._control,
             self._name,
-            self._taking,
+            self._sender.taking,
             self._whatif,
             self._audit.write if self._audit else None,
         )
@@ -112,31 +113,6 @@ class Gateway:
             if taker is not None:
                 taker.write(record)
 
-    def _send(self, attempt: Attempt) -> Mailbox:
-        """Send an attempt. Its events come by the replica's stream, its refusal, or the replica's end, by Serve."""
-
-        def closed(mailbox: Mailbox) -> None:
-            if not mailbox.ended:  # an answer that nobody waits for any more must not go on in the replica
-                response.cancel()
-
-        mailbox = self._replies.mailbox(closed, attempt.take)
-        attempt.request = replace(attempt.request, reply=mailbox.reply)
-        response = self._handle.remote(attempt)
-        watching = asyncio.ensure_future(_watch(response, mailbox))
-        self._watching.add(watching)
-        watching.add_done_callback(self._watching.discard)
-        return mailbox
-
-    def _taking(self) -> int:
-        """Return replicas that the router of this process would send a request to now; 0 before it knows any.
-
-        Serve keeps a handle's router to itself, and it alone is told at once which replicas run.
-        """
-        router = self._handle._router._asyncio_router.request_router
-        if isinstance(router, PrefixRouter):
-            return router.taking()
-        return len(router.curr_replicas) if router is not None else 0
-
     async def _replicas(self) -> dict[str, Any]:
         return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))
 
@@ -150,22 +126,8 @@ class Gateway:
         return freed
 
     def __del__(self) -> None:
+        self._members.close()
         self._replies.close()
         for written in (self._log, self._audit):
             if written is not None:
                 written.close()
-
-
-async def _watch(response: Any, mailbox: Mailbox) -> None:
-    """Let a mailbox know that its replica refuses, fails or is gone, or that what it sent was lost on the way."""
-    try:
-        await response
-        if not mailbox.ended:
-            await asyncio.sleep(LATE_SECONDS)
-            mailbox.fail(ReplicaFailedError("its end did not come"))  # unless it has
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
-        mailbox.fail(ReplicaFailedError("it gave the answer up"))  # unless it was us: then nobody hears it
-    except Exception as error:
-        mailbox.fail(error)

@@ -1,4 +1,4 @@
-"""Where replicas send their events: one connection of each, and a mailbox for every attempt at a request."""
+"""Connections of replicas: one of each, and a mailbox for the events of every attempt at a request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,20 @@ from typing import cast
 import orjson
 
 from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
-from warmkv.replicas.frames import LONGEST_LINE, Lines, decode
-from warmkv.replicas.protocol import Delta, Event, Finished, ReplyTo
+from warmkv.replicas.frames import LONGEST_LINE, Lines, decode, encode_order
+from warmkv.replicas.links import notice_when_gone
+from warmkv.replicas.protocol import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GatewayAddress,
+    GenerateRequest,
+    QueueFullError,
+    Refused,
+    UnservableRequestError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +45,16 @@ class Mailbox:
     """
 
     def __init__(
-        self, reply: ReplyTo, close: Callable[[Mailbox], None], take: Callable[[Delta], bool] = lambda delta: False
+        self, stream: int, close: Callable[[Mailbox], None], take: Callable[[Delta], bool] = lambda delta: False
     ) -> None:
-        self.reply, self._take = reply, take
+        self.stream, self._take = stream, take
         self._close: Callable[[Mailbox], None] | None = close
         self._events: deque[Event] = deque()
         self._unread = 0  # characters
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False  # whether the last event has come
-        self.source: Connection | None = None  # where events have come from
+        self.source: Connection | None = None  # of the replica that it was sent to
 
     def put(self, event: Event) -> None:
         """Add an event. An answer whose client reads too slowly is given up here, and holds nobody else."""
@@ -56,7 +68,11 @@ class Mailbox:
                 self._events.clear()
                 self.fail(ApiError("timeout_error", "The client did not read its answer."))
                 return
-        elif isinstance(event, Finished):
+        elif isinstance(event, Refused):
+            full = QueueFullError(event.message, event.waiting, event.retry_after)
+            self.fail(full if event.reason == "full" else UnservableRequestError(event.message), ended=True)
+            return
+        elif isinstance(event, Finished | Failed):
             self.ended = True
         self._events.append(event)
         self._wake()
@@ -68,10 +84,10 @@ class Mailbox:
             self.fail(error)
             return True
 
-    def fail(self, error: Exception) -> None:
-        """Raise an error behind what has come; nothing comes any more."""
+    def fail(self, error: Exception, *, ended: bool = False) -> None:
+        """Raise an error behind what has come; nothing comes any more. `ended` says that this is the replica's word."""
         if self._error is None and not self.ended:
-            self._error = error
+            self._error, self.ended = error, ended
             self._wake()
             self._end()
 
@@ -116,13 +132,31 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
+class Watch:
+    """Is told of replicas that connect, and of what they say that is not for the mailboxes."""
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection) -> None: ...
+
+    def admitted(self, connection: Connection, ongoing: int) -> None:
+        """Hear how many requests a replica has, one that was just taken included."""
+
+    def busy(self, mailbox: Mailbox) -> None:
+        """Hear that a replica has no room for a request."""
+        mailbox.fail(QueueFullError("the replica is busy"))
+
+    def ended(self, stream: int) -> None:
+        """Hear of the end of a request whose mailbox is closed."""
+
+
 class Replies:
     """The mailboxes of a gateway, by number, and the address at which replicas find it."""
 
     def __init__(self, host: str) -> None:
         self._socket = _listening(host)
-        self._host, self._port = host, self._socket.getsockname()[1]
-        self.key = secrets.token_hex(32)
+        self.address = GatewayAddress(host, self._socket.getsockname()[1], secrets.token_hex(32))
+        self.watch = Watch()
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self.open: dict[int, Mailbox] = {}
@@ -137,11 +171,11 @@ class Replies:
         """Return a new mailbox."""
 
         def closed(mailbox: Mailbox) -> None:
-            self.open.pop(mailbox.reply.stream, None)
+            self.open.pop(mailbox.stream, None)
             close(mailbox)
 
-        reply = ReplyTo(self._host, self._port, self.key, next(self._numbers))
-        self.open[reply.stream] = mailbox = Mailbox(reply, closed, take)
+        stream = next(self._numbers)
+        self.open[stream] = mailbox = Mailbox(stream, closed, take)
         return mailbox
 
     def close(self) -> None:
@@ -151,28 +185,49 @@ class Replies:
 
 
 class Connection(asyncio.Protocol):
-    """One replica's stream. Its first line must show the gateway's key; what is no message of ours ends it."""
+    """One replica's connection. Its first line must show the gateway's key; what is no message of ours ends it.
+
+    Orders that are sent in one turn of the event loop are one message.
+    """
 
     def __init__(self, replies: Replies) -> None:
         self._replies, self._lines = replies, Lines(LONGEST_HELLO)
-        self._known = False
+        self.name: str | None = None  # of the replica, once it has said so
         self._transport: asyncio.Transport | None = None
+        self._pending: list[bytes] = []
+        self.messages = 0  # sent so far
+
+    def send(self, stream: int, request: GenerateRequest | None) -> None:
+        """Send a request, or cancel it (None). It is dropped where the replica is gone."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append(encode_order(stream, request))
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        orders, self._pending = self._pending, []
+        if self._transport is not None:
+            self._transport.write(b"".join(orders))
+            self.messages += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
-        if (sock := self._transport.get_extra_info("socket")) is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # whose node is gone says no more
+        notice_when_gone(self._transport)
         asyncio.get_running_loop().call_later(HELLO_SECONDS, self._expect_hello)
 
     def _expect_hello(self) -> None:
-        if not self._known and self._transport is not None:
+        if self.name is None and self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
         try:
             for line in self._lines.feed(data):
-                if self._known:
+                if self.name is not None:
                     self._deliver(decode(line))
                 else:
                     self._check(orjson.loads(line))
@@ -181,21 +236,34 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self.name is None:
+            return
+        self._replies.watch.lost(self)
         lost = ReplicaFailedError("its connection was lost")
         for mailbox in tuple(self._replies.open.values()):
             if mailbox.source is self:
                 mailbox.fail(lost)
 
     def _check(self, hello: dict[str, str]) -> None:
-        if not hmac.compare_digest(hello["key"].encode(), self._replies.key.encode()):
+        if not hmac.compare_digest(hello["key"].encode(), self._replies.address.key.encode()):
             raise ValueError("the key is wrong")
-        self._known, self._lines.longest = True, LONGEST_LINE
+        self.name, self._lines.longest = str(hello["replica"]), LONGEST_LINE
+        self._replies.watch.connected(self)
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
-        self._replies.messages += 1
+        replies, watch = self._replies, self._replies.watch
+        replies.messages += 1
         for stream, event in events:
-            if (mailbox := self._replies.open.get(stream)) is not None:  # else it was given up
-                mailbox.source = self
+            mailbox = replies.open.get(stream)
+            if mailbox is None:  # it was given up
+                if isinstance(event, Finished | Failed | Refused):
+                    watch.ended(stream)
+            elif isinstance(event, Refused) and event.reason == "busy":
+                watch.busy(mailbox)
+            else:
+                if isinstance(event, Admitted):
+                    watch.admitted(self, event.ongoing)
                 mailbox.put(event)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from warmkv.config import GatewayConfig, RoutingConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
@@ -34,24 +34,17 @@ class ReplicaStalledError(ReplicaFailedError):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One sending of a request. The gateway and its router share it; what travels to the replica is the request."""
+    """One sending of a request. The gateway and its router share it; what goes to the replica is the request."""
 
     request: GenerateRequest
     given_up: tuple[Attempt, ...] = ()  # those before it
     routing: RoutingConfig | None = None  # in force when the request came; that of the start if absent
     replica: str | None = None  # where the router sent it
-    booking: str | None = None  # what the router calls it
+    booking: int | None = None  # what the router calls it
     others: int = 0  # replicas that it was not sent to yet
     began: Callable[[], None] = lambda: None  # tells the router that the prompt is computed
     ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended
     take: Callable[[Delta], bool] = lambda delta: False  # of text: whether it was passed on at once
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.request,)
-
-
-def _itself(request: GenerateRequest) -> GenerateRequest:
-    return request
 
 
 @dataclass(slots=True, eq=False)

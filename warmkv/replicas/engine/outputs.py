@@ -16,6 +16,7 @@ from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Fini
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS = 4  # of the prompt, for decoding what follows it
+ADMITTED = Admitted()
 
 
 class Output:
@@ -92,8 +93,10 @@ class OutputProcessor:
         self._beating: asyncio.TimerHandle | None = None
         engine.flush = self._flush
 
-    def submit(self, request: GenerateRequest, deliver: Callable[[Event], None]) -> Output:
-        """Submit a request, and have Admitted, Started, text as it comes, then Finished (or Failed) delivered.
+    def submit(
+        self, request: GenerateRequest, deliver: Callable[[Event], None], admitted: Admitted = ADMITTED
+    ) -> Output:
+        """Submit a request, and have `admitted`, Started, text as it comes, then Finished (or Failed) delivered.
 
         Raises EngineError where the request cannot be taken.
         """
@@ -106,7 +109,7 @@ class OutputProcessor:
         self._outputs[output] = None
         if self._beating is None:
             self._beating = self._loop.call_at(output.beat, self._beat)
-        deliver(Admitted())
+        deliver(admitted)
         return output
 
     def cancel(self, output: Output) -> None:

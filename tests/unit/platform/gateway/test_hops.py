@@ -6,22 +6,25 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 from tests import hops
 from tests.hops import Hop
-from tests.unit.platform.exchanges import Exchange, Gateway, message
-from warmkv.platform.gateway.replies import Mailbox, Replies
-from warmkv.platform.gateway.resume import Attempt
+from tests.unit.platform.exchanges import Exchange, Gateway, Recorded, message
+from warmkv.platform.gateway.replies import Replies
+from warmkv.platform.gateway.sending import Sender
+from warmkv.platform.router import Router
+from warmkv.policies.transfer import TransferTerms
+from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.links import Links
 from warmkv.replicas.loading.load import load_model, load_tokenizer
+from warmkv.replicas.protocol import BlocksWanted
+from warmkv.replicas.transfer import BlockPayloads, Transfers
 
 THERE, BACK = "### From a request to its slot", "### From a token to its client"
 MOST_THERE, MOST_BACK = 40, 20
-ON_RAY = {"platform/gateway/deployment.py", "platform/router.py", "replicas/deployment.py", "policies/dispatcher.py"}
-ON_RAY |= {"replicas/transfer.py"}
-"""Files of hops that need Ray Serve; tests/e2e goes there."""
 
 
 def test_every_hop_exists():
@@ -39,11 +42,9 @@ def test_a_way_that_is_not_gone_is_found():
 
 
 def test_a_request_goes_the_way_that_is_drawn(tmp_path: Path):
-    """Without Ray: an attempt is put where Serve would have called the replica."""
     called = asyncio.run(_answered(tmp_path))
     for heading in (THERE, BACK):
-        way = [hop for hop in hops.drawn(heading) if hop.file not in ON_RAY]
-        assert hops.first_missing(way, called) is None
+        assert hops.first_missing(hops.drawn(heading), called) is None
 
 
 async def _answered(folder: Path) -> list[Hop]:
@@ -52,20 +53,16 @@ async def _answered(folder: Path) -> list[Hop]:
         config = gateway.config
         engine = Engine(load_model(config.model), config.engine, config.prefix_cache, clock=time.monotonic, name="only")
         outputs = OutputProcessor(engine, load_tokenizer(config.model).backend_tokenizer, config.gateway.beat_seconds)
-        replies, links, sending = Replies("127.0.0.1"), Links(), set[asyncio.Task[None]]()
+        transfers = Transfers(engine, "only", TransferTerms.of(config), unasked, Recorded(), clock=time.monotonic)
+        answers = Answers(outputs, transfers, lambda: None, config.ongoing_requests)
+        links = Links("only", answers.take, answers.lost)
+        replies = Replies("127.0.0.1")
+        router = Router(config, Recorded(), Random(0), time.monotonic)
+        sender = Sender(config, router, replies, time.monotonic)
         await replies.listen()
-
-        def send(attempt: Attempt) -> Mailbox:
-            mailbox = replies.mailbox(lambda closed: None, attempt.take)
-
-            async def generate() -> None:
-                link = await links.to(mailbox.reply)
-                outputs.submit(attempt.request, lambda event: link.send(mailbox.reply.stream, event))
-
-            sending.add(asyncio.ensure_future(generate()))
-            return mailbox
-
-        gateway.service._send = send
+        await links.to(replies.address)
+        sender.follow(["only"])
+        gateway.service._send = sender.send
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:
@@ -78,3 +75,7 @@ async def _answered(folder: Path) -> list[Hop]:
             await links.close()
             replies.close()
     return called
+
+
+async def unasked(wanted: BlocksWanted) -> BlockPayloads:
+    raise AssertionError("there is no other replica")

@@ -25,12 +25,13 @@ from ray._common.tls_utils import generate_self_signed_tls_certs
 from tests.engine_stream import BEAT
 from tests.tokenizers import of_words
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
+from tests.unit.platform.wires import Cluster, Wire, hello_to, ignore
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
 from warmkv.platform.gateway import replies as streams
 from warmkv.platform.gateway.apis.answer import Answer
-from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
+from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies
 from warmkv.platform.gateway.resume import Attempt, Sink, resumed
 from warmkv.platform.gateway.streams import EventWriter
@@ -48,8 +49,9 @@ from warmkv.replicas.protocol import (
     Event,
     Failed,
     Finished,
+    GatewayAddress,
     GenerateRequest,
-    ReplyTo,
+    Refused,
     Started,
     TokenLogprobs,
 )
@@ -64,12 +66,13 @@ LOGPROBS = st.lists(
     )
 ).map(tuple)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
-    st.just(Admitted()),
+    st.builds(Admitted, st.integers(1, 9)),
     st.just(Alive()),
     st.builds(Started, st.text(), *[st.integers(0, 9)] * 5, st.floats(0, 9), st.floats(0, 9), st.just({"host": 3})),
     st.builds(Delta, st.text(), st.integers(0, 9), st.lists(st.integers(0, 9)).map(tuple), LOGPROBS),
     st.builds(Finished, st.sampled_from(["end", "stop"]), st.integers(0, 9), st.none() | st.text(), LOGPROBS),
     st.builds(Failed, st.text(), st.sampled_from(["replica", "request"])),
+    st.builds(Refused, st.sampled_from(["busy", "full"]), st.text(), st.integers(0, 9), st.none() | st.floats(0, 9)),
 )
 
 
@@ -92,111 +95,6 @@ def test_a_line_without_an_end_is_refused():
     assert list(lines.feed(b"12345")) == []
     with pytest.raises(ValueError, match="10 bytes"):
         list(lines.feed(b"678901"))
-
-
-class Wire(asyncio.Transport):
-    """One direction of a connection: what is written lies here until the test delivers it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data, self.ended = b"", False
-
-    def write(self, data: Any) -> None:
-        self.data += bytes(data)
-
-    def get_write_buffer_size(self) -> int:
-        return len(self.data)
-
-    def abort(self) -> None:
-        self.ended = True
-
-    def close(self) -> None:
-        self.ended = True
-
-
-class Cluster:
-    """Replicas whose answers are the letters of their prompts, over connections that the test moves on and cuts."""
-
-    def __init__(self, replicas: int) -> None:
-        self.replies = Replies("127.0.0.1")
-        self.replicas = [Replica(self, number) for number in range(replicas)]
-        self.sent = 0
-
-    def send(self, attempt: Attempt) -> Mailbox:
-        replica = self.replicas[self.sent % len(self.replicas)]
-        self.sent += 1
-        attempt.replica = str(replica.number)
-        mailbox = self.replies.mailbox(lambda closed: replica.cancel(closed), attempt.take)
-        attempt.request = replace(attempt.request, reply=mailbox.reply)
-        replica.begin(attempt.request, mailbox)
-        return mailbox
-
-
-class Replica:
-    def __init__(self, cluster: Cluster, number: int) -> None:
-        self.cluster, self.number = cluster, number
-        self.answers: dict[int, tuple[GenerateRequest, Mailbox, int]] = {}  # tokens so far, by stream
-        self.told: list[Mailbox] = []  # of those whose end was sent
-        self.connect()
-
-    def connect(self) -> None:
-        self.wire, self.link, self.connection = Wire(), Link(lambda: None), Connection(self.cluster.replies)
-        self.link.connection_made(self.wire)
-        self.connection.connection_made(Wire())
-        self.link.begin(self.cluster.replies.key)
-
-    def begin(self, request: GenerateRequest, mailbox: Mailbox) -> None:
-        stream = mailbox.reply.stream
-        self.answers[stream] = request, mailbox, 0
-        self.link.send(stream, Admitted())
-
-    def cancel(self, mailbox: Mailbox) -> None:
-        self.answers.pop(mailbox.reply.stream, None)
-
-    def step(self, pace: int) -> None:
-        """Text of every answer, as long as `pace` tokens; all tokens of one that resumes come again."""
-        for stream, (request, mailbox, drawn) in list(self.answers.items()):
-            tokens = request.token_ids
-            if not drawn:
-                self.link.send(stream, Started(str(self.number), 0, 0, 0, 0, 0, 0.0, 0.0))
-            if drawn == len(tokens):
-                self.link.send(stream, Finished("end", drawn))
-                del self.answers[stream]
-                self.told.append(mailbox)
-            else:
-                new = tokens[drawn : drawn + pace]
-                drawn += len(new)
-                self.link.send(stream, Delta("".join(map(chr, new)), drawn, new))
-                self.answers[stream] = request, mailbox, drawn
-
-    def deliver(self, size: int) -> None:
-        data, self.wire.data = self.wire.data[:size], self.wire.data[size:]
-        if data:
-            self.connection.data_received(data)
-
-    def cut(self, _: int) -> None:
-        """The connection is lost, with all that was under way; both sides hear of it."""
-        self.connection.connection_lost(None)
-        self.link.connection_lost(None)
-        lost, self.answers = self.answers, {}
-        for _, mailbox, _ in lost.values():  # what the replica raises comes by Serve
-            mailbox.fail(ConnectionError("lost"))
-        self.miss()
-        self.connect()
-
-    def die(self, _: int) -> None:
-        """Serve tells of the replica's end before what it had sent is read."""
-        lost, self.answers = self.answers, {}
-        for _, mailbox, _ in lost.values():
-            mailbox.fail(ReplicaFailedError("it died"))
-        self.connection.connection_lost(None)
-        self.miss()
-        self.connect()
-
-    def miss(self) -> None:
-        """The gateway hears by Serve that an answer has ended, and waits in vain for what was on the way."""
-        for mailbox in self.told:
-            mailbox.fail(ReplicaFailedError("its end did not come"))
 
 
 def answer_of(request: GenerateRequest, started: Started, events: AsyncGenerator[Event], sink: Sink) -> Answer:
@@ -238,7 +136,7 @@ async def written(answer: Answer, pauses: list[int]) -> list[Event]:
 MOVES = st.one_of(
     st.tuples(st.just("step"), st.integers(0, 1), st.integers(1, 3)),
     st.tuples(st.just("deliver"), st.integers(0, 1), st.integers(1, 600)),
-    st.tuples(st.sampled_from(["cut", "die"]), st.integers(0, 1), st.just(0)),
+    st.tuples(st.just("cut"), st.integers(0, 1), st.just(0)),
 )
 
 
@@ -258,7 +156,7 @@ def test_no_token_is_lost_doubled_or_out_of_order(texts, moves, pauses):
         request = make_request([ord(letter) for letter in text] or [0], name=str(len(heard)))
         request = replace(request, token_ids=tuple(ord(letter) for letter in text))
         sink = Sink()
-        events = resumed(request, cluster.send, GatewayConfig(retries=1000), lambda when: None, sink=sink)
+        events = resumed(request, cluster.sender.send, GatewayConfig(retries=1000), lambda when: None, sink=sink)
         async for event in events:
             heard.append(event)
             if isinstance(event, Started) and pauses is not None:
@@ -285,7 +183,10 @@ def test_no_token_is_lost_doubled_or_out_of_order(texts, moves, pauses):
             assert "".join(event.text for event in events if isinstance(event, Delta)) == text
             assert [type(event) for event in events if not isinstance(event, Delta)] == [Admitted, Started, Finished]
             assert events[-1] == Finished("end", len(text))
-        assert not cluster.replies.open
+        while not cluster.idle:
+            for replica in cluster.replicas:
+                replica.deliver(1 << 20)
+            await asyncio.sleep(0)
         cluster.replies.close()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -296,7 +197,7 @@ def test_no_token_is_lost_doubled_or_out_of_order(texts, moves, pauses):
 async def over_sockets(
     scenario: Callable[[Replies, Links], Coroutine[Any, Any, None]], tls: tuple[ssl.SSLContext, ssl.SSLContext] | None
 ) -> None:
-    replies, links = Replies("127.0.0.1"), Links(tls[1] if tls else None)
+    replies, links = Replies("127.0.0.1"), Links("only", ignore, ignore, tls[1] if tls else None)
     await replies.listen(tls[0] if tls else None)
     try:
         await scenario(replies, links)
@@ -324,11 +225,11 @@ def test_a_step_is_one_message_for_200_streams():
 
         engine.flush = counted
         mailboxes = [replies.mailbox(lambda closed: None) for _ in range(count)]
-        link = await links.to(mailboxes[0].reply)
+        link = await links.to(replies.address)
         for number, mailbox in enumerate(mailboxes):
             request = make_request(prompt(5, seed=number % 7), new=new, name=str(number))
-            outputs.submit(request, lambda event, at=mailbox.reply.stream: link.send(at, event))
-        assert await links.to(mailboxes[-1].reply) is link
+            outputs.submit(request, lambda event, at=mailbox.stream: link.send(at, event))
+        assert await links.to(replies.address) is link
         while engine.step():  # noqa: ASYNC110
             await asyncio.sleep(0)
         for number, mailbox in enumerate(mailboxes):
@@ -396,9 +297,9 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody(monkeypatch):
         slow, other = replies.mailbox(closed.append), replies.mailbox(closed.append)
         connection = Connection(replies)
         connection.connection_made(Wire())
-        connection.data_received(b'{"key": "%s"}\n' % replies.key.encode())
+        connection.data_received(hello_to(replies))
         for number in range(30):
-            both = [(box.reply.stream, Delta("text", number + 1, (number,))) for box in (slow, other)]
+            both = [(box.stream, Delta("text", number + 1, (number,))) for box in (slow, other)]
             connection.data_received(encode(both))
             if number % 10 == 9:
                 event = cast(Delta, await other.__anext__())
@@ -421,7 +322,7 @@ def test_who_does_not_know_the_key_is_not_heard(hello):
         mailbox = replies.mailbox(lambda closed: None)
         connection, wire = Connection(replies), Wire()
         connection.connection_made(wire)
-        connection.data_received(hello + encode([(mailbox.reply.stream, Delta("forged", 1))]))
+        connection.data_received(hello + encode([(mailbox.stream, Delta("forged", 1))]))
         assert wire.ended
         assert not mailbox._events
         replies.close()
@@ -431,17 +332,14 @@ def test_who_does_not_know_the_key_is_not_heard(hello):
 
 def test_a_gateway_that_cannot_be_reached_is_asked_again_by_the_next_request():
     async def scenario(replies: Replies, links: Links) -> None:
-        mailbox = replies.mailbox(lambda closed: None)
-        gone = ReplyTo("127.0.0.1", 1, mailbox.reply.key)
+        gone = GatewayAddress("127.0.0.1", 1, replies.address.key)
         for _ in range(2):
             with pytest.raises(ConnectionRefusedError):
                 await links.to(gone)
-        first = await links.to(mailbox.reply)
-        lost: list[Exception] = []
-        with first.heard(lost.append):
-            first.close()
-            await until(lambda: lost)
-        assert await links.to(mailbox.reply) is not first
+        first = await links.to(replies.address)
+        first.close()
+        await until(lambda: not links._opening)
+        assert await links.to(replies.address) is not first
 
     asyncio.run(over_sockets(scenario, None))
 
@@ -481,16 +379,16 @@ def test_tokens_travel_under_rays_certificates(certified):
     async def scenario(replies: Replies, links: Links) -> None:
         mailbox = replies.mailbox(lambda closed: None)
         for tls in (None, others[1]):
-            strangers = Links(tls)
+            lost: list[Link] = []
+            strangers = Links("stranger", ignore, lost.append, tls)
             with contextlib.suppress(OSError):  # refused at once, or the connection is lost
-                link, lost = await strangers.to(mailbox.reply), list[Exception]()
-                with link.heard(lost.append):
-                    link.send(mailbox.reply.stream, Delta("forged", 1))
-                    await until(lambda lost=lost: lost)
+                link = await strangers.to(replies.address)
+                link.send(mailbox.stream, Delta("forged", 1))
+                await until(lambda lost=lost: lost)
             await strangers.close()
-        link = await links.to(mailbox.reply)
+        link = await links.to(replies.address)
         for delta in deltas:
-            link.send(mailbox.reply.stream, delta)
+            link.send(mailbox.stream, delta)
             await asyncio.sleep(0)
         text = ""
         while len(text) < 9 * 20_000:
@@ -512,7 +410,7 @@ def test_a_token_costs_a_replica_a_few_calls():
             called.append(frame.f_code)
 
     async def run() -> None:
-        outputs, link, wire = OutputProcessor(engine, LETTERS, 1e9), Link(lambda: None), Wire()
+        outputs, link, wire = OutputProcessor(engine, LETTERS, 1e9), Link(ignore, ignore), Wire()
         link.connection_made(wire)
         for number in range(count):
             request = make_request(prompt(5, seed=number), new=new, name=str(number))
@@ -542,7 +440,7 @@ class Fed:
         self.mailboxes: list[Mailbox] = []
         self._connection = Connection(self.replies)
         self._connection.connection_made(Wire())
-        self._connection.data_received(b'{"key": "%s"}\n' % self.replies.key.encode())
+        self._connection.data_received(hello_to(self.replies))
         self.gateway.service._send = self._send
 
     def _send(self, attempt: Attempt) -> Mailbox:
@@ -551,7 +449,7 @@ class Fed:
 
     def tell(self, event: Event) -> None:
         """Have a message come with an event of every answer."""
-        self._connection.data_received(encode([(box.reply.stream, event) for box in self.mailboxes]))
+        self._connection.data_received(encode([(box.stream, event) for box in self.mailboxes]))
 
     async def begin(self, path: str, clients: int) -> list[Exchange]:
         """Return as many streams, each with its first token."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import pickle
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
@@ -22,7 +21,13 @@ from tests.tokenizers import of_bytes
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig, GatewayConfig, PrefixCacheConfig
-from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception
+from warmkv.platform.gateway.apis.errors import (
+    ApiError,
+    ReplicaFailedError,
+    RequestFailedError,
+    from_exception,
+    overloaded,
+)
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import prepare
@@ -182,7 +187,7 @@ def test_after_so_many_retries_the_last_fault_is_raised(engines):
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(QueueFullError("3 wait"), QueueFullError), (type("BackPressureError", (Exception,), {})(), Exception)],
+    [(QueueFullError("3 wait"), QueueFullError), (overloaded("gateway_queue"), ApiError)],
 )
 def test_for_want_of_room_nothing_is_sent_again(engines, error, raised):
     sent = []
@@ -350,9 +355,3 @@ def test_a_replica_that_is_busy_with_others_gives_signs_of_life(engines):
 async def collect(events: AsyncGenerator[Event], into: list[Event]) -> None:
     async for event in events:
         into.append(event)
-
-
-def test_an_attempt_travels_as_its_request():
-    request = make_request(prompt(9))
-    attempt = Attempt(replace(request, resume=(1, 2)), (Attempt(request),), "a", "b")
-    assert pickle.loads(pickle.dumps(attempt)) == attempt.request

@@ -18,7 +18,7 @@ from tests.unit.platform.exchanges import arrival
 from warmkv.config import load
 from warmkv.logs import LineLimit, RequestFields, about, forward
 from warmkv.platform.gateway import faults as faults_module
-from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.apis.errors import ApiError, overloaded
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import APIS, ErrorLog, api_of
@@ -205,7 +205,7 @@ def test_a_fault_per_request_does_not_fill_a_disk(lines, monkeypatch):
     ("error", "reason"),
     [
         (QueueFullError("64 wait"), "replica_queue"),
-        (type("BackPressureError", (Exception,), {})(), "serve_queue"),
+        (overloaded("gateway_queue"), "gateway_queue"),
         (ApiError("rate_limit_error", "slower", reason="tokens_per_minute"), "tokens_per_minute"),
         (ApiError("overloaded_error", "later"), "overloaded_error"),
     ],

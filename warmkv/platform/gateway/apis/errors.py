@@ -84,6 +84,12 @@ def invalid(message: str) -> ApiError:
     return ApiError("invalid_request_error", message)
 
 
+def overloaded(queue: str, retry_after: float | None = None) -> ApiError:
+    """Return the refusal of a request that finds a queue full."""
+    message = "Too many requests are waiting. Try again in a moment."
+    return ApiError("overloaded_error", message, reason=queue, retry_after=retry_after)
+
+
 @contextmanager
 def refusals(kinds: Mapping[type[Exception], ErrorType]) -> Iterator[None]:
     """Raise what is raised within as an ApiError of its kind, where `kinds` names one."""
@@ -112,10 +118,8 @@ def from_exception(error: BaseException) -> ApiError:
         return from_validation(error)
     if isinstance(error, UnservableRequestError):
         return invalid(reason(error))
-    if isinstance(error, QueueFullError) or type(error).__name__ == "BackPressureError":
-        full = "replica_queue" if isinstance(error, QueueFullError) else "serve_queue"
-        message = "Too many requests are waiting. Try again in a moment."
-        return ApiError("overloaded_error", message, reason=full, retry_after=retry_after(error))
+    if isinstance(error, QueueFullError):
+        return overloaded("replica_queue", retry_after(error))
     if isinstance(error, ClientDisconnect):
         return invalid("The client left before its request was read.")
     if isinstance(error, TimeoutError):

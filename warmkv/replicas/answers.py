@@ -1,0 +1,152 @@
+"""The requests that a replica was sent, each from its order to its last event. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from warmkv import logs
+from warmkv.replicas.engine.outputs import Output, OutputProcessor
+from warmkv.replicas.links import Link
+from warmkv.replicas.protocol import (
+    Admitted,
+    Failed,
+    Finished,
+    GenerateRequest,
+    QueueFullError,
+    Refused,
+    Started,
+    UnservableRequestError,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Fetching(Protocol):
+    """What brings a request's warm prefix from another replica (`Transfers`)."""
+
+    def helps(self, request: GenerateRequest) -> bool: ...
+    async def prepare(self, request: GenerateRequest) -> None: ...
+    def started(self, request: GenerateRequest, started: Started) -> None: ...
+
+
+class Answer:
+    """One of them. While its prefix is fetched it has a task in place of an output."""
+
+    __slots__ = ("output", "preparing")
+
+    def __init__(self) -> None:
+        self.output: Output | None = None
+        self.preparing: asyncio.Task[None] | None = None
+
+
+class Answers:
+    """Takes orders from all links, at most `most` requests at a time. For one event loop.
+
+    `check` raises where the engine hangs, which a gateway would find out too late.
+    """
+
+    def __init__(self, outputs: OutputProcessor, transfers: Fetching, check: Callable[[], None], most: int) -> None:
+        self._outputs, self._transfers, self._check, self._most = outputs, transfers, check, most
+        self._open: dict[tuple[Link, int], Answer] = {}
+        self._drained: asyncio.Event | None = None  # once it is stopped
+
+    @property
+    def ongoing(self) -> int:
+        """Return how many requests there are."""
+        return len(self._open)
+
+    def take(self, link: Link, stream: int, request: GenerateRequest | None) -> None:
+        """Begin a request, whose events go back under its number, or cancel it (None). Does not raise."""
+        if request is None:
+            self._cancel(link, stream)
+            return
+        if self._drained is not None or len(self._open) >= self._most:
+            link.send(stream, Refused("busy"))
+            return
+        self._open[link, stream] = answer = Answer()
+        with logs.about(request.context):
+            if self._transfers.helps(request):
+                answer.preparing = asyncio.create_task(self._fetch(link, stream, request, answer))
+            else:
+                self._submit(link, stream, request, answer)
+
+    def lost(self, link: Link) -> None:
+        """Cancel what came over a link that is lost."""
+        for of, stream in [key for key in self._open if key[0] is link]:
+            self._cancel(of, stream)
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for the end of those that there are."""
+        self._drained = asyncio.Event()
+        if self._open:
+            await self._drained.wait()
+
+    async def _fetch(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
+        try:
+            await self._transfers.prepare(request)
+        except Exception:
+            log.exception("a request's prefix could not be fetched and is computed")
+        answer.preparing = None
+        self._submit(link, stream, request, answer)
+
+    def _submit(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
+        try:
+            self._check()
+            deliver = partial(link.send, stream)
+            answer.output = output = self._outputs.submit(request, deliver, Admitted(len(self._open)))
+        except QueueFullError as error:
+            self._end(link, stream, Refused("full", str(error), error.waiting, error.retry_after))
+        except UnservableRequestError as error:
+            self._end(link, stream, Refused("unservable", str(error)))
+        except Exception as error:
+            log.exception("a request could not be submitted")
+            self._end(link, stream, Failed(f"{type(error).__name__}: {error}"))
+        else:
+            output.started.add_done_callback(partial(self._started, request))
+            output.ended.add_done_callback(partial(self._ended, link, stream, output))
+
+    def _started(self, request: GenerateRequest, future: asyncio.Future[Started | None]) -> None:
+        if (started := future.result()) is not None:
+            self._transfers.started(request, started)
+            log.info(
+                "answer begins: prompt_tokens=%d cached_tokens=%d queue_seconds=%.3f prefill_seconds=%.3f",
+                len(request.token_ids),
+                started.cached_tokens,
+                started.queue_seconds,
+                started.prefill_seconds,
+            )
+
+    def _ended(self, link: Link, stream: int, output: Output, future: asyncio.Future[Finished | Failed]) -> None:
+        self._outputs.cancel(output)
+        if future.cancelled():
+            self._end(link, stream, Finished("cancelled", output.num_output_tokens))
+        elif (error := future.exception()) is not None:
+            log.error("answer failed", exc_info=error)
+            self._end(link, stream, Failed(f"{type(error).__name__}: {error}"))
+        else:
+            if isinstance(end := future.result(), Failed):
+                log.error("answer failed: %s", end.message)
+            self._end(link, stream, None)
+
+    def _cancel(self, link: Link, stream: int) -> None:
+        """Stop a request, which tells its gateway when that is done; nothing happens where it has ended already."""
+        answer = self._open.get((link, stream))
+        if answer is None:
+            return
+        if answer.preparing is not None:
+            answer.preparing.cancel()
+            self._end(link, stream, Finished("cancelled", 0))
+        elif answer.output is not None:
+            self._outputs.cancel(answer.output)
+
+    def _end(self, link: Link, stream: int, event: Finished | Failed | Refused | None) -> None:
+        """Forget a request; `event` is its end where none was delivered yet."""
+        if event is not None:
+            link.send(stream, event)
+        del self._open[link, stream]
+        if self._drained is not None and not self._open:
+            self._drained.set()
