@@ -3,8 +3,9 @@
     T tool   S system text   U user text   E empty user text   D document   R tool result
     A assistant text   C tool call   H thinking
 
-A digit tells texts of a kind apart (of R's two, the first names the call), `'` makes a text short, `*` marks a block
-for 5 minutes, `*h` for an hour. `+5m` or `+1h` at the end is the top-level cache_control, `!none` the tool choice.
+A number tells texts of a kind apart (of R's digits, all but the last name the call), `'` makes a text short, `*` marks
+a block for 5 minutes, `*h` for an hour. `+5m` or `+1h` at the end is the top-level cache_control, `!none` the tool
+choice.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Word:
 
     @property
     def call(self) -> str:
-        return f"toolu_{self.name[1]}"
+        number = self.name[1:]
+        return f"toolu_{number[:-1] if self.kind == 'R' and len(number) > 1 else number}"
 
     def block(self) -> dict[str, Any]:
         """As the API takes it."""

@@ -35,6 +35,10 @@ def far(blocks: int, mark_at: int = 0) -> str:
     return " ".join(["U1", *(f"U{10 + i}'{'*' if i in (blocks, mark_at) else ''}" for i in range(1, blocks + 1)), "U9"])
 
 
+NUMBERS = range(10, 35)
+PARALLEL = " ".join(["U1", *(f"C{number}'" for number in NUMBERS), *(f"R{number}1'" for number in NUMBERS), "A1 U2*"])
+"""A round of 25 calls behind U1, answered, and the next message."""
+
 CASES: dict[str, list[tuple[str, Bill]]] = {
     # items 3, 7, 8: what is written, what is read
     "a mark writes, the same mark reads": [("U1* U2", (0, 0, 1)), ("U1* U3", (1, 1, 1)), ("U1* U2", (1, 1, 1))],
@@ -67,9 +71,10 @@ CASES: dict[str, list[tuple[str, Bill]]] = {
     "a 5-minute mark reads an hour's entry": [("U1*h U2", (0, 1, 1)), ("U1* U3", (1, 1, 1))],
     "all four for an hour": [("T1*h S1*h U1*h U2*h U3", (0, 4, 4)), ("T1*h S1*h U1*h U2*h U3", (4, 4, 4))],
     # item 3: lookback
-    "20 blocks back is found": [("U1* U2", (0, 0, 1)), (far(20), (1, 1, 21))],
-    "21 blocks back is not": [("U1* U2", (0, 0, 1)), (far(21), (0, 0, 22))],
-    "a mark between bridges them": [("U1* U2", (0, 0, 1)), (far(21, mark_at=10), (1, 1, 22))],
+    "19 blocks back is found": [("U1* U2", (0, 0, 1)), (far(19), (1, 1, 20))],
+    "20 blocks back is not": [("U1* U2", (0, 0, 1)), (far(20), (0, 0, 21))],
+    "a mark between bridges them": [("U1* U2", (0, 0, 1)), (far(20, mark_at=10), (1, 1, 21))],
+    "25 calls are one position, their results another": [("U1* U2", (0, 0, 1)), (PARALLEL, (1, 1, 53))],
     "lookback crosses messages": [("U1 +5m", (0, 0, 1)), ("U1 A1' U2' A2' U3' A3' U4* U9", (1, 1, 7))],
     "lookback crosses into the tools": [("T1* U1", (0, 0, 1)), ("T1 S1 U1* U2", (1, 1, 3))],
     # item 5: the minimum

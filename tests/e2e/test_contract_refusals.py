@@ -133,7 +133,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a message without content": (user(), "at least one content block"),
     "no message": ({"messages": []}, "messages"),
     "a role of its own": ({"messages": [turn("tool", text())]}, "role|tag"),
-    "thinking switched on": (user(text(), thinking={"type": "enabled", "budget_tokens": 1024}), "thinking.type"),
+    "thinking without a budget": (user(text(), thinking={"type": "enabled"}), "budget_tokens"),
+    "a budget that leaves no room": (
+        user(text(), thinking={"type": "enabled", "budget_tokens": 1024}),
+        "thinking.budget_tokens: 1024 must be less than max_tokens",
+    ),
+    "a variable that the template does not take": (
+        user(text(), warmkv={"chat_template_kwargs": {"enable_thinking": False}}),
+        "this model's template takes none, not 'enable_thinking'",
+    ),
+    "an edit that is not there": (
+        user(text(), context_management={"edits": [{"type": "compact_20260112"}]}),
+        "context_management.edits.0",
+    ),
+    "tools that are all deferred": (user(text(), tools=[TOOL | {"defer_loading": True}]), "all have defer_loading"),
+    "a marked deferred tool": (user(text(), tools=[TOOL | {"defer_loading": True} | MARKED]), "defer_loading"),
+    "a reference to no tool": (
+        {
+            "messages": [
+                *answered(CALL)[:2],
+                turn("user", RESULT | {"content": [{"type": "tool_reference", "tool_name": "find"}]}),
+            ]
+        },
+        "messages.2.content.0.content.0.tool_name: no tool is named 'find'",
+    ),
     # item 13, and limits
     "pre-warming as a stream": (user(text(), max_tokens=0, stream=True), "stream: must be false when max_tokens is 0"),
     "more than the context": (user(text("a " * 5000)), "exceed the context of 4096 tokens"),

@@ -49,6 +49,11 @@ class GatewayConfig(Section):
         False,
         description="refuse (400) fields that nobody knows, and a max_tokens above max_output_tokens or the context",
     )
+    omit_billing_line: bool = Field(
+        True,
+        description="leave the line out of prompts with which Claude Code begins its system prompt "
+        "(x-anthropic-billing-header): it changes with every request, so that no prefix would be found again",
+    )
     request_timeout_seconds: float = Field(600.0, gt=0, description="longest time until the end of an answer (504)")
     retries: int = Field(
         3, ge=0, description="how often a request is sent again because a replica failed; what had begun goes on there"

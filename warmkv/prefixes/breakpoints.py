@@ -1,7 +1,7 @@
 """Breakpoints of a prompt: where prefixes may be read and written, and how the tokens are billed.
 
 Positions are token counts from the start of the prompt. The rules are the prompt-caching contract of the Messages
-API: writes happen only at breakpoints; a read checks a breakpoint and up to `lookback` content blocks before it.
+API: writes happen only at breakpoints; a read checks a breakpoint and the positions before it, `lookback` in all.
 
     request --> breakpoints --> plan: what is read and written, by name --> replica: hit, written --> bill: usage
 """
@@ -9,6 +9,7 @@ API: writes happen only at breakpoints; a read checks a breakpoint and up to `lo
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.prefixes.usage import Usage
 
-LOOKBACK = 20  # content blocks before a breakpoint that are checked for an earlier write
+LOOKBACK = 20  # positions that are checked for an earlier write, the breakpoint's own being the first
 OTHER_REST = 1 << 31  # no vocabulary has so many tokens
 
 
@@ -62,15 +63,26 @@ def breakpoints(ends: Sequence[int], ttls: Sequence[str | None], min_tokens: int
     )
 
 
-def read_candidates(ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int = LOOKBACK) -> tuple[int, ...]:
-    """Return positions at which an earlier write may be read, highest first: each mark and `lookback` block ends before
-    it.
+def read_candidates(
+    ends: Sequence[int], marks: Sequence[Breakpoint], lookback: int = LOOKBACK, joined: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """Return the ends of content blocks at which an earlier write may be read, highest first.
+
+    Each mark checks `lookback` positions, its own and those before it. A position is the end of a content block, or of
+    a run of them: where `joined[i]`, block i is in one position with block i - 1. Of a run every end up to the mark is
+    checked. `ends` ascend; equal ends are one position.
     """
-    ordered = sorted(set(ends))
+    numbers: dict[int, int] = {}  # end -> number of its position
+    number = 0
+    for end, same in itertools.zip_longest(ends, joined, fillvalue=False):
+        if end not in numbers:
+            number += not same
+            numbers[end] = number
+    ordered, positions = list(numbers), list(numbers.values())
     found: set[int] = set()
     for mark in marks:
-        at = ordered.index(mark.position)
-        found.update(end for end in ordered[max(0, at - lookback) : at + 1] if end > 0)
+        first = bisect_left(positions, numbers[mark.position] - lookback + 1)
+        found.update(end for end in ordered[first : bisect_right(ordered, mark.position)] if end > 0)
     return tuple(sorted(found, reverse=True))
 
 
@@ -91,10 +103,13 @@ def plan(
     *,
     block_size: int,
     lookback: int = LOOKBACK,
+    joined: Sequence[bool] = (),
     other_from: int | None = None,
     known: Sequence[bytes] = (),
 ) -> CachePlan:
     """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.
+
+    `lookback` and `joined` are those of `read_candidates`.
 
     `known` are the hashes of its leading blocks that have been computed already.
     Prefixes that go beyond `other_from` have names of their own, as if their tokens were other ones: what is not in
@@ -107,7 +122,7 @@ def plan(
     hashes = [*known, *hashing.block_hashes(rest, block_size, known[-1] if known else root)]
     reads = tuple(
         Candidate(at, hashing.prefix_key(tokens, at, block_size, hashes, root))
-        for at in read_candidates(ends, marks, lookback)
+        for at in read_candidates(ends, marks, lookback, joined)
     )
     keys = {read.position: read.key for read in reads}
     return CachePlan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,23 +61,82 @@ def test_a_prompt_without_marks_is_all_input():
     assert (usage.input, usage.read, usage.total_written) == (7, 0, 0)
 
 
-@given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=12).map(sorted),
-    st.data(),
-    st.integers(0, 5),
-)
-def test_candidates_are_the_marks_and_the_blocks_before_them(ends, data, lookback):
-    chosen = data.draw(st.sets(st.sampled_from(ends), max_size=4))
-    marks = [Breakpoint(at, "5m") for at in sorted(chosen) if at > 0]
+@st.composite
+def contents(draw):
+    """Ends of content blocks, which of them are in a run with the one before, and marks."""
+    ends = sorted(draw(st.lists(st.integers(0, 60), min_size=1, max_size=14)))
+    joined = [False, *draw(st.lists(st.booleans(), min_size=len(ends) - 1, max_size=len(ends) - 1))]
+    marks = [Breakpoint(at, "5m") for at in sorted(draw(st.sets(st.sampled_from(ends), max_size=4))) if at > 0]
+    return ends, joined, marks
+
+
+@given(contents(), st.integers(1, 6))
+def test_candidates_are_so_many_positions_a_run_being_one(case, lookback):
+    ends, joined, marks = case
+    positions: list[list[int]] = []
+    for end, same in zip(ends, joined, strict=True):
+        if positions and end == positions[-1][-1]:
+            continue
+        if same and positions:
+            positions[-1].append(end)
+        else:
+            positions.append([end])
     expected = set()
-    blocks = sorted(set(ends))
     for mark in marks:
-        for distance in range(lookback + 1):
-            index = blocks.index(mark.position) - distance
-            if index >= 0 and blocks[index] > 0:
-                expected.add(blocks[index])
-    found = read_candidates(ends, marks, lookback)
-    assert list(found) == sorted(expected, reverse=True)
+        own = next(number for number, run in enumerate(positions) if mark.position in run)
+        for run in positions[max(0, own - lookback + 1) : own + 1]:
+            expected.update(end for end in run if 0 < end <= mark.position)
+    assert list(read_candidates(ends, marks, lookback, joined)) == sorted(expected, reverse=True)
+
+
+def test_20_positions_are_checked_the_breakpoint_s_own_being_the_first():
+    reads = read_candidates(range(1, 41), [Breakpoint(40, "5m")])
+    assert reads == tuple(range(40, 20, -1))
+
+
+def test_a_round_of_25_parallel_calls_and_their_results_is_two_positions():
+    """Question, 25 calls, 25 results, and the next text: the question is 4 positions away."""
+    ends = range(1, 53)
+    joined = [at in (*range(2, 26), *range(27, 51)) for at in range(52)]
+    assert read_candidates(ends, [Breakpoint(52, "5m")], 4, joined)[-1] == 1
+    assert read_candidates(ends, [Breakpoint(52, "5m")], 3, joined)[-1] == 2
+    assert read_candidates(ends, [Breakpoint(52, "5m")])[-1] == 33
+
+
+@st.composite
+def rolling_conversations(draw):
+    """An agent's conversation: of each turn the kinds of the blocks that it adds, and how many last messages carry
+    marks.
+
+    A message is a list of blocks; of calls and results there may be any number, of texts fewer than a lookback holds.
+    """
+    turns = []
+    for _ in range(draw(st.integers(1, 8))):
+        calls = draw(st.integers(0, 30))
+        said = ["text"] * draw(st.integers(0 if calls else 1, 3)) + ["call"] * calls
+        asked = ["result"] * calls + ["text"] * draw(st.integers(0 if calls else 1, 3))
+        turns.append([said, asked])
+    return [["text"] * draw(st.integers(1, 3))], turns, draw(st.integers(2, 3))
+
+
+@given(rolling_conversations())
+def test_rolling_breakpoints_never_lose_a_hit(case):
+    """The last two or three messages carry the marks. Every turn reads up to the last mark of the turn before."""
+    messages, turns, marked = case
+    messages = list(messages)
+    written: set[int] = set()
+    last = 0
+    for said_and_asked in [[], *turns]:
+        messages += said_and_asked
+        kinds = [kind for message in messages for kind in message]
+        joined = [kind != "text" and kind == before for before, kind in itertools.pairwise(["", *kinds])]
+        ends = [7 * (at + 1) for at in range(len(kinds))]
+        closed = list(itertools.accumulate(map(len, messages)))[-marked:]
+        marks = [Breakpoint(ends[blocks - 1], "5m") for blocks in closed]
+        hit = max((at for at in read_candidates(ends, marks, joined=joined) if at in written), default=0)
+        assert hit == last
+        written |= {mark.position for mark in marks}
+        last = marks[-1].position
 
 
 def test_short_prefixes_are_not_marked():

@@ -106,7 +106,7 @@ class Spelled:
         places = sorted(set(request.ends) - {0})
         a = 0
         for end, _ in marks:
-            back = places[: places.index(end) + 1][-1 - self.lookback :]
+            back = places[: places.index(end) + 1][-self.lookback :]
             for at in back:
                 if self.entries.get(self.entry(request, at), (0, now))[1] > now:
                     a = max(a, at)
@@ -123,7 +123,7 @@ class Spelled:
         return Usage(len(request.tokens) - c, a, {"1h": b - a, "5m": c - b})
 
 
-@given(st.lists(requests(), max_size=12), st.integers(1, 5), st.integers(0, 4), st.integers(0, 4))
+@given(st.lists(requests(), max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 4))
 def test_names_bill_as_tokens_do(sequence, block_size, lookback, min_tokens):
     named, spelled, now = Named(block_size, lookback, min_tokens), Spelled(lookback, min_tokens), 0.0
     written: dict[str, int] = {}

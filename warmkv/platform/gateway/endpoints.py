@@ -133,8 +133,8 @@ def create_app(
     async def count_tokens(request: Request) -> Response:
         arrival = admitted(request)
         check_version(request.headers.get("anthropic-version"))
-        tokens, headers = await intake.take(request, partial(parsing.count, arrival))
-        return JSONResponse({"input_tokens": tokens}, headers=headers)
+        counted, headers = await intake.take(request, partial(parsing.count, arrival))
+        return JSONResponse(counted, headers=headers)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:

@@ -148,6 +148,7 @@ class Service:
                 on_end=self._ended,
                 events=events,
                 sink=sink,
+                context_management=asked.context_management,
                 first_token=self._clock() - arrival.begun,
             )
             lease.answered(answer)
@@ -179,6 +180,7 @@ class Service:
             breakpoints.breakpoints(prompt.ends, prompt.ttls, cache.min_tokens) if cache.enabled else (),
             prompt.root,
             block_size=cache.block_size,
+            joined=prompt.outline.joined,
             other_from=None if asked.tool_choice == "auto" else prompt.head,
             known=prompt.hashes,
         )

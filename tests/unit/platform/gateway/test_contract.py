@@ -12,7 +12,8 @@ import pytest
 import requests
 
 from tests.polling import PATIENCE, until
-from warmkv.platform.gateway.apis.messages.content import AssistantMessage, Tool, UserMessage, turns
+from warmkv.platform.gateway.apis.messages.content import AssistantMessage, Tool, UserMessage
+from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.tenants import open_tenant
 
 ROOT = Path(__file__).parents[4]
@@ -163,11 +164,10 @@ def test_results_and_documents_as_the_prompt_shows_them():
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "b", "name": "f", "input": {"ü": 1}}]}
 
     tool = Tool.model_validate({"name": "f", "input_schema": {"type": "object", "additionalProperties": False}})
-    found = turns(
+    found = Reading("5m").turns(
         [tool],
         None,
         [AssistantMessage.model_validate(called), UserMessage.model_validate({"role": "user", "content": content})],
-        "5m",
     )
     assert [(turn.role, [block.text for block in turn.blocks]) for turn in found] == [
         (

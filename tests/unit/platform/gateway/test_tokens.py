@@ -91,7 +91,7 @@ def plain(tokenizer: Any, rendered: Rendered, root: bytes) -> Prompt:
         if piece.block is not None:
             ends[piece.block] = len(made)
     hashes = tuple(block_hashes(made, SIZE, root))
-    return Prompt(tuple(made), tuple(ends), rendered.ttls, 0, hashes, root)
+    return Prompt(tuple(made), tuple(ends), rendered.ttls, 0, hashes, root, rendered.outline)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,6 +38,7 @@ class Answer:
     on_end: Callable[[Answer, Status], None]
     events: AsyncGenerator[Event]
     sink: Sink  # of the events: text may be taken as it comes
+    context_management: dict[str, Any] | None = None  # of the Messages API: what was cleared from the request
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
     output_tokens: int = 0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.errors import ApiError, invalid
+from warmkv.platform.gateway.apis.template_options import END_OF_THINKING, split_thinking, thinking_key
 from warmkv.platform.gateway.apis.templates import uses_of_content
-from warmkv.platform.gateway.apis.tokens import Piece, Rendered
+from warmkv.platform.gateway.apis.tokens import Outline, Piece, Place, Rendered
 
 Role = Literal["tools", "system", "user", "assistant", "tool"]
 
@@ -22,76 +24,169 @@ class ContentBlock:
     """A content block: its text, and the TTL name if it is marked with cache_control.
 
     In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON. Of
-    both, `value` is the same as Python objects.
+    both, `value` is the same as Python objects. `place` is where it stands in the request.
     """
 
     text: str
     ttl: str | None = None
     call: str | None = None
     value: Any = field(default=None, compare=False)
+    place: Place = field(default=(), compare=False)
 
     @classmethod
-    def of_value(cls, value: Any, ttl: str | None = None, call: str | None = None) -> ContentBlock:
+    def of_value(cls, value: Any, ttl: str | None = None, call: str | None = None, place: Place = ()) -> ContentBlock:
         """Return the block of a tool's definition, or of the arguments of a call."""
-        return cls(to_json(value), ttl, call, value)
+        return cls(to_json(value), ttl, call, value, place)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message: who speaks, and its content blocks. The tools come first, as a turn of their own."""
+    """A message: who speaks, and its content blocks. The tools come first, as a turn of their own.
+
+    `thinking` comes before an assistant's blocks; the template shows it, or leaves it out.
+    """
 
     role: Role
     blocks: tuple[ContentBlock, ...]
+    thinking: str = ""
 
 
-def render(tokenizer: Any, turns: Sequence[Turn]) -> Rendered:
+class _Marks(NamedTuple):
+    """What stands around texts, and around thinking, while a template is rendered."""
+
+    begin: str
+    end: str
+    think: str
+    thought: str
+
+    def within(self, text: str) -> str:
+        """Return a text without marks."""
+        for mark in self:
+            text = text.replace(mark, "")
+        return text
+
+
+_NO_MARKS = _Marks("", "", "", "")
+
+
+def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] | None = None) -> Rendered:
     """Return the prompt that asks for the next assistant message. Blocks of a message are joined by a line break.
 
-    If the last turn is the assistant's, its text is the beginning of the answer. Raises ApiError (400) where the
-    model's template refuses the messages, moves their content, or does not show tools as JSON.
+    If the last turn is the assistant's, its text is the beginning of the answer. `variables` are the template's own.
+    Thinking of earlier answers is given to the template, which shows what it wants of it. A system message within the
+    conversation is shown as such, or as part of the user's where the template has no such messages. Raises ApiError
+    (400) where the model's template refuses the messages, moves their content, or does not show tools as JSON.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise invalid("This model has no chat template; use /v1/completions.")
+    turns = _as_users_text(tokenizer, turns)
+    source = template if isinstance(template, str) else ""
+    key = thinking_key(source)
+    if END_OF_THINKING in source:
+        turns = [_thinking_apart(turn) for turn in turns]
     prefilled = bool(turns) and turns[-1].role == "assistant"
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
-    begin, end = _marks()
-    marked = _apply(tokenizer, turns, begin, end, options)
-    uses = uses_of_content(template) if isinstance(template, str) else None
+    apply = partial(_apply, tokenizer, key=key, options={**(variables or {}), **options})
+    marks = _marks()
+    marked = apply(turns, marks)
+    uses = uses_of_content(source) if source else None
     texts = ([block.text for block in turn.blocks if not _is_json(turn, block)] for turn in turns)
     if uses is None or not all(uses.ignore_marks(said) for said in texts if said):
-        plain = _apply(tokenizer, turns, "", "", options)
-        if marked.replace(begin, "").replace(end, "") != plain:  # some templates strip messages
-            marked = _apply(tokenizer, [_stripped(turn) for turn in turns], begin, end, options)
-            if marked.replace(begin, "").replace(end, "") != plain:
+        plain = apply(turns, _NO_MARKS)
+        if marks.within(marked) != plain:  # some templates strip messages
+            marked = apply([_stripped(turn) for turn in turns], marks)
+            if marks.within(marked) != plain:
                 raise invalid(
                     "This model's chat template changes message content, so cache breakpoints cannot be placed."
                 )
     blocks = _flat(turns)
     said = [index for index, (turn, block) in enumerate(blocks) if not _is_json(turn, block)]
-    first, *rest = marked.split(begin)
+    first, *rest = marked.split(marks.begin)
     contents, templates = [], [first]
     for piece in rest:
-        content, _, own = piece.rpartition(end)
+        content, _, own = piece.rpartition(marks.end)
         contents.append(content)
         templates.append(own)
     if len(contents) != len(said):
         raise invalid("This model's chat template leaves out or repeats message content.")
-    cuts = _json_places(turns, templates)
+    thoughts = re.compile(f"{marks.think}(.*?){marks.thought}", re.DOTALL)
+    cuts = _json_places(turns, [thoughts.sub(lambda found: "\0" * len(found[0]), own) for own in templates])
 
     pieces: list[Piece] = []
+    shown: list[int] = []
     for number, own in enumerate(templates):
         if number:
             pieces.append(Piece(contents[number - 1], "content", said[number - 1]))
         at = 0
-        for start, stop, index in cuts[number]:
-            pieces += Piece(own[at:start], "template"), Piece(own[start:stop], "content", index)
+        for start, stop, index in [*cuts[number], (len(own), len(own), None)]:
+            for place, text in enumerate(thoughts.split(own[at:start])):
+                pieces.append(Piece(text, "content" if place % 2 else "template"))
+                if place % 2:
+                    shown.append(said[number - 1] if number else 0)
+            if index is not None:
+                pieces.append(Piece(own[start:stop], "content", index))
             at = stop
-        pieces.append(Piece(own[at:], "template"))
+    pieces = [piece for piece in pieces if piece.text or piece.block is not None]
     ttls = tuple(block.ttl for _, block in blocks)
-    return Rendered(
-        [piece for piece in pieces if piece.text or piece.block is not None], ttls, len(_flat(_leading(turns)))
-    )
+    return Rendered(pieces, ttls, len(_flat(_leading(turns))), _outline(turns, shown))
+
+
+def _outline(turns: Sequence[Turn], shown: Sequence[int]) -> Outline:
+    """Return what is known of the blocks of turns, of which thinking was shown behind some blocks."""
+    blocks = _flat(turns)
+    runs = ["result" if turn.role == "tool" else "call" if block.call is not None else "" for turn, block in blocks]
+    joined = (bool(run) and run == before for before, run in itertools.pairwise(["", *runs]))
+    contents = (hash((turn.role, block.call, block.text)) for turn, block in blocks)
+    return Outline(tuple(block.place for _, block in blocks), tuple(contents), tuple(joined), tuple(shown))
+
+
+def _thinking_apart(turn: Turn) -> Turn:
+    """Return an answer's turn with the thinking in its text apart, as its template would find it."""
+    if turn.role != "assistant" or not any(END_OF_THINKING in block.text for block in turn.blocks):
+        return turn
+    thinking, blocks = [turn.thinking], list[ContentBlock]()
+    for block in turn.blocks:
+        thought, text = ("", block.text) if block.call is not None else split_thinking(block.text)
+        thinking.append(thought)
+        blocks.append(block if text == block.text else replace(block, text=text))
+    return Turn(turn.role, tuple(blocks), "\n".join(filter(None, thinking)))
+
+
+def _as_users_text(tokenizer: Any, turns: Sequence[Turn]) -> Sequence[Turn]:
+    """Return turns without system messages within the conversation, if the template does not show them there.
+
+    They join the user's messages beside them, since such templates want roles to alternate.
+    """
+    first = next((number for number, turn in enumerate(turns) if turn.role != "tools"), 0)
+    if all(turn.role != "system" for turn in turns[first + 1 :]) or _shows_system_messages(tokenizer):
+        return turns
+    found: list[Turn] = []
+    joins = False  # whether the last turn takes in a user's that follows
+    for number, turn in enumerate(turns):
+        reminder = turn.role == "system" and number > first
+        if reminder:
+            texts = (f"<system-reminder>\n{block.text}\n</system-reminder>" for block in turn.blocks)
+            turn = Turn(
+                "user", tuple(replace(block, text=text) for block, text in zip(turn.blocks, texts, strict=True))
+            )
+        if found and found[-1].role == turn.role == "user" and (reminder or joins):
+            found[-1] = Turn("user", (*found[-1].blocks, *turn.blocks))
+        else:
+            found.append(turn)
+        joins = reminder
+    return found
+
+
+def _shows_system_messages(tokenizer: Any) -> bool:
+    """Return True if the template shows a system message where it stands in a conversation."""
+    roles: tuple[Role, ...] = ("user", "system", "assistant", "system", "user")
+    said = [Turn(role, (ContentBlock(f"A{number}"),)) for number, role in enumerate(roles)]
+    try:
+        text = _apply(tokenizer, said, _NO_MARKS, key=None, options={"add_generation_prompt": True})
+    except ApiError:
+        return False
+    return bool(re.search("A0.*A1.*A2.*A3.*A4", text, re.DOTALL))
 
 
 def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, ContentBlock]]:
@@ -157,10 +252,10 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options: dict[str, bool]) -> str:
-    """Render the conversation, the text of every message's content block between `begin` and `end`."""
+def _apply(tokenizer: Any, turns: Sequence[Turn], marks: _Marks, *, key: str | None, options: Mapping[str, Any]) -> str:
+    """Render the conversation with marks around texts and thinking, which goes under `key`."""
     tools = [block.value for turn, block in _flat(turns) if turn.role == "tools"]
-    messages = [_message(turn, begin, end) for turn in turns if turn.role != "tools"]
+    messages = [_message(turn, marks, key) for turn in turns if turn.role != "tools"]
     try:
         text: str = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
@@ -168,14 +263,18 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], begin: str, end: str, options:
     return text
 
 
-def _message(turn: Turn, begin: str, end: str) -> dict[str, Any]:
-    said = "\n".join(begin + block.text + end for block in turn.blocks if block.call is None)
+def _message(turn: Turn, marks: _Marks, key: str | None) -> dict[str, Any]:
+    said = "\n".join(marks.begin + block.text + marks.end for block in turn.blocks if block.call is None)
     calls = [
         {"type": "function", "function": {"name": block.call, "arguments": block.value}}
         for block in turn.blocks
         if block.call is not None
     ]
-    return {"role": turn.role, "content": said, **({"tool_calls": calls} if calls else {})}
+    message = {"role": turn.role, "content": said, **({"tool_calls": calls} if calls else {})}
+    text = any(block.text for block in turn.blocks if block.call is None)
+    if turn.thinking and key and not (key == "thinking" and text and calls):  # gpt-oss refuses all three
+        message[key] = marks.think + turn.thinking + marks.thought
+    return message
 
 
 def _stripped(turn: Turn) -> Turn:
@@ -184,10 +283,10 @@ def _stripped(turn: Turn) -> Turn:
     if said := [i for i, block in enumerate(blocks) if not _is_json(turn, block)]:
         blocks[said[0]] = replace(blocks[said[0]], text=blocks[said[0]].text.lstrip())
         blocks[said[-1]] = replace(blocks[said[-1]], text=blocks[said[-1]].text.rstrip())
-    return Turn(turn.role, tuple(blocks))
+    return replace(turn, blocks=tuple(blocks))
 
 
-def _marks() -> tuple[str, str]:
-    """Return two strings that no text contains, for nobody knows them before. Templates leave private use alone."""
+def _marks() -> _Marks:
+    """Return strings that no text contains, for nobody knows them before. Templates leave private use alone."""
     mark = "".join(chr(0xE100 + byte) for byte in secrets.token_bytes(16))
-    return f"\ue000{mark}\ue002", f"\ue001{mark}\ue002"
+    return _Marks(*(f"{first}{mark}\ue002" for first in "\ue000\ue001\ue003\ue004"))

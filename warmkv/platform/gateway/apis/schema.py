@@ -96,6 +96,9 @@ class WarmkvOptions(Body):
     replica: str | None = Field(
         None, max_length=1000, description="id of the replica to prefer, as /v1/warmkv/replicas lists them"
     )
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
+        {}, max_length=16, description="variables that the model's chat template takes, such as enable_thinking"
+    )
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -116,6 +119,7 @@ class ParsedRequest:
     tool_choice: str = "auto"
     include_usage: bool = False  # at the end of an OpenAI stream
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
+    context_management: dict[str, Any] | None = None  # edits that were applied, as the answer tells it
 
 
 B = TypeVar("B", bound=Body)

@@ -35,6 +35,20 @@ class Piece(NamedTuple):
     block: int | None = None
 
 
+Place = tuple[str | int, ...]
+"""Where a content block stands in its request, as ("messages", 2, "content", 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a prompt's content blocks besides their tokens; the first three have an item for each."""
+
+    places: tuple[Place, ...] = ()
+    contents: tuple[int, ...] = ()  # hashes, of this process, of what they say
+    joined: tuple[bool, ...] = ()  # in one run of calls, or of results, with the block before (breakpoints.py)
+    thinking: tuple[int, ...] = ()  # blocks behind which the template showed thinking of an earlier answer
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A prompt as text: its pieces, the mark of each content block, and how many blocks the tools and system have."""
@@ -42,6 +56,7 @@ class Rendered:
     pieces: Sequence[Piece]
     ttls: tuple[str | None, ...]
     leading: int = 0
+    outline: Outline = Outline()
 
     def cut(self) -> Rendered:
         """Return the prompt with its long pieces in parts; for tokenizers that allow it (cuts.py)."""
@@ -73,6 +88,7 @@ class Prompt:
     head: int = 0
     hashes: tuple[bytes, ...] = ()
     root: bytes = b""
+    outline: Outline = Outline()
 
 
 def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes, block_size: int) -> Prompt:
@@ -106,7 +122,7 @@ def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes,
     # tools. The prefix that ends at a block covers all blocks before it in either order.
     ends = list(itertools.accumulate(ends, max))
     head = ends[rendered.leading - 1] if rendered.leading else 0
-    return Prompt(tuple(tokens.tolist()), tuple(ends), rendered.ttls, head, tuple(hashes), root)
+    return Prompt(tuple(tokens.tolist()), tuple(ends), rendered.ttls, head, tuple(hashes), root, rendered.outline)
 
 
 def _key(before: bytes, piece: Piece) -> bytes:

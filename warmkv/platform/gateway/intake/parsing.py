@@ -10,9 +10,12 @@ from typing import Any
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.messages import requests as messages
+from warmkv.platform.gateway.apis.messages.content import AnyMessage
+from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
+from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
@@ -21,6 +24,7 @@ from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import budgets
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
+EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
 
 
@@ -45,17 +49,29 @@ class Parsing:
             raise invalid("stream: must be false when max_tokens is 0")
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
-        prompt = self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache))
-        asked = ParsedRequest(prompt, sampling, body.warmkv, body.stream, choice, headers=left_out.headers)
+        prompt, edited = self._message_prompt(arrival, tokenizer, body, body.warmkv.chat_template_kwargs)
+        asked = ParsedRequest(
+            prompt,
+            sampling,
+            body.warmkv,
+            body.stream,
+            choice,
+            headers=left_out.headers,
+            context_management=edited,
+        )
         return self._within_limits(arrival, asked)
 
-    def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[int, Mapping[str, str]]:
-        """Parse a body of /v1/messages/count_tokens; return the number of its tokens, and headers of the answer."""
+    def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """Parse a body of /v1/messages/count_tokens and count its tokens; return the answer and its headers."""
         left_out = FieldsLeftOut(self._gateway.strict)
         body = parse(data, messages.CountRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        prompt = self._prompt(arrival, tokenizer, messages.turns(body, arrival.policy.config.prefix_cache))
-        return len(prompt.tokens), left_out.headers
+        prompt, edited = self._message_prompt(arrival, tokenizer, body, {})
+        answer: dict[str, Any] = {"input_tokens": len(prompt.tokens)}
+        if edited is not None:
+            cleared = sum(edit["cleared_input_tokens"] for edit in edited["applied_edits"])
+            answer["context_management"] = {"original_input_tokens": len(prompt.tokens) + cleared}
+        return answer, left_out.headers
 
     def chat(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
@@ -99,30 +115,66 @@ class Parsing:
         headers = {**asked.headers, "x-warmkv-max-tokens": str(cut)}
         return replace(asked, sampling=replace(asked.sampling, max_tokens=cut), headers=headers)
 
-    def _prompt(self, arrival: Arrival, tokenizer: Any, said: Sequence[Turn] | str) -> Prompt:
-        """Return the prompt of a conversation, or of a text as it is. Raises ApiError (400) where it cannot fit."""
+    def _message_prompt(
+        self, arrival: Arrival, tokenizer: Any, body: messages.CountRequest, chosen: Mapping[str, Any]
+    ) -> tuple[Prompt, dict[str, Any] | None]:
+        """Return the prompt of a body, and its `context_management` as the answer tells it; None if it has none.
+
+        `chosen` are variables of the template that the request sets.
+        """
+        config, template = arrival.policy.config, getattr(tokenizer, "chat_template", None)
+        source = template if isinstance(template, str) else ""
+        check_variables(source, chosen)
+        known = variables_of(source)
+        variables = {name: value for name, value in body.template_variables.items() if name in known} | dict(chosen)
+        cache = config.prefix_cache
+        reading = Reading(cache.default_ttl, omit_billing_line=config.gateway.omit_billing_line)
+
+        def prompt(said: Sequence[AnyMessage], most: int) -> Prompt:
+            return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), variables, most)
+
+        if body.context_management is None:
+            return prompt(body.messages, self._max_context), None
+        largest = EDITED_CONTEXTS * self._max_context
+        left, applied = body.context_management.apply(body.messages, lambda said: len(prompt(said, largest).tokens))
+        return prompt(left, self._max_context), {"applied_edits": applied}
+
+    def _prompt(
+        self,
+        arrival: Arrival,
+        tokenizer: Any,
+        said: Sequence[Turn] | str,
+        variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
+    ) -> Prompt:
+        """Return the prompt of a conversation, or of a text as it is. Raises ApiError (400) where it cannot fit.
+
+        `variables` are the template's own. At most `most` tokens fit; those of the context if that is left out.
+        """
+        most = self._max_context if most is None else most
         if isinstance(said, str):
-            self._check_room([said], tokenizer, special=True)
+            self._check_room([said], tokenizer, most, special=True)
             rendered = Rendered.of_text(said)
         else:
-            self._check_room([block.text for turn in said for block in turn.blocks], tokenizer)
-            rendered = render(tokenizer, said)
+            texts = [turn.thinking for turn in said] + [block.text for turn in said for block in turn.blocks]
+            self._check_room(texts, tokenizer, most)
+            rendered = render(tokenizer, said, variables)
         config = arrival.policy.config
         root = chain_root(arrival.lease.tenant.salt, config)
         if self._cuts:
             rendered = rendered.cut()
         prompt = tokenize(tokenizer, rendered, self._cache, root, config.prefix_cache.block_size)
-        if len(prompt.tokens) > self._max_context:
+        if len(prompt.tokens) > most:
             raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
         return prompt
 
-    def _check_room(self, texts: Sequence[str], tokenizer: Any, *, special: bool = False) -> None:
+    def _check_room(self, texts: Sequence[str], tokenizer: Any, most: int, *, special: bool = False) -> None:
         """Refuse texts that cannot fit before all of them is tokenized: a token takes hundreds of bytes meanwhile.
 
         Texts of many bytes are counted in slices first. A cut can only add a token or two, so that twice the context
         is more than enough to refuse. `special` texts may contain special tokens.
         """
-        characters, most = sum(map(len, texts)), self._max_context
+        characters = sum(map(len, texts))
         too_long = characters > most * self._longest_token  # a character is a byte at least
         if not too_long and sum(len(text.encode()) for text in texts) > BYTES_PER_TOKEN * most:
             counted = 0
@@ -132,7 +184,7 @@ class Parsing:
                 if too_long := counted > 2 * most:
                     break
         if too_long:
-            raise invalid(f"The prompt exceeds the context of {most} tokens.")
+            raise invalid(f"The prompt exceeds the context of {self._max_context} tokens.")
 
 
 def _slices(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -40,6 +40,7 @@ async def respond(answer: Answer) -> dict[str, Any]:
         "stop_reason": STOP_REASONS[answer.end.reason],
         "stop_sequence": answer.end.stop_sequence,
         "usage": {**usage_fields(answer.usage), "warmkv": answer.details()},
+        **_edits(answer),
     }
 
 
@@ -60,7 +61,7 @@ async def stream(admission: SubmittedRequest, out: EventWriter) -> None:
             await out.send(_event({"type": "content_block_stop", "index": 0}))
         stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
         usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
-        await out.send(_event({"type": "message_delta", "delta": stop, "usage": usage}))
+        await out.send(_event({"type": "message_delta", "delta": stop, "usage": usage, **_edits(answer)}))
         await out.send(_event({"type": "message_stop"}))
     except Exception as error:
         await out.send(_event(anthropic_body(admission.failed(error), admission.id)))
@@ -68,6 +69,10 @@ async def stream(admission: SubmittedRequest, out: EventWriter) -> None:
 
 def _head(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.name}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _edits(answer: Answer) -> dict[str, Any]:
+    return {} if answer.context_management is None else {"context_management": answer.context_management}
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -1,15 +1,12 @@
-"""Content of a Messages API request: its blocks and tools, and how they become the turns of a prompt."""
+"""Content blocks, messages and tools of a Messages API request (turns.py makes the prompt of them)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items
 
 NAME = r"^[a-zA-Z0-9_-]{1,128}$"
@@ -79,6 +76,17 @@ class ImageBlock(Body):
 SubContent = Annotated[SubText | ImageBlock, Field(discriminator="type")]
 
 
+class ToolReference(Unmarkable):
+    """A tool that a search of the client has found: its definition is shown in place of this."""
+
+    kind = "content within a block; mark the block itself"
+    type: Literal["tool_reference"]
+    tool_name: str = Field(pattern=NAME)
+
+
+ResultContent = Annotated[SubText | ImageBlock | ToolReference, Field(discriminator="type")]
+
+
 class PlainSource(Body):
     type: Literal["text"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -99,8 +107,14 @@ class DocumentBlock(Markable):
 
     @property
     def text(self) -> str:
-        data = self.source.data if isinstance(self.source, PlainSource) else _joined(self.source.content)
+        data = self.source.data if isinstance(self.source, PlainSource) else self._contents(self.source.content)
         return f"{self.title}\n{data}" if self.title else data
+
+    @staticmethod
+    def _contents(content: str | list[SubContent]) -> str:
+        if isinstance(content, str):
+            return content
+        return "\n".join(part.text for part in content if isinstance(part, SubText))
 
     @model_validator(mode="after")
     def _empty_text_is_not_marked(self) -> DocumentBlock:
@@ -138,14 +152,9 @@ class ToolUseBlock(Markable):
 class ToolResultBlock(Markable):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | Items[SubContent] = ""
+    content: str | Items[ResultContent] = ""
     is_error: bool = False
     toolset_name: None = None
-
-    @property
-    def text(self) -> str:
-        text = _joined(self.content)
-        return f"Error: {text}" if self.is_error else text
 
 
 UserContent = Annotated[TextBlock | DocumentBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
@@ -164,7 +173,15 @@ class AssistantMessage(Body):
     content: str | Items[AssistantContent]
 
 
-Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
+class SystemMessage(Body):
+    """Instructions within the conversation."""
+
+    role: Literal["system"]
+    content: str | Items[TextBlock]
+
+
+AnyMessage = UserMessage | AssistantMessage | SystemMessage
+Message = Annotated[AnyMessage, Field(discriminator="role")]
 
 
 class InputSchema(Body):
@@ -173,12 +190,19 @@ class InputSchema(Body):
 
 
 class Tool(Markable):
-    """A tool of the client. Tools that would run on the server are refused by their type."""
+    """A tool of the client. Tools that would run on the server are refused by their type.
+
+    With `defer_loading` the model does not see it before a result refers to it.
+    """
+
+    ignored = frozenset(("eager_input_streaming",))  # the input of a call is streamed as it is written anyway
+    unsupported = MappingProxyType({"strict": (False,), "input_examples": ([],), "allowed_callers": (["direct"],)})
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=NAME)
     description: str | None = None
     input_schema: InputSchema
+    defer_loading: bool = False
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -186,6 +210,12 @@ class Tool(Markable):
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema.model_dump()}
         return {"type": "function", "function": function}
+
+    @model_validator(mode="after")
+    def _deferred_tools_are_not_marked(self) -> Tool:
+        if self.defer_loading and self.cache_control:
+            raise ValueError("cache_control cannot be set for a tool with defer_loading, which is not in the prompt")
+        return self
 
 
 class ToolChoice(Body):
@@ -203,108 +233,3 @@ class ToolChoice(Body):
         if value in ("any", "tool"):
             raise ValueError(f"{value!r} needs a model that can be made to call a tool; this server has auto and none")
         return value
-
-
-def turns(
-    tools: Sequence[Tool],
-    system: str | Sequence[TextBlock] | None,
-    messages: Sequence[UserMessage | AssistantMessage],
-    default_ttl: str,
-) -> list[Turn]:
-    """Return the conversation in the order of its prefixes: tools, system, messages. Raises ApiError (400).
-
-    Thinking blocks of earlier answers are left out of the prompt. A user's tool results become turns of their own.
-    """
-    _check_results(messages)
-    found = []
-    if tools:
-        blocks = (ContentBlock.of_value(tool.definition, tool.ttl(default_ttl)) for tool in tools)
-        found.append(Turn("tools", tuple(blocks)))
-    if system:
-        found.append(Turn("system", _texts(system, default_ttl)))
-    for message in messages:
-        if isinstance(message, UserMessage):
-            found += _user_turns(message, default_ttl)
-        else:
-            found.append(Turn("assistant", _said(message, default_ttl)))
-    return found
-
-
-def mark_last(turns: Sequence[Turn], ttl: str) -> list[Turn]:
-    """Mark the last block that can be marked, as top-level cache_control does. Raises ApiError (400)."""
-    for number in reversed(range(len(turns))):
-        turn = turns[number]
-        for place in reversed(range(len(turn.blocks))):
-            block = turn.blocks[place]
-            if not block.text and turn.role != "tool":
-                continue
-            if block.ttl not in (None, ttl):
-                raise invalid(f"cache_control: the last block is marked with ttl {block.ttl!r} already")
-            blocks = (*turn.blocks[:place], replace(block, ttl=ttl), *turn.blocks[place + 1 :])
-            return [*turns[:number], Turn(turn.role, blocks), *turns[number + 1 :]]
-    return list(turns)
-
-
-def _user_turns(message: UserMessage, default_ttl: str) -> Iterator[Turn]:
-    if isinstance(message.content, str):
-        yield Turn("user", (ContentBlock(message.content),))
-        return
-    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
-    if results != message.content[: len(results)]:
-        raise invalid("content: tool_result blocks must come before other content")
-    for result in results:
-        yield Turn("tool", (ContentBlock(result.text, result.ttl(default_ttl)),))
-    rest = [block for block in message.content[len(results) :] if isinstance(block, TextBlock | DocumentBlock)]
-    if rest or not results:
-        yield Turn("user", _texts(rest, default_ttl))
-
-
-def _said(message: AssistantMessage, default_ttl: str) -> tuple[ContentBlock, ...]:
-    if isinstance(message.content, str):
-        return (ContentBlock(message.content),)
-    blocks = []
-    for block in message.content:
-        if isinstance(block, TextBlock):
-            blocks.append(ContentBlock(block.text, block.ttl(default_ttl)))
-        elif isinstance(block, ToolUseBlock):
-            blocks.append(ContentBlock.of_value(block.input, block.ttl(default_ttl), block.name))
-    return _at_least_one(blocks)
-
-
-def _texts(content: str | Sequence[TextBlock | DocumentBlock], default_ttl: str) -> tuple[ContentBlock, ...]:
-    if isinstance(content, str):
-        return (ContentBlock(content),)
-    return _at_least_one([ContentBlock(block.text, block.ttl(default_ttl)) for block in content])
-
-
-def _at_least_one(blocks: Sequence[ContentBlock]) -> tuple[ContentBlock, ...]:
-    if not blocks:
-        raise invalid("content: a message needs at least one content block, thinking aside")
-    return tuple(blocks)
-
-
-def _joined(content: str | Sequence[SubText | ImageBlock]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content if isinstance(part, SubText))
-
-
-def _check_results(messages: Sequence[UserMessage | AssistantMessage]) -> None:
-    """Check that every call has its result in the next message, and every result its call in the one before."""
-    called: dict[str, None] = {}  # in order
-    for message in messages:
-        content = [] if isinstance(message.content, str) else message.content
-        named = [block.tool_use_id for block in content if isinstance(block, ToolResultBlock)]
-        results = dict.fromkeys(named)
-        if missing := next((name for name in called if name not in results), None):
-            raise invalid(f"tool_use {missing!r}: the next message has no tool_result for it")
-        if foreign := next((name for name in results if name not in called), None):
-            raise invalid(f"tool_result {foreign!r}: the message before has no tool_use of that id")
-        if len(results) < len(named):
-            raise invalid("tool_result: two results for one tool_use")
-        calls = [block.id for block in content if isinstance(block, ToolUseBlock)]
-        called = dict.fromkeys(calls)
-        if len(called) < len(calls):
-            raise invalid("tool_use: ids must be unique")
-    if called:
-        raise invalid(f"tool_use {next(iter(called))!r}: the next message has no tool_result for it")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from warmkv.config import PrefixCacheConfig
 from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.messages import content
-from warmkv.platform.gateway.apis.messages.content import CacheControl, Message, TextBlock, Tool, ToolChoice
+from warmkv.platform.gateway.apis.messages.content import (
+    AnyMessage,
+    CacheControl,
+    Message,
+    TextBlock,
+    Tool,
+    ToolChoice,
+)
+from warmkv.platform.gateway.apis.messages.context_edits import ContextManagement
+from warmkv.platform.gateway.apis.messages.turns import Reading, mark_last
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.prefixes import breakpoints
@@ -18,10 +28,35 @@ from warmkv.replicas.protocol import SamplingParams
 VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")
 
 
-class NoThinking(Body):
-    """Models here do not think before they answer, so this is the only value."""
+class Thinking(Body):
+    """What of thinking the request wants; `adaptive` and `between_tools` are `enabled` where a template knows no more.
 
-    type: Literal["disabled"]
+    `budget_tokens` and `block_binding` are taken and change nothing: what is thought counts towards max_tokens.
+    """
+
+    type: Literal["disabled", "enabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1024)
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens: goes with type 'enabled', which needs it")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.type != "disabled"
+
+
+class OutputConfig(Body):
+    unsupported = MappingProxyType({"format": (), "task_budget": ()})
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+EFFORTS = {"xhigh": "high", "max": "high"}  # templates know low, medium and high
 
 
 class CountRequest(Body):
@@ -33,20 +68,38 @@ class CountRequest(Body):
     tools: Items[Tool] = Field([])
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    thinking: NoThinking | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> CountRequest:
-        names = [tool.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise ValueError("tools: names must be unique")
+        first: dict[str, int] = {}
+        for number, tool in enumerate(self.tools):
+            if (other := first.setdefault(tool.name, number)) != number:
+                raise ValueError(
+                    f"tools.{number}.name: {tool.name!r} is the name of tool {other}; names must be unique"
+                )
         if self.tool_choice is not None and not self.tools:
             raise ValueError("tool_choice: only allowed with tools")
         return self
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return what chat templates call thinking and effort, for those that take it."""
+        found: dict[str, Any] = {}
+        if self.thinking is not None:
+            found |= {"enable_thinking": self.thinking.enabled, "thinking": self.thinking.enabled}
+        if self.output_config is not None and self.output_config.effort is not None:
+            found["reasoning_effort"] = EFFORTS.get(self.output_config.effort, self.output_config.effort)
+        return found
+
 
 class MessagesRequest(CountRequest):
     """Body of /v1/messages."""
+
+    ignored = frozenset(("inference_geo", "speed", "user_profile_id", "workspace_id"))
+    unsupported = MappingProxyType({"container": (), "mcp_servers": ([],)})
 
     max_tokens: int = Field(ge=0)
     temperature: float = Field(1.0, ge=0, le=1)
@@ -57,6 +110,13 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     warmkv: WarmkvOptions = WarmkvOptions()
+
+    @model_validator(mode="after")
+    def _thinking_leaves_room(self) -> MessagesRequest:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and 0 < self.max_tokens <= budget:
+            raise ValueError(f"thinking.budget_tokens: {budget} must be less than max_tokens")
+        return self
 
     def sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -70,14 +130,14 @@ class MessagesRequest(CountRequest):
         )
 
 
-def turns(body: CountRequest, cache: PrefixCacheConfig) -> list[Turn]:
-    """Return the conversation as the turns of a prompt, with the TTL of every mark.
+def turns(body: CountRequest, messages: Sequence[AnyMessage], cache: PrefixCacheConfig, reading: Reading) -> list[Turn]:
+    """Return the conversation as the turns of a prompt, with the TTL of every mark; `messages` are those of the body.
 
     Raises ApiError (400), also for marks that the contract refuses.
     """
-    found = content.turns(body.tools, body.system, body.messages, cache.default_ttl)
+    found = reading.turns(body.tools, body.system, messages)
     if body.cache_control is not None:
-        found = content.mark_last(found, body.cache_control.ttl or cache.default_ttl)
+        found = mark_last(found, body.cache_control.ttl or cache.default_ttl)
     try:
         breakpoints.check_marks(
             [block.ttl for turn in found for block in turn.blocks], cache.ttls, cache.max_breakpoints
