@@ -23,6 +23,7 @@ from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.schema import ParsedRequest
+from warmkv.platform.gateway.apis.thinking import verify
 from warmkv.platform.gateway.faults import api_of
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
@@ -86,7 +87,7 @@ def create_app(
     waiting = config.cluster.max_queued_requests
     intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
-    parsing = Parsing(service, tokenizer, max_context)
+    parsing = Parsing(service, tokenizer, max_context, partial(verify, secret=secret))
 
     def admitted(request: Request) -> Arrival:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +31,18 @@ SLICE = 1 << 16  # characters that are tokenized at a time to count them
 class Parsing:
     """Parses, checks and tokenizes. What is longer than `max_context` tokens is refused; all raise ApiError (400, 404).
 
-    Methods take a request that came in, its body and a tokenizer that no other thread uses meanwhile.
+    Methods take a request that came in, its body and a tokenizer that no other thread uses meanwhile. `signed` tells
+    thinking of this service by its signature.
     """
 
-    def __init__(self, service: Service, tokenizer: Any, max_context: int) -> None:
-        self._service, self._max_context = service, max_context
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Any,
+        max_context: int,
+        signed: Callable[[str, str], bool] = lambda thinking, signature: False,
+    ) -> None:
+        self._service, self._max_context, self._signed = service, max_context, signed
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._cache, self._cuts = TokenCache(), cuts_between_words(tokenizer)
@@ -128,7 +135,7 @@ class Parsing:
         known = variables_of(source)
         variables = {name: value for name, value in body.template_variables.items() if name in known} | dict(chosen)
         cache = config.prefix_cache
-        reading = Reading(cache.default_ttl, omit_billing_line=config.gateway.omit_billing_line)
+        reading = Reading(cache.default_ttl, self._signed, omit_billing_line=config.gateway.omit_billing_line)
 
         def prompt(said: Sequence[AnyMessage], most: int) -> Prompt:
             return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), variables, most)
