@@ -91,7 +91,7 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
 
 
 def _live_figures(measured: dict[str, list[float]]) -> list[Figure]:
-    """Return of TTFT ratios to each peer, round by round; both at p50 below 1, and at p99 not above."""
+    """Return medians of TTFT ratios to each peer, round by round; both at p50 below 1, and at p99 not above."""
     from benchmarks.report import figure, ratios
 
     found = []

@@ -35,7 +35,7 @@ CEILING_TARGET = 15_000.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return race; 1 if a figure misses its target (not with --quick), 2 for wrong arguments."""
+    """Run the race; return 1 if a figure misses its target (not with --quick), 2 for wrong arguments."""
     options = _parse(arguments)
     os.environ.setdefault("RAY_worker_niceness", "0")
     import torch
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
         settings = {
             "threads": options.threads,
+            "replicas": options.replicas,
             "repeats": options.repeats,
             "vllm": bool(options.vllm),
             "url": options.url,
@@ -111,7 +112,7 @@ def _servers(options: argparse.Namespace, stack: ExitStack, say: Callable[[str],
         return [Server("server", options.url, options.name, {}, dict, ())]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model = servers.longer(options.model, folder / "model")
-    started = [stack.enter_context(servers.warmkv(model, options.threads, KV_BYTES, say))]
+    started = [stack.enter_context(servers.warmkv(model, options.threads, options.replicas, KV_BYTES, say))]
     if options.vllm:
         port = free_port("127.0.0.1")
         started.append(stack.enter_context(servers.vllm(options.vllm, model, port, KV_BYTES, folder / "vllm.log")))
@@ -164,7 +165,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", metavar="LOAD", choices=names, help="one of the loads, repeatable")
     parser.add_argument("--ceiling", action="store_true", help="gateways alone: their replicas answer from a script")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of every load and server, in turn (1)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of the replica (1)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of a replica (1)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="of ours, which share the machine (1)")
     parser.add_argument("--model", type=Path, default=PATH, metavar="FOLDER", help="served by both (the shipped one)")
     parser.add_argument(
         "--vllm", type=Path, metavar="COMMAND", help="race vLLM too: what `peers.sh vllm` has installed"

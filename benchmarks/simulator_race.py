@@ -176,7 +176,7 @@ def _peak_bytes() -> int:
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str], str | None]:
-    """Return asked last: it loads torch."""
+    """Return the machine's identity. Asked last: it loads torch."""
     from warmkv.measuring import machine
 
     return machine.identity(), machine.versions(), os.environ.get("WARMKV_COMMIT") or machine.commit()

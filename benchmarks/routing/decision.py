@@ -50,7 +50,7 @@ def prompts(blocks: int, chance: random.Random) -> Iterator[tuple[list[bytes], i
 
 
 def fill(index: PrefixIndex, blocks: int, names: list[str], chance: random.Random) -> list[list[bytes]]:
-    """Return every prompt lies on one replica, its shared beginning on all that have a prompt of its group.
+    """Place every prompt on one replica, its shared beginning on all that have a prompt of its group.
 
     Returns prompts to ask for, from all of the index: each a known one, cut at random and continued with new blocks.
     """

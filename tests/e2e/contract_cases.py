@@ -84,7 +84,7 @@ def body(request: str) -> dict[str, Any]:
 
 
 def positions(request: str, tokenizer: Any) -> tuple[list[int], int]:
-    """Return slow and obvious: the position behind every content block in the prompt, and the tokens of the whole.
+    """Return, slowly and obviously, the position behind every content block in the prompt, and the tokens of the whole.
 
     The tiny model's template is written out by hand; content is tokenized apart from what stands between.
     """

@@ -88,7 +88,7 @@ def crd(kind: str) -> Callable[[Object], None]:
 
 
 def closed(schema: Any, name: str = "") -> Any:
-    """Return forbid what a schema does not list, as the API server drops it; metadata is Kubernetes' own."""
+    """Forbid what a schema does not list, as the API server drops it; metadata is Kubernetes' own."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):

@@ -97,7 +97,7 @@ class Gateway:
         return {"replicas": {}}
 
     def statuses(self) -> list[str]:
-        """Return of the requests that have ended, as they were counted."""
+        """Return the count of the requests that have ended, as they were counted."""
         return [labels["status"] for name, labels in self.recorded.added if name == "warmkv_requests"]
 
 

@@ -32,7 +32,7 @@ def tokenizer() -> Any:
 
 
 def prompt_of(tokenizer: Any, turns: Sequence[Turn]) -> Prompt:
-    """Return rendered and tokenized, with nothing seen before."""
+    """Render and tokenize, with nothing seen before."""
     return tokenize(tokenizer, render(tokenizer, turns), TokenCache(), b"root", 4)
 
 

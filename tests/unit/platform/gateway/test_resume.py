@@ -239,7 +239,7 @@ def test_if_all_are_full_the_client_hears_when_the_first_has_room(engines, secon
 
 
 def told(events: list[Event], outcomes: list[str], sent: list[Attempt]) -> Send:
-    """Return every attempt gets the same events."""
+    """Send every attempt the same events."""
 
     async def send(attempt: Attempt) -> AsyncGenerator[Event]:
         sent.append(attempt)

@@ -83,7 +83,7 @@ def conversation(texts: Sequence[Sequence[str]]) -> list[Turn]:
 
 
 def plain(tokenizer: Any, rendered: Rendered, root: bytes) -> Prompt:
-    """Return every piece by itself, and nothing remembered."""
+    """Tokenize every piece by itself, with nothing remembered."""
     made, ends = list[int](), [0] * len(rendered.ttls)
     for piece in rendered.pieces:
         if piece.text:

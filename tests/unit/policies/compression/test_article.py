@@ -271,7 +271,7 @@ def test_streaming_trace_with_2_sinks_and_3_recent_over_7_tokens():
         return rotation(at, INV_FREQ) @ x
 
     def attention(newest: int, cached: list[int], positions: list[int]) -> Tensor:
-        """Return of the newest token on the cached ones, the newest last; all turned to these positions."""
+        """Return attention of the newest token on the cached ones, the newest last; all turned to these positions."""
         query = turned(queries[newest], positions[-1])
         logits = [query @ turned(keys[i], at) for i, at in zip(cached, positions, strict=True)]
         return torch.zeros(DIM, dtype=torch.float64).scatter(0, torch.tensor(cached), torch.stack(logits).softmax(0))

@@ -139,7 +139,7 @@ def received(layer: LayerView, head: int, queries: int) -> list[float]:
 
 
 def mean_and_variance(layer: LayerView, member: int, window: int) -> tuple[list[float], list[float]]:
-    """Return of the attention that each position gets from the last `window` queries, a sample, of one query head."""
+    """Return the moments of attention that each position gets from the last `window` queries of one query head."""
     rows = [attention_row(layer, member, query) for query in range(layer.tokens - window, layer.tokens)]
     means = [sum(column) / window for column in zip(*rows, strict=True)]
     variances = [

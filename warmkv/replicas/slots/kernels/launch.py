@@ -26,7 +26,7 @@ _RECEIVED_BLOCK = 128
 
 
 def split_count(rows: int, entries: int, processors: int) -> int:
-    """Return into how many programs each row is split, so that few rows keep all processors busy too."""
+    """Return the number of programs that each row is split into, so that few rows keep all processors busy too."""
     return max(1, min(_PROGRAMS * processors // max(rows, 1), entries // _SPLIT_ENTRIES, MOST_SPLITS))
 
 
