@@ -66,6 +66,7 @@ class Gateway:
         from warmkv.platform.gateway.service import Service
         from warmkv.policies.dispatcher import Dispatcher
         from warmkv.prefixes import breakpoints
+        from warmkv.replicas.frames import encode_order
         from warmkv.replicas.loading.load import load_tokenizer
 
         config = load(flags=["gateway.max_body_bytes=64MiB"])
@@ -95,7 +96,7 @@ class Gateway:
         self.parsing = parsing.Parsing(self.service, self.tokenizer, 1 << 20)
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random.Random(0), clock=time.monotonic)
         self._names = [f"replica{number}" for number in range(REPLICAS)]
-        self._choose = of("routing", self._route)
+        self._choose, self._encode = of("routing", self._route), of("order", encode_order)
 
     def _route(self, request: Any) -> str:
         choice = self._dispatcher.choose(request.id, request.hashes, self._names, leaves=len(request.hashes))
@@ -109,6 +110,7 @@ class Gateway:
         from warmkv.replicas.protocol import Admitted, Finished, Started
 
         name = self._choose(attempt.request)
+        self._encode(0, attempt.request)
         self._computed = name, attempt.request.hashes
         yield Admitted()
         yield Started(name, 0, 0, 0, 1, 1, 0.0, 0.0)

@@ -10,8 +10,8 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from warmkv.prefixes.usage import Usage
 
@@ -23,8 +23,7 @@ class RecordError(ValueError):
     """A line that is not an access-log record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A breakpoint: the exact prefix of `position` tokens is written under `key` for the TTL of that name."""
 
     position: int
@@ -32,8 +31,7 @@ class Mark:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A position at which an earlier write may be read, and the name of that exact prefix."""
 
     position: int
@@ -74,7 +72,7 @@ class RequestRecord:
     def to_json(self) -> str:
         """Return the record as one line without a line break."""
         line: dict[str, Any] = {"v": VERSION, **{name: getattr(self, name) for name in _FIELDS}}
-        line["usage"] = asdict(self.usage)
+        line["usage"] = {name: getattr(self.usage, name) for name in Usage.__match_args__}
         line["hashes"] = [key.hex() for key in self.hashes]
         line["marks"] = [[mark.position, mark.ttl, mark.key.hex()] for mark in self.marks]
         line["reads"] = [[read.position, read.key.hex()] for read in self.reads]

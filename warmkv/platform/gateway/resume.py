@@ -128,8 +128,10 @@ async def resumed(
     failed = 0
     full: list[Exception] = []
     while True:
-        name = f"{request.id}~{len(attempts)}" if attempts else request.id  # a replica may still know the one before
-        attempt = Attempt(replace(request, id=name, resume=tuple(progress.output_ids)), attempts, routing, take=take)
+        sent = request
+        if attempts:  # under another name: a replica may still know the one before
+            sent = replace(request, id=f"{request.id}~{len(attempts)}", resume=tuple(progress.output_ids))
+        attempt = Attempt(sent, attempts, routing, take=take)
         progress.begin()
         outcome: Outcome = "none"
         try:

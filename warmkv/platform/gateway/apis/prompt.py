@@ -65,6 +65,21 @@ class _Marks(NamedTuple):
             text = text.replace(mark, "")
         return text
 
+    def around_thoughts(self, text: str) -> list[str]:
+        """Return a text cut at its thoughts; every second piece is one."""
+        first, *rest = text.split(self.think)
+        pieces = [first]
+        for piece in rest:
+            thought, _, after = piece.partition(self.thought)
+            pieces += thought, after
+        return pieces
+
+    def thoughts_blanked(self, text: str) -> str:
+        """Return a text of the same length without what its thoughts say."""
+        around = len(self.think) + len(self.thought)
+        pieces = enumerate(self.around_thoughts(text))
+        return "".join("\0" * (len(piece) + around) if number % 2 else piece for number, piece in pieces)
+
 
 _NO_MARKS = _Marks("", "", "", "")
 
@@ -110,8 +125,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
         templates.append(own)
     if len(contents) != len(said):
         raise invalid("This model's chat template leaves out or repeats message content.")
-    thoughts = re.compile(f"{marks.think}(.*?){marks.thought}", re.DOTALL)
-    cuts = _json_places(turns, [thoughts.sub(lambda found: "\0" * len(found[0]), own) for own in templates])
+    cuts = _json_places(turns, list(map(marks.thoughts_blanked, templates)))
 
     pieces: list[Piece] = []
     shown: list[int] = []
@@ -120,7 +134,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
             pieces.append(Piece(contents[number - 1], "content", said[number - 1]))
         at = 0
         for start, stop, index in [*cuts[number], (len(own), len(own), None)]:
-            for place, text in enumerate(thoughts.split(own[at:start])):
+            for place, text in enumerate(marks.around_thoughts(own[at:start])):
                 pieces.append(Piece(text, "content" if place % 2 else "template"))
                 if place % 2:
                     shown.append(said[number - 1] if number else 0)
