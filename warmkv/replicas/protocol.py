@@ -54,6 +54,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     logprobs: int | None = None  # of drawn tokens, and of so many of the most probable ones
     constraint: Constraint | None = None
+    shown_ids: tuple[int, ...] = ()  # special tokens that are part of the text, as the delimiters of tool calls
 
 
 @dataclass(frozen=True, slots=True)

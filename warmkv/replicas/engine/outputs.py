@@ -101,9 +101,9 @@ class OutputProcessor:
         Raises EngineError where the request cannot be taken.
         """
         context = request.token_ids[-CONTEXT_TOKENS:]
-        output = Output(
-            request, deliver, Detokenizer(self._tokenizer, request.sampling.stop, context), self._next_beat()
-        )
+        sampling = request.sampling
+        detokenizer = Detokenizer(self._tokenizer, sampling.stop, context, sampling.shown_ids)
+        output = Output(request, deliver, detokenizer, self._next_beat())
         output.turns = self._engine.turns
         self._engine.submit(request, lambda event: self._emitted.append((output, event)))
         self._outputs[output] = None

@@ -19,10 +19,14 @@ class Detokenizer:
     Text that could still change (an incomplete character) or that may be the start of a stop string is held back.
     `context` are the prompt's last ids: a tokenizer may drop the space of a text's first word. `tokenizer` is of the
     tokenizers library, whose DecodeStream is used, or has the same `decode`, as those of transformers in Python have.
+    Special tokens show no text, but for `shown`.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = (), shown: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, [StopSearch(text) for text in stop if text]
+        self._shown = {token: tokenizer.decode([token], skip_special_tokens=False) for token in shown}
         self._context: list[int] = []  # ids of the last text that was certain
         self._unread: list[int] = []  # and those since
         self._stream: DecodeStream | None
@@ -34,6 +38,10 @@ class Detokenizer:
         """Add a token; the text that is now certain. After a stop string was met: "" and `stopped_by` is set."""
         if self.stopped_by is not None:
             return ""
+        if token in self._shown:
+            text = self._unread_text() + self._shown[token]
+            self._begin(self._unread or self._context)
+            return self._release(text, final=False)
         self._unread.append(token)
         text = self._certain_text() if self._stream is None else self._stream.step(self._tokenizer, token)
         if text is None:

@@ -118,3 +118,23 @@ def test_tokens_without_text_are_not_decoded_again_and_again():
         longest = max(longest, len(detokenizer._unread))
     assert "".join(pieces) == "AB"
     assert longest < 20
+
+
+@both
+def test_special_tokens_are_shown_where_they_are_text(library):
+    tokenizer = library(of_bytes(special=[0, 1]))
+    ids = [*b"a", 0, 1, *b"b", 1, *"é".encode(), 1]
+    detokenizer = Detokenizer(tokenizer, shown=[1])
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == "a<special 1>b<special 1>é<special 1>"
+    detokenizer = Detokenizer(tokenizer, ["<special 1>b"], shown=[1])
+    assert "".join(map(detokenizer.push, ids)) == "a"
+
+
+@both
+def test_a_shown_token_is_not_the_first_of_a_text(library):
+    """The space of the word behind it stays, and so do bytes before it that form no character."""
+    words = library(of_sentencepiece(["a", "b", "c", "d"]))
+    detokenizer = Detokenizer(words, context=[0], shown=[1])
+    assert "".join(map(detokenizer.push, [2, 1, 3])) == " cb d"
+    detokenizer = Detokenizer(library(of_bytes(special=[1])), shown=[1])
+    assert "".join(map(detokenizer.push, ["é".encode()[0], 1, *b"b"])) == "\ufffd<special 1>b"
