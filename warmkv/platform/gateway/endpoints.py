@@ -126,9 +126,9 @@ def create_app(
         asked = await intake.take(request, partial(parsing.message, arrival))
         admission = await service.start("messages", arrival, asked)
         if asked.stream:
-            written = partial(messages.stream, admission)
+            written = partial(messages.stream, admission, secret)
             return EventStream(written, admission, MESSAGES_PING, PING_SECONDS, asked.headers)
-        return JSONResponse(await messages.respond(await admission.begin()), headers=asked.headers)
+        return JSONResponse(await messages.respond(await admission.begin(), secret), headers=asked.headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -150,6 +150,7 @@ class Service:
                 sink=sink,
                 context_management=asked.context_management,
                 first_token=self._clock() - arrival.begun,
+                expected=asked.expected,
             )
             lease.answered(answer)
             return answer

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from warmkv.platform.gateway.apis.chat_parsing.format import ExpectedResponse
+from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, merged
 from warmkv.platform.gateway.apis.errors import ApiError, from_exception
 from warmkv.platform.gateway.resume import Sink
 from warmkv.platform.gateway.streams import EventWriter
@@ -39,6 +41,8 @@ class Answer:
     events: AsyncGenerator[Event]
     sink: Sink  # of the events: text may be taken as it comes
     context_management: dict[str, Any] | None = None  # of the Messages API: what was cleared from the request
+    expected: ExpectedResponse | None = None  # what it is made of besides text
+    satisfied: bool = False  # whether no more is wanted of it
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
     output_tokens: int = 0
@@ -92,17 +96,39 @@ class Answer:
             parts.append(delta.text)
         return "".join(parts)
 
+    async def parts(self) -> list[Part]:
+        """Return the parts of the whole answer. Raises ApiError."""
+        if self.expected is None:
+            text = await self.text()
+            return [Text(text)] if text else []
+        parser, found = self.expected.parser(), list[Part]()
+
+        def take(delta: Delta) -> None:
+            self._count(delta.output_tokens)
+            found.extend(parser.feed(delta.text))
+            if parser.done:
+                self.sink.take = None
+
+        self.sink.take = take
+        while (delta := await self.more()) is not None:
+            found += parser.feed(delta.text)
+            if parser.done:
+                await self._stop()
+                break
+        return merged(found + parser.finish(complete=self.is_complete))
+
     async def write(self, out: EventWriter, event: Callable[[str], bytes]) -> None:
-        """Write the text to the end, each piece as the `event` it makes. Raises ApiError.
+        """Write the text to the end, or until it is `satisfied`: each piece as the `event` it makes, if it makes one.
 
         While the client keeps up, a piece is written as it comes from the replica. One that does not has its text wait
-        in the mailbox, which bounds it.
+        in the mailbox, which bounds it. Raises ApiError.
         """
 
         def take(delta: Delta) -> None:
             self._count(delta.output_tokens)
-            out.write(event(delta.text))
-            if out.is_behind:
+            if data := event(delta.text):
+                out.write(data)
+            if out.is_behind or self.satisfied:
                 self.sink.take = None
 
         while True:
@@ -111,7 +137,36 @@ class Answer:
             self.sink.take = None
             if delta is None:
                 return
-            await out.send(event(delta.text))
+            if data := event(delta.text):
+                await out.send(data)
+            if self.satisfied:
+                await self._stop()
+                return
+
+    async def write_parts(self, out: EventWriter, events: Callable[[list[Part]], bytes]) -> None:
+        """Write the answer to the end as the `events` that its parts make. Raises ApiError."""
+        assert self.expected is not None
+        parser = self.expected.parser()
+
+        def event(text: str) -> bytes:
+            parts = parser.feed(text)
+            self.satisfied = parser.done
+            return events(parts) if parts else b""
+
+        await self.write(out, event)
+        if parts := parser.finish(complete=self.is_complete):
+            await out.send(events(parts))
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True where the model ended the answer, rather than a limit or a stop sequence."""
+        return self.end.reason == "end"
+
+    async def _stop(self) -> None:
+        """End the answer here; what the replica would still write is not wanted."""
+        self.end = Finished("end", self.output_tokens)
+        self._ended("ok")
+        await self.events.aclose()
 
     async def aclose(self) -> None:
         """Give the answer up, if it has not ended: its client may leave before it reads any text."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
+from warmkv.platform.gateway.apis.chat_parsing.format import ExpectedResponse
 from warmkv.platform.gateway.apis.errors import from_validation, invalid
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.intake import body_limits
@@ -120,6 +121,7 @@ class ParsedRequest:
     include_usage: bool = False  # at the end of an OpenAI stream
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
     context_management: dict[str, Any] | None = None  # edits that were applied, as the answer tells it
+    expected: ExpectedResponse | None = None  # what the answer is made of besides text
 
 
 B = TypeVar("B", bound=Body)

@@ -89,6 +89,7 @@ class Prompt:
     hashes: tuple[bytes, ...] = ()
     root: bytes = b""
     outline: Outline = Outline()
+    begun: str = ""  # the end of its text that belongs to the answer, as `<think>`
 
 
 def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes, block_size: int) -> Prompt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.messages import requests as messages
@@ -46,6 +47,7 @@ class Parsing:
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._cache, self._cuts = TokenCache(), cuts_between_words(tokenizer)
+        self._format = ResponseFormat.of(tokenizer, service.config.model.response_template)
 
     def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/messages."""
@@ -66,7 +68,9 @@ class Parsing:
             headers=left_out.headers,
             context_management=edited,
         )
-        return self._within_limits(arrival, asked)
+        one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+        tools = [tool.definition for tool in body.tools] if choice != "none" else []
+        return self._expecting(self._within_limits(arrival, asked), tools, parallel=not one_call)
 
     def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
         """Parse a body of /v1/messages/count_tokens and count its tokens; return the answer and its headers."""
@@ -85,7 +89,9 @@ class Parsing:
         left_out = FieldsLeftOut(self._gateway.strict)
         body = parse(data, openai.ChatRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        return self._completion(arrival, body, self._prompt(arrival, tokenizer, openai.turns(body)), left_out)
+        asked = self._completion(arrival, body, self._prompt(arrival, tokenizer, openai.turns(body)), left_out)
+        tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
+        return self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
 
     def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/completions."""
@@ -146,6 +152,14 @@ class Parsing:
         left, applied = body.context_management.apply(body.messages, lambda said: len(prompt(said, largest).tokens))
         return prompt(left, self._max_context), {"applied_edits": applied}
 
+    def _expecting(self, asked: ParsedRequest, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> ParsedRequest:
+        """Have the answer read for calls of tools, and for thinking, if the model has a format for them."""
+        if (format_ := self._format) is None:
+            return asked
+        if (expected := format_.expected(asked.prompt.begun, tools, parallel=parallel)) is None:
+            return asked
+        return replace(asked, expected=expected, sampling=replace(asked.sampling, shown_ids=format_.shown_ids))
+
     def _prompt(
         self,
         arrival: Arrival,
@@ -168,12 +182,13 @@ class Parsing:
             rendered = render(tokenizer, said, variables)
         config = arrival.policy.config
         root = chain_root(arrival.lease.tenant.salt, config)
+        begun = self._format.answer_begun(rendered.pieces) if self._format is not None else ""
         if self._cuts:
             rendered = rendered.cut()
         prompt = tokenize(tokenizer, rendered, self._cache, root, config.prefix_cache.block_size)
         if len(prompt.tokens) > most:
             raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
-        return prompt
+        return replace(prompt, begun=begun)
 
     def _check_room(self, texts: Sequence[str], tokenizer: Any, most: int, *, special: bool = False) -> None:
         """Refuse texts that cannot fit before all of them is tokenized: a token takes hundreds of bytes meanwhile.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
+from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall
 from warmkv.platform.gateway.apis.errors import anthropic_body
+from warmkv.platform.gateway.apis.thinking import sign
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason
@@ -31,27 +34,31 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def respond(answer: Answer) -> dict[str, Any]:
-    """Return the whole answer as one message."""
-    text = await answer.text()
+async def respond(answer: Answer, secret: bytes) -> dict[str, Any]:
+    """Return the whole answer as one message, whose thinking is signed with the service's secret."""
+    content = [_block(answer, number, part, secret) for number, part in enumerate(await answer.parts())]
     return {
         **_head(answer),
-        "content": [{"type": "text", "text": text}] if text else [],
-        "stop_reason": STOP_REASONS[answer.end.reason],
-        "stop_sequence": answer.end.stop_sequence,
+        "content": content,
+        **_stop(answer, called=any(block["type"] == "tool_use" for block in content)),
         "usage": {**usage_fields(answer.usage), "warmkv": answer.details()},
         **_edits(answer),
     }
 
 
-async def stream(admission: SubmittedRequest, out: EventWriter) -> None:
+async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -> None:
     """Write the answer as server-sent events. A fault after admission is an `error` event."""
     try:
         answer = await admission.begin()
         start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
         start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
         await out.send(_event({"type": "message_start", "message": start}))
-        if (first := await answer.more()) is not None:
+        blocks = _BlockEvents(answer, secret)
+        if answer.expected is not None:
+            await answer.write_parts(out, blocks.of)
+            if end := blocks.close():
+                await out.send(end)
+        elif (first := await answer.more()) is not None:
             block = {"type": "text", "text": ""}
             await out.send(_event({"type": "content_block_start", "index": 0, "content_block": block}))
             more = {"type": "text_delta", "text": TEXT}
@@ -59,12 +66,87 @@ async def stream(admission: SubmittedRequest, out: EventWriter) -> None:
             await out.send(event(first.text))
             await answer.write(out, event)
             await out.send(_event({"type": "content_block_stop", "index": 0}))
-        stop = {"stop_reason": STOP_REASONS[answer.end.reason], "stop_sequence": answer.end.stop_sequence}
+        stop = _stop(answer, called=blocks.called)
         usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
         await out.send(_event({"type": "message_delta", "delta": stop, "usage": usage, **_edits(answer)}))
         await out.send(_event({"type": "message_stop"}))
     except Exception as error:
         await out.send(_event(anthropic_body(admission.failed(error), admission.id)))
+
+
+def _stop(answer: Answer, *, called: bool) -> dict[str, Any]:
+    reason = "tool_use" if called and answer.is_complete else STOP_REASONS[answer.end.reason]
+    return {"stop_reason": reason, "stop_sequence": answer.end.stop_sequence}
+
+
+def _block(answer: Answer, number: int, part: Part, secret: bytes) -> dict[str, Any]:
+    """Return a part as a whole content block, the answer's `number`."""
+    match part:
+        case Text():
+            return {"type": "text", "text": part.text}
+        case Thinking():
+            return {"type": "thinking", "thinking": part.text, "signature": sign(part.text, secret)}
+        case ToolCall():
+            return {**_call(answer, number, part), "input": json.loads(part.arguments)}
+
+
+def _call(answer: Answer, number: int, call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{answer.name}_{number}", "name": call.name, "input": {}}
+
+
+class _BlockEvents:
+    """The events of an answer's content blocks, of which one is open at a time."""
+
+    def __init__(self, answer: Answer, secret: bytes) -> None:
+        self._answer, self._secret = answer, secret
+        self._number = 0
+        self._open: type[Part] | None = None
+        self._thinking = list[str]()
+        self.called = False
+
+    def of(self, parts: Iterable[Part]) -> bytes:
+        """Return the events of more parts."""
+        return b"".join(map(self._written, parts))
+
+    def close(self) -> bytes:
+        """Return the events that end the open block."""
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is Thinking:
+            signature = sign("".join(self._thinking), self._secret)
+            signed, self._thinking = self._delta({"type": "signature_delta", "signature": signature}), []
+        stop = _event({"type": "content_block_stop", "index": self._number})
+        self._number, self._open = self._number + 1, None
+        return signed + stop
+
+    def _written(self, part: Part) -> bytes:
+        match part:
+            case Text():
+                return self._begun(part, {"type": "text", "text": ""}) + self._delta(
+                    {"type": "text_delta", "text": part.text}
+                )
+            case Thinking():
+                self._thinking.append(part.text)
+                return self._begun(part, {"type": "thinking", "thinking": "", "signature": ""}) + self._delta(
+                    {"type": "thinking_delta", "thinking": part.text}
+                )
+            case ToolCall():
+                self.called = True
+                closed = self.close()
+                begun = self._begun(part, _call(self._answer, self._number, part))
+                written = self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+                return closed + begun + written + self.close()
+
+    def _begun(self, part: Part, block: dict[str, Any]) -> bytes:
+        """Return the events that begin a block, unless such a one is open."""
+        if self._open is type(part):
+            return b""
+        closed, self._open = self.close(), type(part)
+        return closed + _event({"type": "content_block_start", "index": self._number, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._number, "delta": delta})
 
 
 def _head(answer: Answer) -> dict[str, Any]:

@@ -219,10 +219,7 @@ class Tool(Markable):
 
 
 class ToolChoice(Body):
-    """The model is free to call tools or not, or is not to; it cannot be made to.
-
-    No answer calls tools in parallel, so that it must not is always kept.
-    """
+    """The model is free to call tools or not, or is not to; it cannot be made to."""
 
     type: Literal["auto", "none"]
     disable_parallel_tool_use: bool = False

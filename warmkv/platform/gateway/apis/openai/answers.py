@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
+from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall
 from warmkv.platform.gateway.apis.errors import openai_body
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
@@ -26,9 +28,14 @@ def usage_fields(usage: Usage, cached: int) -> dict[str, Any]:
 
 async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
     """Return the whole answer as one completion."""
-    text = await answer.text()
-    body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    choice = {"index": 0, **body, "finish_reason": FINISH_REASONS[answer.end.reason], "logprobs": None}
+    deltas = _Deltas(answer)
+    body: dict[str, Any]
+    if chat and answer.expected is not None:
+        body = {"message": deltas.whole(await answer.parts())}
+    else:
+        text = await answer.text()
+        body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    choice = {"index": 0, **body, "finish_reason": deltas.finish_reason(), "logprobs": None}
     return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
 
 
@@ -45,13 +52,66 @@ async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool, o
         head = _head(answer, chat, chunk=True)
         if chat:
             await out.send(chunk({"role": "assistant", "content": ""}))
-        await answer.write(out, event_of_text(chunk({"content": TEXT})))
-        await out.send(chunk({}, FINISH_REASONS[answer.end.reason]))
+        deltas = _Deltas(answer)
+        if answer.expected is not None:
+            await answer.write_parts(out, lambda parts: b"".join(map(chunk, deltas.of(parts))))
+        else:
+            await answer.write(out, event_of_text(chunk({"content": TEXT})))
+        await out.send(chunk({}, deltas.finish_reason()))
         if include_usage:
             await out.send(_event({**head, "choices": [], "usage": _usage(answer)}))
         await out.send(b"data: [DONE]\n\n")
     except Exception as error:
         await out.send(_event(openai_body(admission.failed(error), admission.id)))
+
+
+class _Deltas:
+    """What parts of an answer add to its message. Texts that something else stands between are lines."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self._calls = answer, 0
+        self._said = False
+        self._last: type[Part] = Text
+
+    def of(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        """Return the delta of every part."""
+        return list(map(self._delta, parts))
+
+    def whole(self, parts: Iterable[Part]) -> dict[str, Any]:
+        """Return the message that has all parts."""
+        deltas = self.of(parts)
+        joined = {
+            field: "".join(delta[field] for delta in deltas if field in delta)
+            for field in ("content", "reasoning_content")
+        }
+        calls = [
+            {name: value for name, value in call.items() if name != "index"}
+            for delta in deltas
+            for call in delta.get("tool_calls", ())
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": joined["content"] or (None if calls else "")}
+        if joined["reasoning_content"]:
+            message["reasoning_content"] = joined["reasoning_content"]
+        return {**message, "tool_calls": calls} if calls else message
+
+    def finish_reason(self) -> str:
+        """Return why the answer ended."""
+        return "tool_calls" if self._calls and self._answer.is_complete else FINISH_REASONS[self._answer.end.reason]
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        follows, self._last = self._last is not type(part), type(part)
+        match part:
+            case Text():
+                text = "\n" + part.text if follows and self._said else part.text
+                self._said = True
+                return {"content": text}
+            case Thinking():
+                return {"reasoning_content": part.text}
+            case ToolCall():
+                number, self._calls = self._calls, self._calls + 1
+                function = {"name": part.name, "arguments": part.arguments}
+                call = {"id": f"call_{self._answer.name}_{number}", "type": "function", "function": function}
+                return {"tool_calls": [{"index": number, **call}]}
 
 
 def _event(data: dict[str, Any]) -> bytes:

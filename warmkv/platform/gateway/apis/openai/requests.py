@@ -1,4 +1,4 @@
-"""Requests of the OpenAI-compatible API, chat and plain completions, and the turns of their prompts."""
+"""Requests of the OpenAI-compatible API, chat and plain completions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from warmkv.platform.gateway.apis.errors import invalid
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn
+from warmkv.platform.gateway.apis.openai import chat
+from warmkv.platform.gateway.apis.openai.chat import ChatMessage, ChatTool
+from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.replicas.protocol import SamplingParams
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
-    name: str | None = None
-    # An answer of ours may be sent back as it came: these are what the SDK adds to it.
-    refusal: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0)
 
 
 class StreamOptions(Body):
@@ -95,6 +80,16 @@ class ChatRequest(CompletionBody):
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] = False
+    tools: Items[ChatTool] = Field([])
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: names must be unique")
+        return self
 
     @property
     def token_limit(self) -> int | None:
@@ -108,12 +103,5 @@ class CompletionRequest(CompletionBody):
 
 
 def turns(body: ChatRequest) -> list[Turn]:
-    """Return the conversation; `developer` is another name of `system`."""
-    found = []
-    for message in body.messages:
-        parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
-        if not parts:
-            raise invalid("messages: a message needs content")
-        role = "system" if message.role == "developer" else message.role
-        found.append(Turn(role, tuple(ContentBlock(text) for text in parts)))
-    return found
+    """Return the conversation. Raises ApiError (400)."""
+    return chat.turns(body.messages, body.tools)

@@ -1,0 +1,233 @@
+"""Response templates of model families, for tokenizers that have none of their own. Only data.
+
+They are in the format of transformers (`tokenizer.response_template`). Fields whose name begins with `tool_calls` hold
+calls, `reasoning_content` thinking, all others text. A call's name and `arguments`, or `parameters`, are under
+`function`. Delimiters that are special tokens of a tokenizer are shown to the parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from warmkv.config.model import ResponseTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How models of a family write calls and thinking. `signs` are all found in its chat templates.
+
+    Where calls are `undelimited`, only those that name a tool of the request are calls.
+    """
+
+    template: Mapping[str, Any]
+    signs: tuple[str, ...]
+    undelimited: bool = False
+
+
+NAME = "(?P<name>[A-Za-z0-9_.-]+)"
+THINK = {"open": "<think>", "close": "</think>"}
+TEXT = {"content": "text"}
+WHOLE_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+ARGUMENTS = {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
+CHATML = r"<\|im_start\|>assistant\n"
+JSON_CALL = r'(?=\{\s*"name"\s*:)'
+
+FAMILIES: Mapping[ResponseTemplate, Family] = {
+    # <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    # <|message|>{...}<|call|>; the recipient may stand before the channel.
+    "gpt_oss": Family(
+        {
+            "start_anchor": "<|start|>assistant",
+            "fields": {
+                "reasoning_content": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>analysis\s*<\|message\|>",
+                    "close": ["<|end|>", "<|return|>"],
+                },
+                "tool_calls": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?\s*(?:"
+                    rf"to=functions\.{NAME}\s*<\|channel\|>(?:commentary|analysis)"
+                    rf"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.{NAME}"
+                    r")[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                    "close": ["<|call|>", "<|end|>"],
+                    "repeats": True,
+                    "content": "json",
+                    **ARGUMENTS,
+                },
+                "final": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>(?:final|commentary)\s*"
+                    r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                    "close": ["<|end|>", "<|return|>"],
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<|channel|>", "<|message|>"),
+    ),
+    # <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
+    "glm4_moe": Family(
+        {
+            "start_anchor": "<|assistant|>",
+            "fields": {
+                "reasoning_content": THINK,
+                "tool_calls": {
+                    "open_pattern": rf"\s*<tool_call>\s*{NAME}\s*(?=<arg_key>|</tool_call>)",
+                    "close": "</tool_call>",
+                    "repeats": True,
+                    "content": "xml-inline",
+                    "content_args": {
+                        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                    },
+                    **ARGUMENTS,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<arg_key>", "<tool_call>"),
+    ),
+    # <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>
+    "qwen3_coder": Family(
+        {
+            "start_anchor_pattern": CHATML,
+            "fields": {
+                "reasoning_content": THINK,
+                "tool_calls": {
+                    "open_pattern": rf"\s*<tool_call>\s*<function={NAME}>",
+                    "close_pattern": r"</function>\s*</tool_call>",
+                    "repeats": True,
+                    "content": "xml-inline",
+                    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                    **ARGUMENTS,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<function=", "<tool_call>"),
+    ),
+    # <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM 3 and many more
+    "hermes": Family(
+        {
+            "start_anchor_pattern": CHATML,
+            "fields": {
+                "reasoning_content": THINK,
+                "tool_calls": {
+                    "open_pattern": r"\s*<tool_call>",
+                    "close": "</tool_call>",
+                    "repeats": True,
+                    **WHOLE_CALL,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<tool_call>",),
+    ),
+    # <start_function_call>call:f{k:<escape>v<escape>}<end_function_call>
+    "function_gemma": Family(
+        {
+            "start_anchor": "<start_of_turn>model\n",
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": rf"\s*<start_function_call>\s*call:{NAME}",
+                    "close": "<end_function_call>",
+                    "repeats": True,
+                    "content": "json",
+                    "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
+                    **ARGUMENTS,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<start_function_call>",),
+    ),
+    # [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], in later models [TOOL_CALLS]f[ARGS]{...} for each call
+    "mistral": Family(
+        {
+            "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
+            "fields": {
+                "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
+                "tool_calls": {
+                    "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)",
+                    "content": "json",
+                    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+                    "transform_each": True,
+                },
+                "tool_calls_named": {
+                    "open_pattern": rf"\s*\[TOOL_CALLS\]\s*{NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)",
+                    "close_pattern": r"(?=\[TOOL_CALLS\])",
+                    "repeats": True,
+                    "content": "json",
+                    **ARGUMENTS,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("[TOOL_CALLS]",),
+    ),
+    # {"name": "f", "parameters": {...}} as the whole answer, or several with semicolons between them
+    "llama3": Family(
+        {
+            "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": rf"(?:\A\s*(?:<\|python_tag\|>)?|(?<=\}})\s*;)\s*{JSON_CALL}",
+                    "close_pattern": rf"(?=\s*;\s*{JSON_CALL})",
+                    "repeats": True,
+                    **WHOLE_CALL,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<|start_header_id|>", "tool"),
+        undelimited=True,
+    ),
+    # f\n{...}, every further call behind <|assistant|>
+    "glm4": Family(
+        {
+            "start_anchor": "<|assistant|>",
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": rf"(?:\A|<\|assistant\|>)\s*{NAME}\n\s*(?=\{{)",
+                    "close_pattern": r"(?=<\|assistant\|>)|<\|observation\|>",
+                    "repeats": True,
+                    "content": "json",
+                    **ARGUMENTS,
+                },
+                "content": TEXT,
+            },
+        },
+        signs=("<|observation|>",),
+        undelimited=True,
+    ),
+    # {"name": "f", "parameters": {...}}, alone or in a fenced block, as Google's guide has the model asked for it
+    "gemma3": Family(
+        {
+            "start_anchor": "<start_of_turn>model\n",
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": rf"\s*```(?:json|tool_call|tool_code)?\s*{JSON_CALL}",
+                    "close": "```",
+                    "repeats": True,
+                    **WHOLE_CALL,
+                },
+                "tool_calls_alone": {"open_pattern": rf"\A\s*{JSON_CALL}", "repeats": True, **WHOLE_CALL},
+                "content": TEXT,
+            },
+        },
+        signs=("<start_of_turn>",),
+        undelimited=True,
+    ),
+    # <think>...</think> and text
+    "think": Family(
+        {
+            "start_anchor_pattern": CHATML + r"|<｜Assistant｜>",
+            "fields": {"reasoning_content": THINK, "content": TEXT},
+        },
+        signs=("<think>",),
+    ),
+}
+
+
+def family_of(chat_template: str) -> Family | None:
+    """Return the first family all of whose signs are in a chat template; None if there is none."""
+    return next((family for family in FAMILIES.values() if all(sign in chat_template for sign in family.signs)), None)
