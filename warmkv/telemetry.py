@@ -35,6 +35,13 @@ DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "
 CACHED_TOKENS = Metric(
     "warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy", "model")
 )
+MISSED_TOKENS = Metric(
+    "warmkv_missed_tokens",
+    "counter",
+    "Prompt tokens before the last breakpoint that were not read, by why: never_written, changed, expired and others",
+    "tokens",
+    ("reason", "model"),
+)
 RETRIED = Metric(
     "warmkv_retried",
     "counter",
@@ -174,7 +181,7 @@ WHATIF_ROUNDS = Metric(
     "warmkv_whatif_rounds", "counter", "Rounds of replays: done, stopped by load, failed", "rounds", ("result",)
 )
 
-REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
+REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, LIVE_CONFIG_VERSION, TENANTS_READ)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
 REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, *STORE)

@@ -42,6 +42,7 @@ class Gateway:
     def __init__(self, folder: Path, *flags: str, whatif: WhatIfControl | None = None) -> None:
         config = load(flags=flags, environ={})
         self.now, self.output_tokens, self.cached_tokens = 0.0, 3, 0
+        self.written = 0  # position up to which the replica says that it has written
         self.gate: asyncio.Event | None = None
         self.asked = 0  # requests that reached the replica
         self.leaves = False  # whether the client goes as soon as its answer begins
@@ -54,7 +55,7 @@ class Gateway:
             self.asked += 1
             if self.gate is not None:
                 await self.gate.wait()
-            yield Started("only", 0, 0, self.cached_tokens, 1, 1, 0.0, 0.0)
+            yield Started("only", 0, self.written, self.cached_tokens, 1, 1, 0.0, 0.0)
             yield Delta("text", self.output_tokens)
             yield Finished("end", self.output_tokens)
 

@@ -18,6 +18,13 @@ PREFIX_CACHE = Row(
             top=1,
         ),
         Graph(
+            "Why prompts were cold",
+            "Tokens per second that were not read before the last breakpoint, by why.",
+            "short",
+            [(rate(t.MISSED_TOKENS, ("reason",)), "{{reason}}")],
+            stacked=True,
+        ),
+        Graph(
             "Stored blocks",
             "Prefix blocks and tails resident in each replica.",
             "short",

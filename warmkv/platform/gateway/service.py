@@ -16,13 +16,15 @@ from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import Answer, Status
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.schema import ParsedRequest
+from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.resume import Send, Sink, resumed
 from warmkv.platform.live_config import Version, in_force
-from warmkv.policies import pricing
+from warmkv.policies import budgets, pricing
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
+from warmkv.prefixes.misses import Asked, Finding, Found, PromptHistory
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.prefixes.writers import Writers
@@ -79,6 +81,7 @@ class Service:
         self.config, self._send, self._recorder = config, send, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers = Writers()
+        self.history = PromptHistory()
         self.backlog = Backlog(clock)  # requests without a first token
         self.faults = ErrorLog(recorder, config.gateway, clock)
         self.take(Version())
@@ -133,6 +136,7 @@ class Service:
 
         def began(started: Started) -> Answer:
             self._waits_no_more(served=True)
+            usage = self._usage(request, started, explicit, policy.terms.lifetimes.ttls)
             answer = Answer(
                 id=request.id,
                 model=self.config.model.name,
@@ -141,13 +145,15 @@ class Service:
                 arrival=arrival.time,
                 request=request,
                 started=started,
-                prompt_usage=self._usage(request, started, explicit, policy.terms.lifetimes.ttls),
+                prompt_usage=usage,
+                finding=self._explained(arrival, asked.prompt, request, started, usage, explicit),
                 price=lambda usage: pricing.price(usage, policy.prices),
                 clock=self._clock,
                 begun=arrival.begun,
                 on_end=self._ended,
                 events=events,
                 sink=sink,
+                places=asked.prompt.outline.places,
                 context_management=asked.context_management,
                 first_token=self._clock() - arrival.begun,
                 expected=asked.expected,
@@ -214,6 +220,35 @@ class Service:
             request.id, started.replica, request.reads, request.marks, started.hit, started.written, self._clock()
         )
         return breakpoints.billed(tokens, request.marks, started.hit, started.written, hit, ttls)
+
+    def _explained(
+        self, arrival: Arrival, prompt: Prompt, request: GenerateRequest, started: Started, usage: Usage, explicit: bool
+    ) -> Finding:
+        """Say why what was not read of a prompt was not, and count it."""
+        cache, lifetimes, outline = arrival.policy.config.prefix_cache, arrival.policy.terms.lifetimes, prompt.outline
+        tokens = len(prompt.tokens)
+        asked = Asked(
+            outline.contents,
+            outline.names,
+            prompt.ends,
+            outline.thinking,
+            sum(place[0] in ("tools", "system") for place in outline.places),
+            tokens,
+            tokens - min(tokens, budgets.recomputed_tokens(request.policy, tokens)),
+            request.marks,
+            request.reads,
+            max((end for end, ttl in zip(prompt.ends, prompt.ttls, strict=True) if ttl is not None), default=0),
+            cache.block_size,
+            automatic=not explicit,
+            enabled=cache.enabled,
+        )
+        hit = started.hit if explicit else started.cached_tokens
+        looked = self._clock() - started.prefill_seconds
+        found = Found(started.replica, usage.read, hit, started.written, looked)
+        finding = self.history.begun(prompt.root, asked, found, lifetimes.ttls, lifetimes.default)
+        for reason, tokens in finding.missed.items():
+            self._recorder.add(telemetry.MISSED_TOKENS, tokens, reason=reason, model=self.config.model.name)
+        return finding
 
     def _unanswered(
         self, api: str, arrival: Arrival, request: GenerateRequest, status: Status, error: str = ""

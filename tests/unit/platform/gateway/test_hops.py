@@ -66,7 +66,9 @@ async def _answered(folder: Path) -> list[Hop]:
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:
-            exchange = await Exchange(gateway, "/v1/messages", message(gateway, stream=True, max_tokens=16)).whole()
+            exchange = await Exchange(
+                gateway, "/v1/messages", message(gateway, stream=True, max_tokens=64, warmkv={"ignore_eos": True})
+            ).whole()
             assert exchange.status == 200
             assert b"message_stop" in exchange.body
         finally:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from warmkv.platform.gateway.apis.chat_parsing.format import ExpectedResponse
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, merged
 from warmkv.platform.gateway.apis.errors import ApiError, from_exception
+from warmkv.platform.gateway.apis.tokens import Place, place_name
 from warmkv.platform.gateway.resume import Sink
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.policies.pricing import Price
+from warmkv.prefixes.misses import Finding
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started
 
@@ -40,6 +42,8 @@ class Answer:
     on_end: Callable[[Answer, Status], None]
     events: AsyncGenerator[Event]
     sink: Sink  # of the events: text may be taken as it comes
+    finding: Finding  # up to where the prompt was read, and why not further
+    places: Sequence[Place]  # of its content blocks
     context_management: dict[str, Any] | None = None  # of the Messages API: what was cleared from the request
     expected: ExpectedResponse | None = None  # what it is made of besides text
     satisfied: bool = False  # whether no more is wanted of it
@@ -197,10 +201,18 @@ class Answer:
                 "output": price.output,
                 "total": price.total,
             },
+            "cache": self._cache(),
             "queue_seconds": started.queue_seconds,
             "prefill_seconds": started.prefill_seconds,
             "ttft_seconds": self.first_token,
         }
+
+    def _cache(self) -> dict[str, Any]:
+        """Return up to which content block the prompt was read, and why not up to its last breakpoint."""
+        finding = self.finding
+        places = {"found": finding.found_block, "missed": finding.block}
+        named = {name: None if block is None else place_name(self.places[block]) for name, block in places.items()}
+        return {**named, "reason": finding.reason, "missed_tokens": dict(finding.missed)}
 
     def _count(self, output_tokens: int) -> None:
         self.last_token, self.output_tokens = self.clock() - self.begun, output_tokens

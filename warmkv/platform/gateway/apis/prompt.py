@@ -15,6 +15,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.template_options import END_OF_THINKING, split_thinking, thinking_key
 from warmkv.platform.gateway.apis.templates import uses_of_content
 from warmkv.platform.gateway.apis.tokens import Outline, Piece, Place, Rendered
+from warmkv.prefixes.misses import names_of
 
 Role = Literal["tools", "system", "user", "assistant", "tool"]
 
@@ -151,8 +152,17 @@ def _outline(turns: Sequence[Turn], shown: Sequence[int]) -> Outline:
     blocks = _flat(turns)
     runs = ["result" if turn.role == "tool" else "call" if block.call is not None else "" for turn, block in blocks]
     joined = (bool(run) and run == before for before, run in itertools.pairwise(["", *runs]))
-    contents = (hash((turn.role, block.call, block.text)) for turn, block in blocks)
-    return Outline(tuple(block.place for _, block in blocks), tuple(contents), tuple(joined), tuple(shown))
+    contents = tuple(hash((turn.role, block.call, block.text)) for turn, block in blocks)
+    messages = (turn for turn in turns if turn.role != "tools")
+    places = [("messages", number) for number, turn in enumerate(messages) for _ in turn.blocks]
+    unknown = itertools.chain(((turn.role,) for turn, _ in blocks if turn.role == "tools"), places)
+    return Outline(
+        tuple(block.place or place for (_, block), place in zip(blocks, unknown, strict=True)),
+        contents,
+        names_of(contents),
+        tuple(joined),
+        tuple(shown),
+    )
 
 
 def _thinking_apart(turn: Turn) -> Turn:

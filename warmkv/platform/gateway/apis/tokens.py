@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from warmkv.platform.gateway.apis.cuts import parts
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
 from warmkv.prefixes.hashing import DIGEST_BYTES, block_hashes
+from warmkv.prefixes.misses import names_of
 
 Kind = Literal["template", "content", "plain", "more"]
 OPTIONS: dict[Kind, dict[str, bool]] = {
@@ -39,12 +40,18 @@ Place = tuple[str | int, ...]
 """Where a content block stands in its request, as ("messages", 2, "content", 0)."""
 
 
+def place_name(place: Place) -> str:
+    """Return a place as errors name it: `messages.2.content.0`."""
+    return ".".join(map(str, place))
+
+
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is known of a prompt's content blocks besides their tokens; the first three have an item for each."""
+    """What is known of a prompt's content blocks besides their tokens; all but the last have an item for each."""
 
     places: tuple[Place, ...] = ()
-    contents: tuple[int, ...] = ()  # hashes, of this process, of what they say
+    contents: tuple[int, ...] = ()  # hashes, of this process, of what each says
+    names: tuple[int, ...] = ()  # and of what it and all before it say
     joined: tuple[bool, ...] = ()  # in one run of calls, or of results, with the block before (breakpoints.py)
     thinking: tuple[int, ...] = ()  # blocks behind which the template showed thinking of an earlier answer
 
@@ -71,7 +78,10 @@ class Rendered:
     @classmethod
     def of_text(cls, text: str) -> Rendered:
         """Return a prompt without a template, for plain completion."""
-        return cls([Piece(text, "plain", 0)], (None,))
+        contents = (hash(text),)
+        return cls(
+            [Piece(text, "plain", 0)], (None,), 0, Outline((("prompt",),), contents, names_of(contents), (False,))
+        )
 
 
 @dataclass(frozen=True, slots=True)

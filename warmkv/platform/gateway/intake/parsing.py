@@ -101,8 +101,10 @@ class Parsing:
         return self._completion(arrival, body, self._prompt(arrival, tokenizer, body.prompt), left_out)
 
     def forget(self, tenant: Tenant) -> None:
-        """Forget the tokens of a tenant's earlier prompts."""
-        self._cache.forget(chain_root(tenant.salt, self._service.config))
+        """Forget a tenant's earlier prompts."""
+        root = chain_root(tenant.salt, self._service.config)
+        self._cache.forget(root)
+        self._service.history.forget(root)
 
     def _completion(
         self, arrival: Arrival, body: openai.CompletionBody, prompt: Prompt, left_out: FieldsLeftOut

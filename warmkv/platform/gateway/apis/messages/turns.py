@@ -22,7 +22,7 @@ from warmkv.platform.gateway.apis.messages.content import (
     UserMessage,
 )
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, to_json
-from warmkv.platform.gateway.apis.tokens import Place
+from warmkv.platform.gateway.apis.tokens import Place, place_name
 
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 """What Claude Code puts first into its system prompt; it ends with a checksum of the request."""
@@ -82,7 +82,7 @@ class Reading:
             return
         results = [block for block in message.content if isinstance(block, ToolResultBlock)]
         if results != message.content[: len(results)]:
-            raise invalid(f"{_name(place)}.content: tool_result blocks must come before other content")
+            raise invalid(f"{place_name(place)}.content: tool_result blocks must come before other content")
         for number, result in enumerate(results):
             at = (*place, "content", number)
             yield Turn("tool", (ContentBlock(self._result(result, at), self._ttl(result), place=at),))
@@ -97,7 +97,9 @@ class Reading:
             for number, part in enumerate(result.content):
                 if isinstance(part, ToolReference):
                     if (tool := self.tools.get(part.tool_name)) is None:
-                        raise invalid(f"{_name(place)}.content.{number}.tool_name: no tool is named {part.tool_name!r}")
+                        raise invalid(
+                            f"{place_name(place)}.content.{number}.tool_name: no tool is named {part.tool_name!r}"
+                        )
                     parts.append(f"<tools>\n{to_json(tool.definition)}\n</tools>")
                 elif isinstance(part, SubText):
                     parts.append(part.text)
@@ -197,9 +199,5 @@ def _no_result(name: str, place: str) -> Exception:
 
 def _at_least_one(blocks: Sequence[ContentBlock], place: Place) -> tuple[ContentBlock, ...]:
     if not blocks:
-        raise invalid(f"{_name(place)}.content: a message needs at least one content block, thinking aside")
+        raise invalid(f"{place_name(place)}.content: a message needs at least one content block, thinking aside")
     return tuple(blocks)
-
-
-def _name(place: Place) -> str:
-    return ".".join(map(str, place))
