@@ -36,6 +36,7 @@ from warmkv.platform.gateway.replies import Connection, Mailbox, Replies
 from warmkv.platform.gateway.resume import Attempt, Sink, resumed
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.policies.pricing import Price
+from warmkv.prefixes.misses import Finding
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
@@ -113,6 +114,8 @@ def answer_of(request: GenerateRequest, started: Started, events: AsyncGenerator
         on_end=lambda answer, status: None,
         events=events,
         sink=sink,
+        finding=Finding(0),
+        places=(),
     )
 
 
