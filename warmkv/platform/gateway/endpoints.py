@@ -22,6 +22,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai
 from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
+from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import verify
 from warmkv.platform.gateway.faults import api_of
@@ -139,21 +140,21 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        return await complete("chat", request, parsing.chat)
+        arrival = admitted(request)
+        return await complete("chat", arrival, [await intake.take(request, partial(parsing.chat, arrival))])
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        return await complete("completions", request, parsing.completion)
-
-    async def complete(api: str, request: Request, parse: Callable[[Arrival, bytes, Any], ParsedRequest]) -> Response:
         arrival = admitted(request)
-        asked = await intake.take(request, partial(parse, arrival))
-        admission = await service.start(api, arrival, asked)
-        chat = api == "chat"
-        if asked.stream:
-            answered = partial(openai.stream, admission, chat, asked.include_usage)
-            return EventStream(answered, admission, OPENAI_PING, PING_SECONDS, asked.headers)
-        return JSONResponse(await openai.respond(await admission.begin(), chat), headers=asked.headers)
+        return await complete("completions", arrival, await intake.take(request, partial(parsing.completion, arrival)))
+
+    async def complete(api: str, arrival: Arrival, prompts: list[ParsedRequest]) -> Response:
+        choices = Choices(service, api, arrival, prompts)
+        await choices.queued()
+        if choices.asked.stream:
+            written = partial(openai.stream, choices)
+            return EventStream(written, choices, OPENAI_PING, PING_SECONDS, choices.asked.headers)
+        return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
 
     def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}

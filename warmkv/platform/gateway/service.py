@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -65,6 +65,15 @@ class Arrival:
         return self.context.id
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several answers to an HTTP request. `leader` answers the same prompt and has computed it."""
+
+    number: int  # among all of them
+    tokens: int = 0  # that count towards the tenant's limits with it: those of all answers, with the first one
+    leader: Answer | None = None
+
+
 class Service:
     """Everything the endpoints share. `send` makes an attempt at a request and streams the replica's events."""
 
@@ -119,15 +128,24 @@ class Service:
         if name != self.config.model.name and not any(fnmatchcase(name, alias) for alias in self.config.gateway.models):
             raise ApiError("not_found_error", f"model: {name} (this server has {', '.join(self.model_names)})")
 
-    async def start(self, api: str, arrival: Arrival, asked: ParsedRequest) -> SubmittedRequest:
+    async def start(
+        self, api: str, arrival: Arrival, asked: ParsedRequest, choice: Choice | None = None
+    ) -> SubmittedRequest:
         """Send a request and wait until a replica has queued it. Raises ApiError.
 
-        The Messages API is billed by breakpoints; otherwise every reused token is a read.
+        The Messages API is billed by breakpoints; otherwise every reused token is a read. A prompt that has a leader
+        is not billed again.
         """
         lease, explicit = arrival.lease, api == "messages"
-        lease.reserve(len(asked.prompt.tokens), asked.sampling.max_tokens)
-        policy = arrival.policy
+        choice = choice or Choice(0, asked.tokens)
+        if choice.tokens:
+            lease.reserve(choice.tokens)
+        leader, policy = choice.leader, arrival.policy
         request = self._request(arrival, asked)
+        if choice.number:
+            request = replace(request, id=f"{request.id}-{choice.number}")
+        if leader is not None:
+            request = replace(request, replica=request.replica or leader.started.replica)
         gateway = self.config.gateway
         left = arrival.begun + gateway.request_timeout_seconds - self._clock()
         deadline = asyncio.get_running_loop().time() + left
@@ -136,7 +154,9 @@ class Service:
 
         def began(started: Started) -> Answer:
             self._waits_no_more(served=True)
-            usage = self._usage(request, started, explicit, policy.terms.lifetimes.ttls)
+            usage = Usage()
+            if leader is None:
+                usage = self._usage(request, started, explicit, policy.terms.lifetimes.ttls)
             answer = Answer(
                 id=request.id,
                 model=self.config.model.name,
@@ -146,7 +166,9 @@ class Service:
                 request=request,
                 started=started,
                 prompt_usage=usage,
-                finding=self._explained(arrival, asked.prompt, request, started, usage, explicit),
+                finding=self._explained(arrival, asked.prompt, request, started, usage, explicit)
+                if leader is None
+                else leader.finding,
                 price=lambda usage: pricing.price(usage, policy.prices),
                 clock=self._clock,
                 begun=arrival.begun,

@@ -411,7 +411,7 @@ def test_a_prompt_that_fits_is_taken_whatever_its_bytes(tmp_path):
         body = {"model": gateway.config.model.name, "prompt": text}
         size = len(tokenizer(text)["input_ids"])
         assert size <= 4096
-        taken = parsing.completion(arrival(gateway.service), json.dumps(body).encode(), tokenizer)
+        (taken,) = parsing.completion(arrival(gateway.service), json.dumps(body).encode(), tokenizer)
         assert len(taken.prompt.tokens) == size
 
 

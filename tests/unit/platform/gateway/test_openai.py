@@ -7,6 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.polling import until
+from warmkv.replicas.loading.load import load_tokenizer
+
 LONG = "for position in range(length):\n    total += position\n" * 40
 
 
@@ -86,9 +89,10 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 129}, "n"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logprobs": True}, "logprobs"),
+        ({"extra_body": {"truncate_prompt_tokens": 5}}, "truncate_prompt_tokens: this server does not support it"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream"),
         ({"extra_body": {"warmkv": {"polcy": "full"}}}, "polcy"),
@@ -97,6 +101,97 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 def test_what_is_refused(server, options, message):
     with pytest.raises(openai.BadRequestError, match=message):
         chat(server, "x", **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (["a", ""], "prompt"),
+        ([1, "a"], "prompt"),
+        ([[1], [-1]], "prompt"),
+        ([[1, True]], "prompt"),
+        ([10**12], "prompt"),
+        ([5, 4096 * 4096], "there is no token 16777216 among the"),
+        ([[1, 2]] * 600, "1200 answers .* are more than 1024"),
+    ],
+)
+def test_prompts_that_are_refused(server, prompt, message):
+    before = len(server.requests)
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.openai().completions.create(model=server.config.model.name, prompt=prompt, n=2)
+    assert len(server.requests) == before
+
+
+def priced(usage: Any) -> float:
+    return usage.warmkv["price"]["total"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_compute_their_prompt_once_and_pay_for_it_once(server, stream):
+    options = {"temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 12, "key": f"several {stream}"}
+    before = len(server.requests), len(server.records)
+    if stream:
+        *chunks, last = chat(server, LONG, stream=True, stream_options={"include_usage": True}, **options)
+        usage, texts, reasons = last.usage, ["", "", ""], [None] * 3
+        for choice in (chunk.choices[0] for chunk in chunks):
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        assert len({chunk.id for chunk in chunks}) == 1
+    else:
+        whole = chat(server, LONG, **options)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2]
+        texts, usage = [choice.message.content for choice in whole.choices], whole.usage
+        reasons = [choice.finish_reason for choice in whole.choices]
+    alone = [chat(server, LONG, key="alone", temperature=1.0, seed=3 + index, max_tokens=12) for index in range(3)]
+    assert texts == [answer.choices[0].message.content for answer in alone]
+    assert reasons == [answer.choices[0].finish_reason for answer in alone]
+    assert usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert usage.completion_tokens == sum(answer.usage.completion_tokens for answer in alone)
+    sent, records = server.requests[before[0] :][:3], server.records[before[1] :][:3]
+    assert len({request.id for request in sent}) == 3
+    blocks = usage.prompt_tokens // 64 * 64
+    assert sorted(record.cached_tokens for record in records) == [0, blocks, blocks]
+    assert [request.replica for request in sent] == [None, "only", "only"]
+    assert sum(record.usage.prompt for record in records) == usage.prompt_tokens
+    prices = server.config.prices
+    bill = usage.prompt_tokens * prices.input + usage.completion_tokens * prices.output
+    assert priced(usage) == pytest.approx(bill / 1e6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_as_lists_and_as_token_ids(server, stream):
+    """What lm-eval sends; more prompts than are answered at a time."""
+    client, model = server.openai(), server.config.model.name
+    texts = [f"import {name}\nimport " for name in "abcdefghijklmnopqrs"]
+    ids = [load_tokenizer(server.config.model)(text)["input_ids"] for text in texts]
+    options = {"model": model, "max_tokens": 4, "temperature": 0, "stream": stream}
+
+    def answers(**more: Any) -> list[str]:
+        made = client.completions.create(**options, **more)
+        if not stream:
+            assert [choice.index for choice in made.choices] == list(range(len(made.choices)))
+            return [choice.text for choice in made.choices]
+        pieces = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in made]
+        return ["".join(text for number, text in pieces if number == index) for index in range(len(set(dict(pieces))))]
+
+    expected = [answers(prompt=text)[0] for text in texts]
+    assert answers(prompt=texts) == expected
+    assert answers(prompt=ids) == expected
+    assert answers(prompt=ids[0], echo=True) == [texts[0] + expected[0]]
+    assert answers(prompt=texts[:2], echo=True, n=2) == [
+        text + answer for text, answer in zip(texts[:2], expected[:2], strict=True) for _ in range(2)
+    ]
+
+
+def test_an_answer_that_fails_takes_the_others_with_it(server):
+    server.faults += [-1, *[0] * (1 + server.config.gateway.retries)]
+    before = len(server.records)
+    with pytest.raises(openai.InternalServerError):
+        chat(server, "def main():", n=2, extra_body={"warmkv": {"ignore_eos": True}}, max_tokens=500)
+    until(lambda: len(server.records) == before + 2)
+    assert sorted(record.status for record in server.records[before:]) == ["cancelled", "error"]
 
 
 def test_other_errors_are_typed(server):

@@ -159,7 +159,8 @@ class Counted:
         take = self.parsing.chat if "max_tokens" not in body else self.parsing.message
         take = self.parsing.completion if "prompt" in body else take
         came = arrival(self.gateway.service, Tenant("", salt, frozenset(), LimitsConfig()))
-        return take(came, json.dumps(body).encode(), self.tokenizer).prompt
+        parsed = take(came, json.dumps(body).encode(), self.tokenizer)
+        return (parsed[0] if isinstance(parsed, list) else parsed).prompt
 
 
 @pytest.fixture

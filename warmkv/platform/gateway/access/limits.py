@@ -25,28 +25,27 @@ class Lease:
     ) -> None:
         self.tenant = tenant
         self._admission, self._clock, self._wall_clock = admission, clock, wall_clock
-        self._answer: Answer | None = None
+        self._answers: list[Answer] = []
 
     def begin(self) -> None:
         """Count the request. Raises ApiError (429)."""
         with _refusals():
             self._admission.begin(self._clock())
 
-    def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Count the tokens that the request may use at most, and let it wait for its first. Raises ApiError (429)."""
         with _refusals():
-            self._admission.reserve(prompt_tokens + new_tokens, self._clock())
+            self._admission.reserve(tokens, self._clock())
             self._admission.wait()
 
     def answered(self, answer: Answer) -> None:
-        """Wait no longer, and settle at the end for the tokens that this answer has used by then."""
+        """Wait no longer, and settle at the end for the tokens that its answers have used by then."""
         self._admission.waited()
-        self._answer = answer
+        self._answers.append(answer)
 
     def end(self) -> None:
         """Settle. Tokens read from the cache are given back: hardly anything was computed for them."""
-        usage = self._answer.usage if self._answer else None
-        used = usage.input + usage.total_written + usage.output if usage else 0
+        used = sum(usage.input + usage.total_written + usage.output for usage in (one.usage for one in self._answers))
         self._admission.end(used, self._clock())
 
     def headers(self, path: str) -> list[tuple[str, str]]:

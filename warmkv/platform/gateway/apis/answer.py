@@ -182,9 +182,12 @@ class Answer:
             self.over = True
             self.on_end(self, status)
 
-    def details(self) -> dict[str, Any]:
-        """Return what warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast."""
-        price, started = self.price(self.usage), self.started
+    def details(self, usage: Usage | None = None) -> dict[str, Any]:
+        """Return what warmkv adds to `usage`: the price and its parts, the policy, the memory, where and how fast.
+
+        The price is that of `usage`, of this answer alone if it is left out.
+        """
+        price, started = self.price(usage or self.usage), self.started
         one_tier = {"device": started.cached_tokens} if started.cached_tokens else {}  # a replica need not name it
         return {
             "policy": self.request.policy.label,

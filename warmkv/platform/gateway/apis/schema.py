@@ -119,9 +119,16 @@ class ParsedRequest:
     stream: bool
     tool_choice: str = "auto"
     include_usage: bool = False  # at the end of an OpenAI stream
+    n: int = 1  # answers to this prompt
+    echo: str = ""  # text that comes before them: the prompt
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
     context_management: dict[str, Any] | None = None  # edits that were applied, as the answer tells it
     expected: ExpectedResponse | None = None  # what the answer is made of besides text
+
+    @property
+    def tokens(self) -> int:
+        """Return the most tokens that all its answers may use."""
+        return len(self.prompt.tokens) + self.n * self.sampling.max_tokens
 
 
 B = TypeVar("B", bound=Body)

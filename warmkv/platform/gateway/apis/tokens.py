@@ -101,6 +101,12 @@ class Prompt:
     outline: Outline = Outline()
     begun: str = ""  # the end of its text that belongs to the answer, as `<think>`
 
+    @classmethod
+    def of_ids(cls, ids: array[int], root: bytes, block_size: int) -> Prompt:
+        """Return a prompt that came as token ids."""
+        hashes = tuple(block_hashes(ids, block_size, root))
+        return cls(tuple(ids.tolist()), (len(ids),), (None,), hashes=hashes, root=root)
+
 
 def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes, block_size: int) -> Prompt:
     """Return the tokens of a prompt, and its block hashes, whose chain begins at the tenant's `root`.

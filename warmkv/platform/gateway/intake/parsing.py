@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, pa
 from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
-from warmkv.platform.gateway.intake.body_limits import BodyLimits
+from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import budgets
@@ -93,12 +94,22 @@ class Parsing:
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         return self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
 
-    def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
-        """Parse a body of /v1/completions."""
+    def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> list[ParsedRequest]:
+        """Parse a body of /v1/completions, which may have several prompts."""
         left_out = FieldsLeftOut(self._gateway.strict)
         body = parse(data, openai.CompletionRequest, self._limits, left_out)
         self._service.check_model(body.model)
-        return self._completion(arrival, body, self._prompt(arrival, tokenizer, body.prompt), left_out)
+        asked: list[ParsedRequest] = []
+        tokens = 0
+        for said in body.prompts:
+            prompt = self._prompt(arrival, tokenizer, said)
+            tokens += len(prompt.tokens)
+            if asked and tokens > self._limits.values:
+                raise too_many("prompt", tokens, "tokens of all prompts", self._limits.values)
+            asked.append(self._completion(arrival, body, prompt, left_out))
+            if body.echo:
+                asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
+        return asked
 
     def forget(self, tenant: Tenant) -> None:
         """Forget a tenant's earlier prompts."""
@@ -111,8 +122,15 @@ class Parsing:
     ) -> ParsedRequest:
         rest = self._gateway.default_output_tokens or max(1, self._max_context - len(prompt.tokens))
         sampling = body.sampling(_seed(body.warmkv.seed), min(rest, self._gateway.max_output_tokens))
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        asked = ParsedRequest(prompt, sampling, body.warmkv, body.stream, include_usage=usage, headers=left_out.headers)
+        asked = ParsedRequest(
+            prompt,
+            sampling,
+            body.options,
+            body.stream,
+            include_usage=body.include_usage,
+            n=body.n,
+            headers=left_out.headers,
+        )
         return self._within_limits(arrival, asked)
 
     def _within_limits(self, arrival: Arrival, asked: ParsedRequest) -> ParsedRequest:
@@ -166,15 +184,35 @@ class Parsing:
         self,
         arrival: Arrival,
         tokenizer: Any,
-        said: Sequence[Turn] | str,
+        said: Sequence[Turn] | str | array[int],
         variables: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation, or of a text as it is. Raises ApiError (400) where it cannot fit.
+        """Return the prompt of a conversation, or of a text or token ids as they are.
 
-        `variables` are the template's own. At most `most` tokens fit; those of the context if that is left out.
+        `variables` are the template's own. At most `most` tokens fit; those of the context if that is left out. Raises
+        ApiError (400) where the prompt cannot fit, or an id is none of the tokenizer's.
         """
         most = self._max_context if most is None else most
+        config = arrival.policy.config
+        root, block_size = chain_root(arrival.lease.tenant.salt, config), config.prefix_cache.block_size
+        if isinstance(said, array):
+            if (largest := max(said)) >= (size := len(tokenizer)):
+                raise invalid(f"prompt: there is no token {largest} among the {size} of this model")
+            prompt = Prompt.of_ids(said, root, block_size)
+        else:
+            rendered = self._rendered(tokenizer, said, variables, most)
+            begun = self._format.answer_begun(rendered.pieces) if self._format is not None else ""
+            pieces = rendered.cut() if self._cuts else rendered
+            prompt = replace(tokenize(tokenizer, pieces, self._cache, root, block_size), begun=begun)
+        if len(prompt.tokens) > most:
+            raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
+        return prompt
+
+    def _rendered(
+        self, tokenizer: Any, said: Sequence[Turn] | str, variables: Mapping[str, Any] | None, most: int
+    ) -> Rendered:
+        """Return the text of a prompt in pieces. Raises ApiError (400) where it cannot fit."""
         if isinstance(said, str):
             self._check_room([said], tokenizer, most, special=True)
             rendered = Rendered.of_text(said)
@@ -182,15 +220,7 @@ class Parsing:
             texts = [turn.thinking for turn in said] + [block.text for turn in said for block in turn.blocks]
             self._check_room(texts, tokenizer, most)
             rendered = render(tokenizer, said, variables)
-        config = arrival.policy.config
-        root = chain_root(arrival.lease.tenant.salt, config)
-        begun = self._format.answer_begun(rendered.pieces) if self._format is not None else ""
-        if self._cuts:
-            rendered = rendered.cut()
-        prompt = tokenize(tokenizer, rendered, self._cache, root, config.prefix_cache.block_size)
-        if len(prompt.tokens) > most:
-            raise invalid(f"{len(prompt.tokens)} prompt tokens exceed the context of {self._max_context} tokens")
-        return replace(prompt, begun=begun)
+        return rendered
 
     def _check_room(self, texts: Sequence[str], tokenizer: Any, most: int, *, special: bool = False) -> None:
         """Refuse texts that cannot fit before all of them is tokenized: a token takes hundreds of bytes meanwhile.

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall
 from warmkv.platform.gateway.apis.errors import openai_body
+from warmkv.platform.gateway.apis.openai.choices import Choices
+from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason
@@ -26,43 +27,51 @@ def usage_fields(usage: Usage, cached: int) -> dict[str, Any]:
     }
 
 
-async def respond(answer: Answer, chat: bool) -> dict[str, Any]:
-    """Return the whole answer as one completion."""
-    deltas = _Deltas(answer)
-    body: dict[str, Any]
-    if chat and answer.expected is not None:
-        body = {"message": deltas.whole(await answer.parts())}
-    else:
-        text = await answer.text()
-        body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    choice = {"index": 0, **body, "finish_reason": deltas.finish_reason(), "logprobs": None}
-    return {**_head(answer, chat, chunk=False), "choices": [choice], "usage": _usage(answer)}
+async def respond(choices: Choices) -> dict[str, Any]:
+    """Return all answers as one completion. Raises ApiError."""
+    found: dict[int, dict[str, Any]] = {}
+
+    async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
+        deltas = _Deltas(answer)
+        body: dict[str, Any]
+        if choices.chat and answer.expected is not None:
+            body = {"message": deltas.whole(await answer.parts())}
+        else:
+            text = asked.echo + await answer.text()
+            body = {"message": {"role": "assistant", "content": text}} if choices.chat else {"text": text}
+        found[index] = {"index": index, **body, "finish_reason": deltas.finish_reason(), "logprobs": None}
+
+    await choices.run(take)
+    listed = [found[index] for index in sorted(found)]
+    return {**_head(choices, chunk=False), "choices": listed, "usage": _usage(choices)}
 
 
-async def stream(admission: SubmittedRequest, chat: bool, include_usage: bool, out: EventWriter) -> None:
-    """Write the answer as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
+async def stream(choices: Choices, out: EventWriter) -> None:
+    """Write the answers as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
+    head = _head(choices, chunk=True)
 
-    def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
-        body = {"delta": delta} if chat else {"text": delta.get("content", "")}
-        choice = {"index": 0, **body, "finish_reason": reason, "logprobs": None}
-        return _event({**head, "choices": [choice]})
+    async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
+            body = {"delta": delta} if choices.chat else {"text": delta.get("content", "")}
+            choice = {"index": index, **body, "finish_reason": reason, "logprobs": None}
+            return _event({**head, "choices": [choice]})
 
-    try:
-        answer = await admission.begin()
-        head = _head(answer, chat, chunk=True)
-        if chat:
-            await out.send(chunk({"role": "assistant", "content": ""}))
+        if choices.chat or asked.echo:
+            await out.send(chunk({"role": "assistant", "content": asked.echo}))
         deltas = _Deltas(answer)
         if answer.expected is not None:
             await answer.write_parts(out, lambda parts: b"".join(map(chunk, deltas.of(parts))))
         else:
             await answer.write(out, event_of_text(chunk({"content": TEXT})))
         await out.send(chunk({}, deltas.finish_reason()))
-        if include_usage:
-            await out.send(_event({**head, "choices": [], "usage": _usage(answer)}))
+
+    try:
+        await choices.run(take)
+        if choices.asked.include_usage:
+            await out.send(_event({**head, "choices": [], "usage": _usage(choices)}))
         await out.send(b"data: [DONE]\n\n")
     except Exception as error:
-        await out.send(_event(openai_body(admission.failed(error), admission.id)))
+        await out.send(_event(openai_body(choices.failed(error), choices.id)))
 
 
 class _Deltas:
@@ -118,11 +127,20 @@ def _event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    return {**usage_fields(answer.usage, answer.started.cached_tokens), "warmkv": answer.details()}
+def _usage(choices: Choices) -> dict[str, Any]:
+    """Return the usage of all answers together. What warmkv adds is the first one's, but for the price."""
+    answers = [choices.answers[index] for index in sorted(choices.answers)]
+    leaders = answers[:: choices.asked.n]
+    usage = Usage(
+        input=sum(answer.usage.input for answer in leaders),
+        read=sum(answer.usage.read for answer in leaders),
+        output=sum(answer.usage.output for answer in answers),
+    )
+    cached = sum(answer.started.cached_tokens for answer in leaders)
+    return {**usage_fields(usage, cached), "warmkv": answers[0].details(usage)}
 
 
-def _head(answer: Answer, chat: bool, chunk: bool) -> dict[str, Any]:
-    kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
-    name = f"{'chatcmpl' if chat else 'cmpl'}-{answer.name}"
-    return {"id": name, "object": kind, "created": int(answer.arrival), "model": answer.model}
+def _head(choices: Choices, chunk: bool) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if choices.chat else "text_completion"
+    name = f"{'chatcmpl' if choices.chat else 'cmpl'}-{choices.id.removeprefix('req_')}"
+    return {"id": name, "object": kind, "created": int(choices.arrival.time), "model": choices.model}

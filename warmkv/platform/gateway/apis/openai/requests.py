@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from array import array
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,8 +15,11 @@ from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.replicas.protocol import SamplingParams
 
+MOST_ANSWERS = 1024  # to one request: its prompts, times n
+
 
 class StreamOptions(Body):
+    ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
     include_usage: bool = False
 
 
@@ -23,32 +28,34 @@ class TextFormat(Body):
 
 
 class CompletionBody(Body):
-    """What both endpoints take; null is the same as leaving a field out.
+    """What both endpoints take, by the names of OpenAI and, beyond it, of vLLM."""
 
-    Settings that warmkv does not have are accepted at the value at which they do nothing, and refused otherwise.
-    """
+    ignored = frozenset({
+        "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
+    })  # fmt: skip
+    unsupported = MappingProxyType({
+        "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
+        "frequency_penalty": (0,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "logit_bias": ({},),
+        "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
+        "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,), "stop_token_ids": ([],), "structured_outputs": (),
+        "truncate_prompt_tokens": (), "use_beam_search": (False,),
+    })  # fmt: skip
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # -1 is another way to say all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Items[str] | None = None
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    warmkv: WarmkvOptions = WarmkvOptions()
-    # Neutral values only.
-    n: Literal[1] = 1
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
-    suffix: None = None
-    store: Literal[False] = False
-    frequency_penalty: float = Field(0.0, ge=0, le=0)
-    presence_penalty: float = Field(0.0, ge=0, le=0)
-    logit_bias: dict[str, Any] = Field({}, max_length=0)
-    tools: list[Any] = Field([], max_length=0)
     response_format: TextFormat | None = None
+    warmkv: WarmkvOptions = WarmkvOptions()
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> CompletionBody:
@@ -61,25 +68,41 @@ class CompletionBody(Body):
         if len(stop) > 16:
             raise invalid("stop: at most 16 sequences")
         return SamplingParams(
-            max_tokens=self.token_limit or default_tokens,
+            max_tokens=default_tokens if self.token_limit is None else self.token_limit,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=max(self.top_k, 0),
             seed=(seed if self.seed is None else self.seed) % 2**63,
             stop=tuple(stop),
-            ignore_eos=self.warmkv.ignore_eos,
+            ignore_eos=self.options.ignore_eos,
         )
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def options(self) -> WarmkvOptions:
+        """Return warmkv's own options; `ignore_eos` is a right of a tenant under either name."""
+        return self.warmkv.model_copy(update={"ignore_eos": True}) if self.ignore_eos else self.warmkv
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class ChatRequest(CompletionBody):
     """Body of /v1/chat/completions."""
 
+    unsupported = MappingProxyType({
+        **CompletionBody.unsupported,
+        "add_generation_prompt": (True,), "audio": (), "chat_template": (), "continue_final_message": (False,),
+        "documents": ([],), "echo": (False,), "function_call": ("none",), "functions": ([],), "logprobs": (False,),
+        "mm_processor_kwargs": ({},), "modalities": (["text"],), "top_logprobs": (0,), "web_search_options": (),
+    })  # fmt: skip
+
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] = False
     tools: Items[ChatTool] = Field([])
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
@@ -96,10 +119,31 @@ class ChatRequest(CompletionBody):
         return self.max_completion_tokens or self.max_tokens
 
 
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+
+
 class CompletionRequest(CompletionBody):
     """Body of /v1/completions."""
 
-    prompt: str = Field(min_length=1)
+    unsupported = MappingProxyType({**CompletionBody.unsupported, "logprobs": (), "suffix": ("",)})
+
+    prompt: Text | TokenIds | Annotated[Items[Text] | Items[TokenIds], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | array[int]]:
+        """Return the prompts, each a text or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: Any = [self.prompt] if one else self.prompt
+        return [prompt if isinstance(prompt, str) else array("I", prompt) for prompt in prompts]
+
+    @model_validator(mode="after")
+    def _check_answers(self) -> CompletionRequest:
+        if (answers := len(self.prompts) * self.n) > MOST_ANSWERS:
+            raise ValueError(f"prompt: {answers} answers (prompts times n) are more than {MOST_ANSWERS}")
+        return self
 
 
 def turns(body: ChatRequest) -> list[Turn]:
