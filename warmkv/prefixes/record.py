@@ -46,7 +46,7 @@ class RequestRecord:
     arrival: float
     tenant: str  # a hash, never the name or the key
     model: str
-    api: str  # messages, chat, completions
+    api: str  # messages, chat, completions, responses
     policy: str  # short form, as in snapkv@0.2
     block_size: int
     input_tokens: int

@@ -23,9 +23,11 @@ from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.openai.choices import Choices
+from warmkv.platform.gateway.apis.openai_responses import answers as responses
+from warmkv.platform.gateway.apis.openai_responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import verify
-from warmkv.platform.gateway.faults import api_of
+from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
@@ -89,6 +91,7 @@ def create_app(
     intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context, partial(verify, secret=secret))
+    stored = ResponseStore(service.clock)
 
     def admitted(request: Request) -> Arrival:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
@@ -156,6 +159,30 @@ def create_app(
             return EventStream(written, choices, OPENAI_PING, PING_SECONDS, choices.asked.headers)
         return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
 
+    @app.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        arrival = admitted(request)
+        body, asked = await intake.take(request, partial(parsing.response, stored, arrival))
+        admission = await service.start("responses", arrival, asked)
+        salt = arrival.lease.tenant.salt
+        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time)
+        if asked.stream:
+            written = partial(responses.stream, exchange, config.model.name)
+            return EventStream(written, admission, OPENAI_PING, PING_SECONDS, asked.headers)
+        return JSONResponse(await responses.respond(exchange), headers=asked.headers)
+
+    @app.get("/v1/responses/{name}")
+    async def get_response(request: Request, name: str) -> Response:
+        if (found := stored.get(tenant_of(request).salt, name)) is None:
+            raise ApiError("not_found_error", f"there is no response {name} (any more)")
+        return JSONResponse(found.response)
+
+    @app.delete("/v1/responses/{name}")
+    async def delete_response(request: Request, name: str) -> Response:
+        if not stored.delete(tenant_of(request).salt, name):
+            raise ApiError("not_found_error", f"there is no response {name} (any more)")
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
     def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
         return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv", **created}
@@ -217,8 +244,7 @@ def error_response(request: Request, error: ApiError, retry_after: float) -> Res
         headers["retry-after"] = retry_header(min(seconds, LONGEST) if error.status == 529 else seconds)
     if error.final:
         headers["x-should-retry"] = "false"  # both SDKs would try a 500 again
-    path = request.url.path
     request_id = request.state.context.id
-    if path.endswith("/completions"):
+    if api_of(request.url.path) in OPENAI_APIS:
         return JSONResponse(openai_body(error, request_id), error.status, headers)
     return JSONResponse(anthropic_body(error, request_id), error.status, headers)

@@ -19,8 +19,10 @@ APIS = {
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
     "/v1/models": "models",
 }
+OPENAI_APIS = frozenset({"chat", "completions", "responses"})
 
 
 class ErrorLog:
@@ -68,6 +70,8 @@ def api_of(path: str) -> str:
             return name
     if "/v1/warmkv/" in path:
         return "warmkv"
+    if "/v1/responses/" in path:
+        return "responses"
     return "models" if "/v1/models/" in path else "other"
 
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from warmkv.config import Config
 from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
 from warmkv.platform.tenants import Tenant
 from warmkv.policies.rate_limit import LimitedRequest, Quota, RateLimiter, RateLimitError
 
@@ -52,7 +53,7 @@ class Lease:
         """Return the rate-limit headers of the API that the path belongs to."""
         now = self._clock()
         found = {"requests": self._admission.requests(now), "tokens": self._admission.tokens(now)}
-        openai = path.endswith("/completions")
+        openai = api_of(path) in OPENAI_APIS
         return [
             header
             for kind, quota in found.items()

@@ -55,7 +55,7 @@ def check_counts(tree: Any, limits: BodyLimits) -> None:
     """
     if not isinstance(tree, dict):
         return
-    messages, tools = _items(tree.get("messages")), _items(tree.get("tools"))
+    messages, tools = _items(tree.get("messages")) or _items(tree.get("input")), _items(tree.get("tools"))
     if len(messages) > limits.messages:
         raise too_many("messages", len(messages), "messages", limits.messages)
     if len(tools) > limits.tools:

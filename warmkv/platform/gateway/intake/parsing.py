@@ -10,11 +10,13 @@ from typing import Any
 
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
-from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.messages.content import AnyMessage
 from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.gateway.apis.openai import requests as openai
+from warmkv.platform.gateway.apis.openai_responses.requests import ResponsesRequest
+from warmkv.platform.gateway.apis.openai_responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
 from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
@@ -88,7 +90,25 @@ class Parsing:
     def chat(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
         left_out = FieldsLeftOut(self._gateway.strict)
-        body = parse(data, openai.ChatRequest, self._limits, left_out)
+        return self._chat(arrival, parse(data, openai.ChatRequest, self._limits, left_out), tokenizer, left_out)
+
+    def response(
+        self, store: ResponseStore, arrival: Arrival, data: bytes, tokenizer: Any
+    ) -> tuple[ResponsesRequest, ParsedRequest]:
+        """Parse a body of /v1/responses, which may go on from a response in the store."""
+        left_out = FieldsLeftOut(self._gateway.strict)
+        body = parse(data, ResponsesRequest, self._limits, left_out)
+        self._service.check_model(body.model)
+        history: list[Item] | None = []
+        if (previous := body.previous_response_id) is not None:
+            history = store.history(arrival.lease.tenant.salt, previous)
+        if history is None:
+            raise ApiError("not_found_error", f"previous_response_id: there is no response {previous} (any more)")
+        return body, self._chat(arrival, body.as_chat(history, left_out), tokenizer, left_out)
+
+    def _chat(
+        self, arrival: Arrival, body: openai.ChatRequest, tokenizer: Any, left_out: FieldsLeftOut
+    ) -> ParsedRequest:
         self._service.check_model(body.model)
         asked = self._completion(arrival, body, self._prompt(arrival, tokenizer, openai.turns(body)), left_out)
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []

@@ -47,7 +47,7 @@ class Choices:
         self._first = await self._service.start(self._api, self.arrival, self.asked, choice)
 
     async def run(self, take: Take) -> None:
-        """Hand every answer that has begun to `take`, many at a time. Raises the first error and gives the others up."""
+        """Hand every answer that has begun to `take`, many at a time. Raises the first error, gives up the others."""
         n = self.asked.n
         try:
             async with asyncio.TaskGroup() as group:

@@ -32,7 +32,7 @@ class CompletionBody(Body):
 
     ignored = frozenset({
         "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
     })  # fmt: skip
     unsupported = MappingProxyType({
         "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),

@@ -1,0 +1,190 @@
+"""The Responses API through the real `openai` client, and the store of responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from warmkv.platform.gateway.apis.openai_responses import store as responses
+from warmkv.platform.gateway.apis.openai_responses.store import ResponseStore, Stored
+
+LONG = "for position in range(length):\n    total += position\n" * 40
+
+
+def ask(server: Any, said: Any, key: str = "bob", **options: Any) -> Any:
+    options = {"max_output_tokens": 8, "temperature": 0, "model": server.config.model.name, **options}
+    return server.openai(key).responses.create(input=said, **options)
+
+
+def chat(server: Any, *messages: tuple[str, str], **options: Any) -> Any:
+    said = [{"role": role, "content": text} for role, text in messages]
+    options = {"max_tokens": 8, "temperature": 0, "model": server.config.model.name, **options}
+    return server.openai("bob").chat.completions.create(messages=said, **options)
+
+
+def test_an_answer_is_that_of_the_same_chat(server):
+    response = ask(server, "def main():", instructions="Be brief.", metadata={"a": "b"})
+    same = chat(server, ("system", "Be brief."), ("user", "def main():"))
+    assert response.output_text == same.choices[0].message.content
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        same.usage.prompt_tokens,
+        same.usage.completion_tokens,
+    )
+    cut = same.choices[0].finish_reason == "length"
+    assert response.status == ("incomplete" if cut else "completed")
+    assert (response.incomplete_details.reason if cut else None) == ("max_output_tokens" if cut else None)
+    assert (response.instructions, response.metadata, response.error) == ("Be brief.", {"a": "b"}, None)
+    assert response.usage.warmkv["price"]["total"] > 0
+    assert server.records[-2].api == "responses"
+
+
+def test_input_as_items(server):
+    said = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "def main():"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "pass", "annotations": []}],
+        },
+        {"role": "user", "content": "Go on."},
+    ]
+    same = chat(
+        server, ("system", "Be brief."), ("user", "def main():"), ("assistant", "pass"), ("user", "Go on.")
+    ).choices[0]
+    assert ask(server, said).output_text == same.message.content
+
+
+def test_the_stream_helper_reads_the_events(server):
+    whole = ask(server, "def rotate(", key="streams", max_output_tokens=24)
+    client, model = server.openai("streams"), server.config.model.name
+    with client.responses.stream(model=model, input="def rotate(", max_output_tokens=24, temperature=0) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 0
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done", whole.status),
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    last = events[-1].response
+    assert last.output_text == whole.output_text
+    assert last.usage.output_tokens == whole.usage.output_tokens
+    assert client.responses.retrieve(last.id).output_text == whole.output_text
+
+
+def test_a_final_response_of_the_stream_helper(server):
+    """It needs the event of an answer that the model itself ended."""
+    whole, model = ask(server, "Hello", max_output_tokens=400), server.config.model.name
+    assert whole.status == "completed"
+    with server.openai().responses.stream(model=model, input="Hello", max_output_tokens=400, temperature=0) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+
+
+def test_a_conversation_goes_on_by_the_id_of_a_response(server):
+    first = ask(server, LONG, key="goes on", instructions="Be brief.")
+    second = ask(server, "And then?", key="goes on", previous_response_id=first.id)
+    third = ask(server, "And then?", key="goes on", previous_response_id=second.id)
+    turns = (("user", LONG), ("assistant", first.output_text), ("user", "And then?"))
+    assert second.output_text == chat(server, *turns).choices[0].message.content  # without the instructions
+    more = (("assistant", second.output_text), ("user", "And then?"))
+    assert third.output_text == chat(server, *turns, *more).choices[0].message.content
+    assert third.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_responses_are_read_and_deleted_by_their_tenant_alone(server):
+    client, other = server.openai("mine"), server.openai("other")
+    kept, unkept = (ask(server, "Hello", key="mine", store=store) for store in (True, False))
+    assert client.responses.retrieve(kept.id) == kept
+    for of, name in ((other, kept.id), (client, unkept.id), (client, "resp_none")):
+        with pytest.raises(openai.NotFoundError):
+            of.responses.retrieve(name)
+        with pytest.raises(openai.NotFoundError):
+            of.responses.delete(name)
+        with pytest.raises(openai.NotFoundError, match="previous_response_id: there is no response"):
+            of.responses.create(model=server.config.model.name, input="x", previous_response_id=name)
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(kept.id)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "computer_call_output", "call_id": "x"}]}, "input.0.*computer_call_output"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.*item_reference"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.message.role"),
+        ({"background": True}, "background: this server does not support it"),
+        ({"truncation": "auto"}, "truncation: this server does not support it"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"extra_body": {"warmkv": {"polcy": "full"}}}, "polcy"),
+    ],
+)
+def test_what_is_refused(server, options, message):
+    before = len(server.requests)
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(server, **{"said": options.pop("input", "x"), **options})
+    assert len(server.requests) == before
+
+
+def test_a_stream_that_fails_says_so(server):
+    server.faults += [3] * (1 + server.config.gateway.retries)
+    options = {"stream": True, "max_output_tokens": 200, "extra_body": {"warmkv": {"ignore_eos": True}}}
+    *_, last = ask(server, "Hello", **options)
+    assert last.type == "response.failed"
+    assert "ConnectionError" in last.response.error.message
+
+
+def kept(name: str, previous: str | None = None, size: int = 0) -> Stored:
+    return Stored({"id": name}, [{"name": name, "text": "x" * size}], previous)
+
+
+def test_a_conversation_leaves_the_store_from_its_end(monkeypatch):
+    monkeypatch.setattr(responses, "TENANT_BYTES", 1000)
+    store = ResponseStore(lambda: 0.0)
+    store.keep(b"a", kept("1"))
+    store.keep(b"a", kept("2", "1"))
+    store.keep(b"b", kept("1"))
+    assert [item["name"] for item in store.history(b"a", "2")] == ["1", "2"]
+    store.keep(b"a", kept("3", size=900))
+    assert store.get(b"a", "2") is None
+    assert store.history(b"a", "1") is not None
+    assert store.history(b"b", "1") is not None
+    store.keep(b"a", kept("4", size=1000))  # larger than all may be
+    assert store.get(b"a", "4") is None
+    store.keep(b"a", kept("5", "1"))
+    assert store.delete(b"a", "1")
+    assert not store.delete(b"a", "1")
+    assert store.history(b"a", "5") is None  # what it went on from is gone
+
+
+def test_responses_live_from_their_last_use_on():
+    now = [0.0]
+    store = ResponseStore(lambda: now[0])
+    for name in ("used", "unused"):
+        store.keep(b"a", kept(name))
+    now[0] = responses.TTL_SECONDS
+    assert store.get(b"a", "used") is not None
+    now[0] += 1
+    assert store.get(b"a", "unused") is None
+    assert store.get(b"a", "used") is not None
+
+
+def test_as_many_tenants_as_may_have_responses(monkeypatch):
+    monkeypatch.setattr(responses, "MOST_TENANTS", 2)
+    store = ResponseStore(lambda: 0.0)
+    for tenant in (b"a", b"b", b"a", b"c"):
+        store.keep(tenant, kept("1"))
+    assert [store.get(tenant, "1") is not None for tenant in (b"a", b"b", b"c")] == [True, False, True]

@@ -1,0 +1,183 @@
+"""Requests of the Responses API, and how each becomes one of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from warmkv.platform.gateway.apis.errors import from_validation
+from warmkv.platform.gateway.apis.openai.requests import ChatRequest
+from warmkv.platform.gateway.apis.openai_responses.store import Item
+from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
+
+
+class TextPart(Body):
+    ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(Body):
+    ignored = frozenset({"id", "status", "phase"})
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Items[TextPart]
+
+
+class ReasoningItem(Body):
+    """What a model thought before an earlier answer: left out of the prompt."""
+
+    ignored = frozenset({"id", "status", "summary", "content", "encrypted_content"})
+    type: Literal["reasoning"]
+
+
+class CallItem(Body):
+    ignored = frozenset({"id", "status", "caller", "namespace"})
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(Body):
+    ignored = frozenset({"id", "status", "caller", "name", "namespace"})
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[TextPart]
+
+
+def _type(value: Any) -> str:
+    """Return the type of an item; the type of a message may be left out."""
+    return str(value.get("type") or "message") if isinstance(value, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    Discriminator(_type),
+]
+
+
+class StreamOptions(Body):
+    ignored = frozenset({"include_obfuscation"})
+
+
+class TextOptions(Body):
+    ignored = frozenset({"verbosity"})
+    format: dict[str, Any] = Field({"type": "text"})
+
+
+class Reasoning(Body):
+    ignored = frozenset({"summary", "generate_summary", "context"})
+    effort: str | None = None
+
+
+class ResponsesRequest(Body):
+    """Body of /v1/responses."""
+
+    ignored = frozenset({
+        "client_metadata", "include", "max_tool_calls", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "user",
+    })  # fmt: skip
+    unsupported = MappingProxyType({
+        "background": (False,), "context_management": ([],), "conversation": (), "moderation": (), "prompt": (),
+        "top_logprobs": (0,), "truncation": ("disabled",),
+    })  # fmt: skip
+
+    model: str
+    input: str | Annotated[Items[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    store: bool = True
+    metadata: dict[str, str] = Field({})
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    tools: Items[dict[str, Any]] = Field([])
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    warmkv: WarmkvOptions = WarmkvOptions()
+
+    @property
+    def items(self) -> list[Item]:
+        """Return what the request adds to the conversation, as it is stored."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump() for item in self.input if not isinstance(item, ReasoningItem)]
+
+    def as_chat(self, history: Iterable[Item], left_out: FieldsLeftOut) -> ChatRequest:
+        """Return the same request of chat completions, behind the conversation before it. Raises ApiError (400)."""
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        wanted = {
+            "model": self.model,
+            "messages": [*first, *_messages([*history, *self.items])],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "response_format": _format(self.text.format),
+            "reasoning_effort": self.reasoning.effort,
+            "tools": list(map(_tool, self.tools)) or None,
+            "tool_choice": _choice(self.tool_choice) if self.tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+        }
+        try:
+            chat = ChatRequest.model_validate(wanted, context=left_out)
+        except ValidationError as error:
+            raise from_validation(error) from None
+        return chat.model_copy(update={"warmkv": self.warmkv})
+
+
+def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation: the calls of an assistant's turn belong to one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item["type"]:
+            case "message":
+                messages.append({"role": item["role"], "content": _text(item["content"])})
+            case "function_call":
+                call = {"name": item["name"], "arguments": item["arguments"]}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                calls = messages[-1].setdefault("tool_calls", [])
+                calls.append({"id": item["call_id"], "type": "function", "function": call})
+            case "function_call_output":
+                text = _text(item["output"])
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+    return messages
+
+
+def _text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return content as chat completions have it."""
+    return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _format(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the format of the answer: what chat completions have under a name of its own is flat here."""
+    type_ = chosen.get("type")
+    if type_ == "json_schema":
+        return {"type": type_, type_: {name: value for name, value in chosen.items() if name != "type"}}
+    return chosen
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat completions have it: functions are flat here. Others stay, and are refused there."""
+    if tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return tool_choice as chat completions have it."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

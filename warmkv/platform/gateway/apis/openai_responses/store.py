@@ -1,0 +1,89 @@
+"""Responses that a later request may go on from, or read: bounded for each tenant, and gone after a while."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TTL_SECONDS = 3600.0  # from the last use of a response
+TENANT_BYTES = 16 << 20  # of JSON
+MOST_TENANTS = 32  # that have any; over it, those of the one that stored longest ago go
+
+Item = dict[str, Any]  # of a conversation: a message, a call, or its output
+
+
+@dataclass(slots=True)
+class Stored:
+    """A response, the items that its request added and those that it wrote, and which one it went on from."""
+
+    response: dict[str, Any]
+    items: list[Item]
+    previous: str | None
+    size: int = 0  # bytes
+    used: float = 0.0
+
+
+class ResponseStore:
+    """The responses of one gateway, of every tenant those that were used last. Threads may share it.
+
+    `clock` gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._tenants: OrderedDict[bytes, OrderedDict[str, Stored]] = OrderedDict()
+
+    def keep(self, tenant: bytes, stored: Stored) -> None:
+        """Keep a response. One that is larger than all may be is not kept."""
+        stored.size = len(json.dumps([stored.response, stored.items]))
+        stored.used = self._clock()
+        if stored.size > TENANT_BYTES:
+            return
+        with self._lock:
+            kept = self._tenants.setdefault(tenant, OrderedDict())
+            self._tenants.move_to_end(tenant)
+            kept[stored.response["id"]] = stored
+            total = sum(one.size for one in kept.values())
+            while total > TENANT_BYTES:
+                total -= kept.popitem(last=False)[1].size
+            while len(self._tenants) > MOST_TENANTS:
+                self._tenants.popitem(last=False)
+
+    def get(self, tenant: bytes, name: str) -> Stored | None:
+        """Return a response, or None if there is none any more."""
+        with self._lock:
+            return self._used(tenant, name)
+
+    def history(self, tenant: bytes, name: str) -> list[Item] | None:
+        """Return all items up to a response, the oldest first; None if any are gone."""
+        turns: list[list[Item]] = []
+        at: str | None = name
+        with self._lock:
+            while at is not None:
+                if (stored := self._used(tenant, at)) is None:
+                    return None
+                turns.append(stored.items)
+                at = stored.previous
+        return [item for items in reversed(turns) for item in items]
+
+    def delete(self, tenant: bytes, name: str) -> bool:
+        """Forget a response. Return False if there is none."""
+        with self._lock:
+            return self._tenants.get(tenant, OrderedDict()).pop(name, None) is not None
+
+    def _used(self, tenant: bytes, name: str) -> Stored | None:
+        """Return a response and note its use: what others go on from is used after them, and stays longer."""
+        kept = self._tenants.get(tenant)
+        if kept is None:
+            return None
+        now = self._clock()
+        while kept and next(iter(kept.values())).used + TTL_SECONDS < now:
+            kept.popitem(last=False)
+        if (stored := kept.get(name)) is not None:
+            stored.used = now
+            kept.move_to_end(name)
+        return stored
