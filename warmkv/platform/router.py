@@ -100,6 +100,7 @@ class Router:
             avoid={earlier.replica for earlier in attempt.given_up if earlier.replica is not None},
             leaves=self._leaves(request),
             config=attempt.routing,
+            session=request.session,
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)

@@ -153,6 +153,7 @@ class Dispatcher:
         avoid: Collection[str] = (),
         leaves: int = 0,
         config: RoutingConfig | None = None,
+        session: bytes = b"",
     ) -> Choice:
         """Rank the replicas, at least one, for a request and book the best.
 
@@ -161,6 +162,7 @@ class Dispatcher:
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` are left out if there are others, and of
         those, suspects and those that keep failing.
+        `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start.
         """
@@ -187,7 +189,8 @@ class Dispatcher:
         )
         ahead, given = self.in_flight.prefill, self.recent.amounts
         self._busy += (min(1.0, len(ahead) / len(replicas)) - self._busy) / BUSY_DECISIONS
-        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, 1 - self._busy)
+        idle = 1 - self._busy
+        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
         order = rank(view, config, self._random)
         self._turn += 1
         asked = wanted is not None and wanted in order and config.allow_request_replica

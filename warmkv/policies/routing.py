@@ -22,7 +22,8 @@ QUEUE_WEIGHT = 8.0  # blocks that a request which waits for a decode slot counts
 RECENT_WEIGHT = 0.1  # blocks of prefill that having been given all work of late counts as
 HOST_CREDIT = 0.75  # worth of a warm block in host memory; 1 on the device
 DISK_CREDIT = 0.25  # worth of a warm block on disk
-SESSION_BLOCKS = 4  # first blocks of a prompt that name its session
+SESSION_BLOCKS = 4  # first blocks of a prompt that name its session, unless the request does
+SESSION_CREDIT = 1.0  # blocks that the replica of a request's named session counts as warm: where all else is equal
 
 
 class View(NamedTuple):
@@ -38,6 +39,7 @@ class View(NamedTuple):
     prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
     recent: Mapping[str, float] = NOTHING  # work that each was given lately, in any unit
     idle_share: float = 1.0  # share of the replicas that have no prompt to compute, on average
+    session: bytes = b""  # that the request names; empty for none
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -91,6 +93,8 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         else:
             cost -= gain
         costs[replica] = cost
+    if view.session and replicas:
+        costs[_by_session(replicas, view.session)[0]] -= SESSION_CREDIT
     most, limit = max(loads, default=0), min(loads, default=0) + config.overload
     if most >= limit or most > slots:
         for replica, busy in zip(replicas, loads, strict=True):
@@ -116,17 +120,21 @@ def _power_of_two(view: View, config: RoutingConfig, random: Random) -> list[str
 
 
 def _sticky_session(view: View, config: RoutingConfig, random: Random) -> list[str]:
-    """Rank by rendezvous hashing (Thaler and Ravishankar, 1998) of the prompt's first blocks, whatever the load.
+    """Rank by session, whatever the load: that which the request names, or the prompt's first blocks.
 
     The first SESSION_BLOCKS blocks stand for the session: they stay the same from turn to turn. A prompt without a
     full block goes to the least loaded replica.
     """
+    if view.session:
+        return _by_session(view.replicas, view.session)
     if not view.hashes:
         return _least_loaded(view, config, random)
-    session = view.hashes[min(SESSION_BLOCKS, len(view.hashes)) - 1]
-    return sorted(
-        view.replicas, key=lambda replica: hashlib.blake2b(session + replica.encode(), digest_size=8).digest()
-    )
+    return _by_session(view.replicas, view.hashes[min(SESSION_BLOCKS, len(view.hashes)) - 1])
+
+
+def _by_session(replicas: Sequence[str], session: bytes) -> list[str]:
+    """Return the replicas by rendezvous hashing of a session (Thaler and Ravishankar, 1998)."""
+    return sorted(replicas, key=lambda replica: hashlib.blake2b(session + replica.encode(), digest_size=8).digest())
 
 
 _POLICIES: Mapping[str, Callable[[View, RoutingConfig, Random], list[str]]] = {

@@ -24,7 +24,7 @@ def device(**blocks):
 
 
 def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
-    known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share") if name in settings}
+    known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share", "session") if name in settings}
     constants = {name: settings.pop(name) for name in [*settings] if name.isupper()}
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
     view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config), **known)
@@ -47,6 +47,17 @@ def test_what_can_be_fetched_is_weighed_against_load():
     assert order(device(b=8), {"b": 2}, **settings)[0] == "a"  # 2 + 6.6 against 2 + 2 + 4
     assert order(device(b=7), {"b": 2}, **settings)[0] == "b"  # too few blocks to fetch: 3 + 6.6 against 10
     assert order({"b": (0, 0, 8)}, {"b": 1}, **settings, DISK_CREDIT=1)[0] == "b"  # nobody fetches from a disk
+
+
+def test_a_session_that_the_request_names_decides_where_all_else_is_equal():
+    places = {session: order(session=session)[0] for session in HASHES}
+    assert set(places.values()) == set(REPLICAS)
+    for session, place in list(places.items())[:9]:
+        assert order(session=session, turn=1, replicas=REPLICAS[::-1])[0] == place
+        others = [name for name in REPLICAS if name != place]
+        assert order(device(**{others[0]: 2}), session=session)[0] == others[0]
+        assert order(load={place: 3}, session=session, load_weight=1.0)[0] in others
+        assert order(session=session, blocks=0, policy="sticky_session")[0] == place
 
 
 def test_a_block_in_a_slower_tier_saves_less():

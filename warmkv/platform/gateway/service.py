@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -222,6 +223,7 @@ class Service:
             marks=plan.marks,
             reads=plan.reads,
             replica=options.replica,
+            session=_session(asked.session, tenant.salt),
             tenant=tenant.label,
             terms=arrival.policy.terms,
             context=arrival.context,
@@ -344,3 +346,8 @@ class Service:
             trace_id=context.trace.trace_id if context is not None and context.trace is not None else "",
             **{"output_tokens": 0, **outcome},
         )
+
+
+def _session(name: str, salt: bytes) -> bytes:
+    """Return what routing knows a tenant's session by; empty for none."""
+    return hashlib.blake2b(salt + name.encode(errors="surrogatepass"), digest_size=8).digest() if name else b""

@@ -114,6 +114,18 @@ def test_an_endless_answer_may_exceed_the_context(tmp_path):
     assert gateway.max_tokens == [5000]
 
 
+def test_a_prompt_cache_key_names_a_session_of_its_tenant(tmp_path):
+    key = {"prompt_cache_key": "mine"}
+    gateway, exchanges = ask(
+        tmp_path, (), (CHAT, key), (COMPLETIONS, key), (CHAT, {"prompt_cache_key": "b"}), (CHAT, {})
+    )
+    first, second, other, none = (request.session for request in gateway.asked)
+    assert first == second != other
+    assert none == b""
+    assert b"mine" not in first
+    assert not any("x-warmkv-ignored" in exchange.headers for exchange in exchanges)
+
+
 def test_other_names_of_the_model(tmp_path):
     flags = ("gateway.models={claude-*: tiny, gpt-5: tiny}",)
     names = ("claude-sonnet", "gpt-5", "tiny")

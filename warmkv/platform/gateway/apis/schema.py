@@ -119,6 +119,7 @@ class ParsedRequest:
     stream: bool
     tool_choice: str = "auto"
     include_usage: bool = False  # at the end of an OpenAI stream
+    session: str = ""  # that the client names: a hint for routing
     n: int = 1  # answers to this prompt
     echo: str = ""  # text that comes before them: the prompt
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked

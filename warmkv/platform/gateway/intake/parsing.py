@@ -148,6 +148,7 @@ class Parsing:
             body.options,
             body.stream,
             include_usage=body.include_usage,
+            session=body.prompt_cache_key,
             n=body.n,
             headers=left_out.headers,
         )

@@ -31,7 +31,7 @@ class CompletionBody(Body):
     """What both endpoints take, by the names of OpenAI and, beyond it, of vLLM."""
 
     ignored = frozenset({
-        "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "metadata", "prediction", "priority", "prompt_cache_options", "prompt_cache_retention",
         "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
     })  # fmt: skip
     unsupported = MappingProxyType({
@@ -55,6 +55,7 @@ class CompletionBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
+    prompt_cache_key: str = ""  # names the session, for routing
     warmkv: WarmkvOptions = WarmkvOptions()
 
     @model_validator(mode="after")

@@ -81,7 +81,7 @@ class ResponsesRequest(Body):
     """Body of /v1/responses."""
 
     ignored = frozenset({
-        "client_metadata", "include", "max_tool_calls", "prompt_cache_key", "prompt_cache_options",
+        "client_metadata", "include", "max_tool_calls", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "user",
     })  # fmt: skip
     unsupported = MappingProxyType({
@@ -105,6 +105,7 @@ class ResponsesRequest(Body):
     tools: Items[dict[str, Any]] = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    prompt_cache_key: str = ""
     warmkv: WarmkvOptions = WarmkvOptions()
 
     @property
@@ -124,6 +125,7 @@ class ResponsesRequest(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "prompt_cache_key": self.prompt_cache_key,
             "response_format": _format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
             "tools": list(map(_tool, self.tools)) or None,
