@@ -23,8 +23,8 @@ from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.openai.choices import Choices
-from warmkv.platform.gateway.apis.openai_responses import answers as responses
-from warmkv.platform.gateway.apis.openai_responses.store import ResponseStore
+from warmkv.platform.gateway.apis.responses import answers as responses
+from warmkv.platform.gateway.apis.responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import verify
 from warmkv.platform.gateway.faults import OPENAI_APIS, api_of

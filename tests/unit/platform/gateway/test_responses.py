@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from warmkv.platform.gateway.apis.openai_responses import store as responses
-from warmkv.platform.gateway.apis.openai_responses.store import ResponseStore, Stored
+from warmkv.platform.gateway.apis.responses import store as responses
+from warmkv.platform.gateway.apis.responses.store import ResponseStore, Stored
 
 LONG = "for position in range(length):\n    total += position\n" * 40
 

@@ -15,9 +15,9 @@ from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.messages.content import AnyMessage
 from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.gateway.apis.openai import requests as openai
-from warmkv.platform.gateway.apis.openai_responses.requests import ResponsesRequest
-from warmkv.platform.gateway.apis.openai_responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.prompt import Turn, render
+from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
+from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
 from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
 from warmkv.platform.gateway.apis.token_cache import TokenCache

@@ -9,8 +9,8 @@ from typing import Any
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.errors import clipped
-from warmkv.platform.gateway.apis.openai_responses.requests import ResponsesRequest
-from warmkv.platform.gateway.apis.openai_responses.store import Item, ResponseStore, Stored
+from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
+from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, Stored
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
 

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from warmkv.platform.gateway.apis.errors import from_validation
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
-from warmkv.platform.gateway.apis.openai_responses.store import Item
+from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
 
 
