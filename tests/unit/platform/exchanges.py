@@ -69,9 +69,10 @@ class Gateway:
         self.service = Service(
             self.config, self.answer, self.recorded, write_log=self.records.append, clock=clock, wall_clock=time.time
         )
+        self.tokenizer = load_tokenizer(self.config.model)
         self.app = create_app(
             self.service,
-            load_tokenizer(self.config.model),
+            self.tokenizer,
             b"secret",
             4096,
             self._nothing,

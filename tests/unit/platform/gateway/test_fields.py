@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.platform import exchanges
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message
 from warmkv.config import ConfigError, load
+from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import GenerateRequest
 
 MESSAGES, CHAT, COMPLETIONS = "/v1/messages", "/v1/chat/completions", "/v1/completions"
@@ -29,6 +31,11 @@ class Asked(Gateway):
     @property
     def max_tokens(self) -> list[int]:
         return [request.sampling.max_tokens for request in self.asked]
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def body(gateway: Gateway, path: str, **more: Any) -> dict[str, Any]:
@@ -124,6 +131,36 @@ def test_a_prompt_cache_key_names_a_session_of_its_tenant(tmp_path):
     assert none == b""
     assert b"mine" not in first
     assert not any("x-warmkv-ignored" in exchange.headers for exchange in exchanges)
+
+
+def test_a_template_gets_the_effort_and_the_variables_that_it_takes(tmp_path, monkeypatch):
+    """Those that it does not take change nothing; the tiny model's takes none."""
+    fields = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    _, (left_out,) = ask(tmp_path, (), (CHAT, fields))
+    assert (left_out.status, left_out.headers["x-warmkv-ignored"]) == (
+        200,
+        "reasoning_effort, chat_template_kwargs.enable_thinking",
+    )
+    gateway, (refused, own) = ask(
+        tmp_path, ("gateway.strict=true",), (CHAT, fields), (CHAT, {"warmkv": {"chat_template_kwargs": {"a": 1}}})
+    )
+    assert (refused.status, own.status, gateway.asked) == (400, 400, [])
+    assert "chat_template_kwargs: this model's template takes none, not 'enable_thinking'" in refused.error
+
+    template = gateway.tokenizer.chat_template
+    takes = "{{ reasoning_effort }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}" + template
+    monkeypatch.setattr(exchanges, "load_tokenizer", lambda model: with_template(load_tokenizer(model), takes))
+    gateway, answers = ask(
+        tmp_path,
+        (),
+        (CHAT, {"reasoning_effort": "minimal"}),
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}),
+        (CHAT, {"warmkv": {"chat_template_kwargs": {"enable_thinking": True}}}),
+    )
+    texts = [gateway.tokenizer.decode(request.token_ids).partition("<|im_start|>")[0] for request in gateway.asked]
+    assert texts == ["low", "False", "True", "True"]
+    assert not any("x-warmkv-ignored" in answer.headers for answer in answers)
 
 
 def test_other_names_of_the_model(tmp_path):

@@ -19,7 +19,7 @@ from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.content import AssistantMessage, UserMessage
 from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
-from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
+from warmkv.platform.gateway.apis.template_options import variables, variables_of
 from warmkv.platform.gateway.apis.thinking import sign, verify
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, tokenize
@@ -346,7 +346,10 @@ def test_variables_of_the_template_change_what_they_change():
     assert variables_of(THINKING) == {"enable_thinking"}
     assert changed.decode(without.tokens) == changed.decode(usual.tokens) + "<think>\n\n</think>\n\n"
     with pytest.raises(ApiError, match="takes enable_thinking, not 'bos_token'"):
-        check_variables(THINKING, {"bos_token": "x"})
+        variables(changed, {}, {"bos_token": "x"})
+    wanted = {"enable_thinking": False, "reasoning_effort": "low"}
+    assert variables(changed, wanted, {}) == {"enable_thinking": False}
+    assert variables(changed, wanted, {"enable_thinking": True}) == {"enable_thinking": True}
 
 
 ALTERNATING = """\

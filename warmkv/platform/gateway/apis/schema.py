@@ -23,6 +23,8 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first fault alone is told: each costs pydantic a kilobyte."""
 
+TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
+
 LONGEST_POLICY = 1000
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -97,8 +99,8 @@ class WarmkvOptions(Body):
     replica: str | None = Field(
         None, max_length=1000, description="id of the replica to prefer, as /v1/warmkv/replicas lists them"
     )
-    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
-        {}, max_length=16, description="variables that the model's chat template takes, such as enable_thinking"
+    chat_template_kwargs: TemplateVariables = Field(
+        {}, description="variables that the model's chat template takes, such as enable_thinking"
     )
 
     @field_validator("policy", mode="before")

@@ -29,12 +29,17 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(name for name in found if not name.endswith("_token"))
 
 
-def check_variables(template: str, chosen: Mapping[str, Any]) -> None:
-    """Refuse variables that the template does not take. Raises ApiError (400)."""
-    known = variables_of(template)
+def variables(tokenizer: Any, wanted: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template is rendered with: of `wanted` what it takes, and all that a request has `chosen` by name.
+
+    Raises ApiError (400) where it does not take what was chosen.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    known = variables_of(template) if isinstance(template, str) else frozenset()
     if unknown := next((name for name in chosen if name not in known), None):
         takes = ", ".join(sorted(known)) or "none"
-        raise invalid(f"warmkv.chat_template_kwargs: this model's template takes {takes}, not {unknown!r}")
+        raise invalid(f"chat_template_kwargs: this model's template takes {takes}, not {unknown!r}")
+    return {name: value for name, value in wanted.items() if name in known} | dict(chosen)
 
 
 @lru_cache(maxsize=16)

@@ -19,7 +19,7 @@ from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
-from warmkv.platform.gateway.apis.template_options import check_variables, variables_of
+from warmkv.platform.gateway.apis.template_options import variables
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
@@ -110,7 +110,15 @@ class Parsing:
         self, arrival: Arrival, body: openai.ChatRequest, tokenizer: Any, left_out: FieldsLeftOut
     ) -> ParsedRequest:
         self._service.check_model(body.model)
-        asked = self._completion(arrival, body, self._prompt(arrival, tokenizer, openai.turns(body)), left_out)
+        named, chosen = body.chat_template_kwargs, body.warmkv.chat_template_kwargs
+        chosen = {**named, **chosen} if self._gateway.strict else chosen
+        taken = variables(tokenizer, {**body.template_variables, **named}, chosen)
+        if body.reasoning_effort is not None and not taken.keys() & body.template_variables:
+            left_out.note("reasoning_effort")
+        for name in named.keys() - taken:
+            left_out.note(f"chat_template_kwargs.{name}")
+        prompt = self._prompt(arrival, tokenizer, openai.turns(body), taken)
+        asked = self._completion(arrival, body, prompt, left_out)
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         return self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
 
@@ -176,16 +184,12 @@ class Parsing:
 
         `chosen` are variables of the template that the request sets.
         """
-        config, template = arrival.policy.config, getattr(tokenizer, "chat_template", None)
-        source = template if isinstance(template, str) else ""
-        check_variables(source, chosen)
-        known = variables_of(source)
-        variables = {name: value for name, value in body.template_variables.items() if name in known} | dict(chosen)
+        config, taken = arrival.policy.config, variables(tokenizer, body.template_variables, chosen)
         cache = config.prefix_cache
         reading = Reading(cache.default_ttl, self._signed, omit_billing_line=config.gateway.omit_billing_line)
 
         def prompt(said: Sequence[AnyMessage], most: int) -> Prompt:
-            return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), variables, most)
+            return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), taken, most)
 
         if body.context_management is None:
             return prompt(body.messages, self._max_context), None

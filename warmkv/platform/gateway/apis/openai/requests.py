@@ -12,9 +12,10 @@ from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import ChatMessage, ChatTool
 from warmkv.platform.gateway.apis.prompt import Turn
-from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions
 from warmkv.replicas.protocol import SamplingParams
 
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 MOST_ANSWERS = 1024  # to one request: its prompts, times n
 
 
@@ -32,10 +33,10 @@ class CompletionBody(Body):
 
     ignored = frozenset({
         "metadata", "prediction", "priority", "prompt_cache_options", "prompt_cache_retention",
-        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "request_id", "safety_identifier", "service_tier", "store", "user", "verbosity",
     })  # fmt: skip
     unsupported = MappingProxyType({
-        "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
+        "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],),
         "frequency_penalty": (0,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "logit_bias": ({},),
         "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
         "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
@@ -46,12 +47,14 @@ class CompletionBody(Body):
     model: str
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # -1 is another way to say all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Items[str] | None = None
     ignore_eos: bool = False
+    chat_template_kwargs: TemplateVariables = Field({})
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
@@ -59,9 +62,11 @@ class CompletionBody(Body):
     warmkv: WarmkvOptions = WarmkvOptions()
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> CompletionBody:
+    def _check_together(self) -> CompletionBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: this server returns all answers, so it must be n")
         return self
 
     def sampling(self, seed: int, default_tokens: int) -> SamplingParams:
@@ -104,6 +109,7 @@ class ChatRequest(CompletionBody):
 
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Items[ChatTool] = Field([])
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
@@ -114,6 +120,16 @@ class ChatRequest(CompletionBody):
         if len(set(names)) < len(names):
             raise ValueError("tools: names must be unique")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return what chat templates call thinking and effort, for those that take it."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        if effort == "none":
+            return {"enable_thinking": False, "thinking": False}
+        return {"reasoning_effort": EFFORTS.get(effort, effort)}
 
     @property
     def token_limit(self) -> int | None:
