@@ -109,7 +109,7 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    warmkv: WarmkvOptions = WarmkvOptions()
+    warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
 
     @model_validator(mode="after")
     def _thinking_leaves_room(self) -> MessagesRequest:

@@ -59,7 +59,7 @@ class CompletionBody(Body):
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
     prompt_cache_key: str = ""  # names the session, for routing
-    warmkv: WarmkvOptions = WarmkvOptions()
+    warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionBody:
