@@ -22,7 +22,7 @@ from warmkv.platform.named_actors import NAMESPACE
 from warmkv.platform.prefix_directory import FOLLOW_SECONDS, IndexFollower, directory_name
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.prefixes.index import Shard
+from warmkv.prefixes.index import PUBLISH_SECONDS, Shard
 from warmkv.replicas.protocol import GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,7 @@ class Router:
                 self._recorder.set(telemetry.FOLLOWING, 1, shard=label)
                 if staleness is not None:
                     self._recorder.observe(telemetry.STALENESS, staleness)
+                await asyncio.sleep(PUBLISH_SECONDS)  # many replicas' reports come together
             except Exception as error:
                 log.warning("the prefix directory cannot be reached: %s", error)
                 self._recorder.set(telemetry.FOLLOWING, 0, shard=label)

@@ -186,7 +186,7 @@ class Replica:
         for publisher in self._publishers:
             publisher.delta(stored, evicted, tier)
 
-    async def _send(self, actor: Any, batches: list[BlockEvents], status: dict[str, Any]) -> bool:
+    async def _send(self, actor: Any, batches: list[BlockEvents], status: dict[str, Any] | None) -> bool:
         followed: bool = await actor.publish.remote(self._name, batches, status)
         return followed
 

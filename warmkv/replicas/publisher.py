@@ -15,14 +15,15 @@ from warmkv.replicas.protocol import BlockEvents
 log = logging.getLogger(__name__)
 
 PENDING_LIMIT = 10_000  # reports that wait for the directory; more are replaced by a snapshot
-Send = Callable[[list[BlockEvents], dict[str, Any]], Awaitable[bool]]
+Send = Callable[[list[BlockEvents], dict[str, Any] | None], Awaitable[bool]]
 
 
 class Publisher:
     """Collects events in the engine's thread and sends them from the event loop.
 
-    `send(batches, status)` delivers and answers whether the directory could follow; `request_snapshot` must make the
-    engine's thread call `snapshot` with all full blocks. Events and snapshots keep the order in which the store made
+    `send(batches, status)` delivers and answers whether the directory could follow; the status is left out where an
+    earlier one was sent less than HEARTBEAT_SECONDS ago. `request_snapshot` must make the engine's thread call
+    `snapshot` with all full blocks. Events and snapshots keep the order in which the store made
     them, since both are noted by the engine's thread. It tells of the blocks of `shard` alone; `clock` is wall time.
     """
 
@@ -41,6 +42,7 @@ class Publisher:
         self._sequence = 0
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
+        self._status_due = 0.0  # by the event loop's clock
 
     def delta(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
         """Report that blocks came to a tier, the fastest that has them, or left all tiers."""
@@ -76,8 +78,11 @@ class Publisher:
     async def _flush(self) -> None:
         with self._lock:
             batches, self._pending = self._pending, []
+        now, status = asyncio.get_running_loop().time(), None
+        if now >= self._status_due or any(batch.snapshot for batch in batches):
+            self._status_due, status = now + HEARTBEAT_SECONDS, self._status()
         try:
-            followed = await self._send(batches, self._status())
+            followed = await self._send(batches, status)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the actor is restarting; a snapshot makes good what was lost

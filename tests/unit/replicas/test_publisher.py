@@ -11,7 +11,7 @@ import pytest
 from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform.prefix_directory import IndexFollower, PrefixDirectory
-from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
+from warmkv.prefixes.index import HEARTBEAT_SECONDS, PUBLISH_SECONDS, TIERS, PrefixIndex, Shard
 from warmkv.replicas.publisher import Publisher
 
 CONFIG = DirectoryConfig()
@@ -94,5 +94,35 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
         assert equal()
         for task in tasks:
             task.cancel()
+
+    run(scenario())
+
+
+def test_a_status_goes_with_a_snapshot_and_once_in_a_heartbeat():
+    """It is made anew for each, which costs more than the blocks of a step."""
+
+    async def scenario() -> None:
+        sent: list[tuple[list[bool], bool]] = []
+
+        async def send(batches: Any, status: Any) -> bool:
+            sent.append(([batch.snapshot for batch in batches], status is not None))
+            return True
+
+        publisher = Publisher(send, lambda: publisher.snapshot({"device": [b"a"]}), dict, clock=lambda: 0.0)
+        publishing = asyncio.create_task(publisher.run())
+        for _ in range(3):
+            await asyncio.sleep(2 * PUBLISH_SECONDS)
+            publisher.delta([b"b"], [], "device")
+        await asyncio.sleep(2 * PUBLISH_SECONDS)
+        publisher.snapshot({"device": [b"a"]})
+        await asyncio.sleep(2 * PUBLISH_SECONDS)
+        publishing.cancel()
+        assert sent == [([True], True), *[([False], False)] * 3, ([True], True)]
+        sent.clear()
+        publishing = asyncio.create_task(publisher.run())
+        await asyncio.sleep(3.5 * HEARTBEAT_SECONDS)
+        publishing.cancel()
+        assert [status for _, status in sent] == [True] * len(sent)
+        assert len(sent) >= 3
 
     run(scenario())
