@@ -114,7 +114,7 @@ class Scheduler:
         """
         tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
         given = (*sequence.request.token_ids, *sequence.request.resume)
-        if not tokens or not all(0 <= token < self.vocabulary for token in given):
+        if not tokens or min(given) < 0 or max(given) >= self.vocabulary:
             raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
         slot_request = sequence.slot_request
         if slot_request is not None and slot_request.is_endless(self.max_context):
