@@ -8,7 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from llguidance import LLMatcher
+
 from warmkv import logs
+from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.outputs import Output, OutputProcessor
 from warmkv.replicas.links import Link
 from warmkv.replicas.protocol import (
@@ -34,7 +37,7 @@ class Fetching(Protocol):
 
 
 class Answer:
-    """One of them. While its prefix is fetched it has a task in place of an output."""
+    """One of them. While its prefix is fetched, or its constraint compiled, it has a task in place of an output."""
 
     __slots__ = ("output", "preparing")
 
@@ -49,8 +52,16 @@ class Answers:
     `check` raises where the engine hangs, which a gateway would find out too late.
     """
 
-    def __init__(self, outputs: OutputProcessor, transfers: Fetching, check: Callable[[], None], most: int) -> None:
+    def __init__(
+        self,
+        outputs: OutputProcessor,
+        transfers: Fetching,
+        check: Callable[[], None],
+        most: int,
+        compiler: Compiler | None = None,
+    ) -> None:
         self._outputs, self._transfers, self._check, self._most = outputs, transfers, check, most
+        self._compiler = compiler
         self._open: dict[tuple[Link, int], Answer] = {}
         self._drained: asyncio.Event | None = None  # once it is stopped
 
@@ -69,8 +80,8 @@ class Answers:
             return
         self._open[link, stream] = answer = Answer()
         with logs.about(request.context):
-            if self._transfers.helps(request):
-                answer.preparing = asyncio.create_task(self._fetch(link, stream, request, answer))
+            if self._transfers.helps(request) or request.sampling.constraint is not None:
+                answer.preparing = asyncio.create_task(self._prepare(link, stream, request, answer))
             else:
                 self._submit(link, stream, request, answer)
 
@@ -85,19 +96,36 @@ class Answers:
         if self._open:
             await self._drained.wait()
 
-    async def _fetch(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
-        try:
-            await self._transfers.prepare(request)
-        except Exception:
-            log.exception("a request's prefix could not be fetched and is computed")
+    async def _prepare(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
+        matcher: LLMatcher | Exception | None = None
+        if (constraint := request.sampling.constraint) is not None and self._compiler is not None:
+            try:
+                matcher = await asyncio.to_thread(self._compiler.matcher, constraint)
+            except Exception as error:
+                matcher = error
+        if self._transfers.helps(request):
+            try:
+                await self._transfers.prepare(request)
+            except Exception:
+                log.exception("a request's prefix could not be fetched and is computed")
         answer.preparing = None
-        self._submit(link, stream, request, answer)
+        self._submit(link, stream, request, answer, matcher)
 
-    def _submit(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
+    def _submit(
+        self,
+        link: Link,
+        stream: int,
+        request: GenerateRequest,
+        answer: Answer,
+        matcher: LLMatcher | Exception | None = None,
+    ) -> None:
+        """Submit a request with the matcher of its constraint, or refuse it with what went wrong with that."""
         try:
+            if isinstance(matcher, Exception):
+                raise matcher
             self._check()
             deliver = partial(link.send, stream)
-            answer.output = output = self._outputs.submit(request, deliver, Admitted(len(self._open)))
+            answer.output = output = self._outputs.submit(request, deliver, Admitted(len(self._open)), matcher)
         except QueueFullError as error:
             self._end(link, stream, Refused("full", str(error), error.waiting, error.retry_after))
         except UnservableRequestError as error:

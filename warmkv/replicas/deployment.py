@@ -20,6 +20,7 @@ from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.answers import Answers
+from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.links import Links, ray_tls
@@ -84,7 +85,8 @@ class Replica:
         self._transfers = Transfers(self._engine, self._name, terms, self._ask, self._recorder, clock=time.monotonic)
         outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
         turns = partial(self._engine.check_turning, config.gateway.stall_seconds)
-        self._answers = Answers(outputs, self._transfers, turns, config.ongoing_requests)
+        compiler = Compiler(self._tokenizer, model.vocabulary, model.eos_ids)
+        self._answers = Answers(outputs, self._transfers, turns, config.ongoing_requests, compiler)
         self._links = Links(self._name, self._answers.take, self._answers.lost, ray_tls("client"))
         self._leaving = False
         self._engine.warm_up(say)

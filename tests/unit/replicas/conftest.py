@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
+from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import LoadedModel, prepare
-from warmkv.replicas.protocol import Finished, GenerateRequest, SamplingParams, Started
+from warmkv.replicas.protocol import Finished, GenerateRequest, SamplingParams, Started, TokenLogprobs
 
 VOCABULARY = 97
 ROOT = hashing.chain_root(b"test", "model")
@@ -58,6 +60,11 @@ def random_model(family: str) -> Any:
 def models() -> dict[str, LoadedModel]:
     """Return the families with warmkv's attention; `reference` makes the same weights with transformers' own."""
     return {family: prepare(random_model(family)) for family in FAMILIES}
+
+
+def replace_eos(model: LoadedModel, token: int) -> LoadedModel:
+    """The same model, whose answers end with a token."""
+    return replace(model, eos_ids=frozenset([token]))
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +103,15 @@ def make_request(
 class Driver:
     """Steps an engine until all requests have ended, and keeps what each was told."""
 
-    def __init__(self, model: LoadedModel, *, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        clock: Callable[[], float] = lambda: 0.0,
+        compiler: Compiler | None = None,
+        **settings: Any,
+    ) -> None:
+        self.compiler = compiler
         cache = {"block_size": BLOCK, "min_tokens": 1, **settings.pop("prefix_cache", {})}
         settings = {"step_tokens": 16, "kv_bytes": 1 << 26, **settings}
         self.events: list[tuple[list[bytes], list[bytes]]] = []
@@ -111,7 +126,9 @@ class Driver:
 
     def submit(self, *requests: GenerateRequest) -> None:
         for request in requests:
-            self.engine.submit(request, self.told.setdefault(request.id, []).append)
+            constraint = request.sampling.constraint
+            matcher = self.compiler.matcher(constraint) if self.compiler and constraint else None
+            self.engine.submit(request, self.told.setdefault(request.id, []).append, matcher)
 
     def run(self, *requests: GenerateRequest) -> list[list[int]]:
         """Submit, step until nothing is left, return the tokens of each request."""
@@ -121,7 +138,11 @@ class Driver:
         return [self.tokens(request.id) for request in requests]
 
     def tokens(self, name: str) -> list[int]:
-        return [event for event in self.told[name] if isinstance(event, int)]
+        told = (event.token if isinstance(event, TokenLogprobs) else event for event in self.told[name])
+        return [event for event in told if isinstance(event, int)]
+
+    def logprobs(self, name: str) -> list[TokenLogprobs]:
+        return [event for event in self.told[name] if isinstance(event, TokenLogprobs)]
 
     def started(self, name: str) -> Started:
         return next(event for event in self.told[name] if isinstance(event, Started))

@@ -37,9 +37,9 @@ def watch(driver: Driver) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     draw = driver.engine._draw
 
-    def watched(sequences: Any, logits: torch.Tensor) -> list[int]:
+    def watched(sequences: Any, logits: torch.Tensor, masks: Any) -> list[int]:
         seen.append(logits.clone())
-        return draw(sequences, logits)
+        return draw(sequences, logits, masks)
 
     driver.engine._draw = watched  # type: ignore[method-assign]
     return seen

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
@@ -28,11 +29,13 @@ from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
+from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
@@ -99,6 +102,7 @@ class Engine:
         self._step_forward: ModelRunner | CompiledForward = self._forward
         if compiles(engine, model.device):
             self._step_forward = CompiledForward(model)
+        self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
         self.watch_logits: Callable[[Items[Sequence], Tensor], None] | None = None
@@ -110,9 +114,10 @@ class Engine:
 
     # --- from any thread
 
-    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+    def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
         """Queue a request; `emit` is called in the engine's thread with Started, drawn tokens, and an end.
 
+        `matcher` is that of its constraint, at the start of the answer. Tokens come with log-probabilities if wanted.
         Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
         where the engine has ended.
         """
@@ -127,8 +132,11 @@ class Engine:
                 f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
                 f"this model has {self.model.kv_shape.head_dim}"
             )
+        if request.sampling.constraint is not None and matcher is None:
+            raise UnservableRequestError("this replica does not constrain answers")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
-        sequence = Sequence(request, policy, emit, self._clock(), random)
+        processor = LogitsProcessor.of(request, self.model.eos_ids, matcher)
+        sequence = Sequence(request, policy, emit, self._clock(), random, processor)
         self._inbox.submit(sequence, partial(self.scheduler.check, sequence))
 
     def cancel(self, request_id: str) -> None:
@@ -250,6 +258,7 @@ class Engine:
                 self._endings.end(sequence, Failed("the replica is stopping"))
             self.flush()
             self._publish_stats()
+            self._masks.close()
             self.store.close()
 
     def _turn(self) -> None:
@@ -341,14 +350,16 @@ class Engine:
             assert batch.state is not None
             ids = torch.tensor([[sequence.last_token] for sequence in batch.decoding], device=device)
             positions = torch.tensor(batch.state.positions, device=device)[:, None]
-            return self._draw(list(batch.decoding), self._step_forward(ids, positions, batch.state))
+            drawing, masks = list(batch.decoding), self._begin_masks(batch.decoding)
+            return self._draw(drawing, self._step_forward(ids, positions, batch.state), masks)
         drawing = [*batch.ending, *batch.decoding]
+        masks = self._begin_masks(drawing)
         ids, positions = batch.ids(device), batch.positions(device)
         if len(batch.prompts) == 1 and not batch.decoding:
             logits = self._forward(ids, positions, batch.prompts[0].workspace)
         else:
             logits = self._forward(ids, positions, batch, batch.drawn(device))
-        tokens = iter(self._draw(drawing, logits) if drawing else ())
+        tokens = iter(self._draw(drawing, logits, masks) if drawing else ())
         drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
         for sequence in batch.prompts:
             sequence.workspace.end_chunk()
@@ -376,11 +387,17 @@ class Engine:
         else:
             self._deliver(sequence, token)
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+    def _begin_masks(self, sequences: Items[Sequence]) -> Future[Tensor] | None:
+        """Begin to compute what constraints rule out, beside the model; None if no sequence has one."""
+        processors = [sequence.processor for sequence in sequences if sequence.processor is not None]
+        matchers = [processor.matcher for processor in processors if processor.matcher is not None]
+        return self._masks.begin(matchers) if matchers else None
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor, masks: Future[Tensor] | None) -> list[int]:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
             self.watch_logits(sequences, logits)
-        return draw(sequences, logits)
+        return draw(sequences, logits, masks)
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         """Report a drawn token, and end the sequence where it ends.
@@ -389,15 +406,24 @@ class Engine:
         then: the slot, what a policy evicts from it and the random numbers come out as they were.
         """
         sequence.number = None
-        if sequence.num_output_tokens < len(sequence.request.resume):
-            token = sequence.request.resume[sequence.num_output_tokens]
+        if (given := sequence.given) is not None:
+            token = given
         sequence.last_token = token
         sequence.num_output_tokens += 1
-        if token in self.model.eos_ids and not sequence.request.sampling.ignore_eos:
+        sampling, processor = sequence.request.sampling, sequence.processor
+        if processor is not None and (fault := processor.take(token)):
+            self._endings.end(sequence, Failed(f"its constraint cannot be followed: {fault}", "request"))
+            return
+        if token in self.model.eos_ids and not sampling.ignore_eos:
             self._endings.finish(sequence, "end")
             return
-        self._endings.tell(sequence, token)
-        if sequence.num_output_tokens == sequence.request.sampling.max_tokens:
+        if token in sampling.stop_token_ids:
+            self._endings.finish(sequence, "stop")
+            return
+        self._endings.tell(sequence, token if sequence.logprobs is None else sequence.logprobs)
+        if processor is not None and processor.is_complete:
+            self._endings.finish(sequence, "end")
+        elif sequence.num_output_tokens == sampling.max_tokens:
             self._endings.finish(sequence, "length")
 
     def _works(self) -> bool:

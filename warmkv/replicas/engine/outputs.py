@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import EngineEvent
 from warmkv.replicas.engine.text import Detokenizer
-from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, GenerateRequest, Started
+from warmkv.replicas.protocol import (
+    Admitted,
+    Alive,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Started,
+    TokenLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +46,7 @@ class Output:
         self.ended: asyncio.Future[Finished | Failed] = loop.create_future()
         self.beat, self.turns = beat, 0  # when it is due to give a sign of life, and the engine's turns so far
         self.num_output_tokens, self.tokens, self.text = 0, list[int](), ""  # the latter two since the last Delta
+        self.logprobs: list[TokenLogprobs] = []  # of these tokens
         self.end: Finished | Failed | None = None
 
     def fail(self, error: Exception) -> None:
@@ -45,8 +58,11 @@ class Output:
 
     def take(self, event: EngineEvent) -> None:
         """Take what the engine emitted."""
-        if isinstance(event, int):
+        if isinstance(event, int | TokenLogprobs):
             if self.detokenizer.stopped_by is None:
+                if isinstance(event, TokenLogprobs):
+                    self.logprobs.append(event)
+                    event = event.token
                 self.num_output_tokens += 1
                 self.tokens.append(event)
                 self.text += self.detokenizer.push(event)
@@ -66,9 +82,13 @@ class Output:
             self.num_output_tokens = end.output_tokens
         told = bool(self.text)
         if told:
-            self.deliver(Delta(self.text, self.num_output_tokens, tuple(self.tokens)))
+            self.deliver(Delta(self.text, self.num_output_tokens, tuple(self.tokens), tuple(self.logprobs)))
             self.text, self.tokens = "", []
+            if self.logprobs:
+                self.logprobs = []
         if end is not None:
+            if self.logprobs and isinstance(end, Finished):
+                end = replace(end, logprobs=tuple(self.logprobs))
             self.deliver(end)
             self.ended.set_result(end)
             self._start(None)
@@ -94,18 +114,22 @@ class OutputProcessor:
         engine.flush = self._flush
 
     def submit(
-        self, request: GenerateRequest, deliver: Callable[[Event], None], admitted: Admitted = ADMITTED
+        self,
+        request: GenerateRequest,
+        deliver: Callable[[Event], None],
+        admitted: Admitted = ADMITTED,
+        matcher: LLMatcher | None = None,
     ) -> Output:
         """Submit a request, and have `admitted`, Started, text as it comes, then Finished (or Failed) delivered.
 
-        Raises EngineError where the request cannot be taken.
+        `matcher` is that of its constraint. Raises EngineError where the request cannot be taken.
         """
         context = request.token_ids[-CONTEXT_TOKENS:]
         sampling = request.sampling
-        detokenizer = Detokenizer(self._tokenizer, sampling.stop, context, sampling.shown_ids)
+        detokenizer = Detokenizer(self._tokenizer, sampling.stop, context, sampling.shown_ids, sampling.min_tokens)
         output = Output(request, deliver, detokenizer, self._next_beat())
         output.turns = self._engine.turns
-        self._engine.submit(request, lambda event: self._emitted.append((output, event)))
+        self._engine.submit(request, lambda event: self._emitted.append((output, event)), matcher)
         self._outputs[output] = None
         if self._beating is None:
             self._beating = self._loop.call_at(output.beat, self._beat)

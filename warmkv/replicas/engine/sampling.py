@@ -3,35 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from warmkv.replicas.engine.logits_processors import process
 from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.protocol import LEAST_LOGPROB, TokenLogprobs
 
 NO_TOKEN = -1
 """Stands for a token where logits are not finite."""
 
+BELOW_ONE = 1 - 2**-23
+"""The largest number of which a share is less than the whole in float32."""
 
-def draw(sequences: Items[Sequence], logits: Tensor) -> list[int]:
-    """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite."""
+
+def draw(sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | None = None) -> list[int]:
+    """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite.
+
+    `masks` are those of the sequences with a constraint. Log-probabilities are left in the sequences that want them.
+    """
     sampling = [sequence.request.sampling for sequence in sequences]
     highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
+    is_finite, own = highest.isfinite(), logits
+    if any(sequence.processor for sequence in sequences):
+        logits = process([sequence.processor for sequence in sequences], logits, masks)
+        highest, tokens = logits.max(dim=-1)
+        is_finite = is_finite & highest.isfinite()
     if any(s.temperature > 0 for s in sampling):
         parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
         temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
         top_k = torch.tensor([min(s.top_k, logits.shape[-1]) for s in sampling], device=logits.device)
-        tokens = sample(logits, temperature, top_p, top_k, uniform)
-    ids: list[int] = torch.where(highest.isfinite(), tokens, NO_TOKEN).tolist()
+        least = [s.min_p for s in sampling]
+        min_p = torch.tensor(least, device=logits.device, dtype=torch.float32) if any(least) else None
+        tokens = sample(logits, temperature, top_p, top_k, uniform, min_p)
+    ids: list[int] = torch.where(is_finite, tokens, NO_TOKEN).tolist()
+    if any(s.logprobs is not None for s in sampling):
+        _note_logprobs(sequences, own, ids)
     return ids
 
 
-def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
+def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int]) -> None:
+    """Leave the log-probabilities of tokens drawn, or given by another replica, in the sequences that want them."""
+    wanting = [
+        (row, sequence, sequence.request.sampling.logprobs)
+        for row, sequence in enumerate(sequences)
+        if sequence.request.sampling.logprobs is not None and ids[row] != NO_TOKEN
+    ]
+    if not wanting:
+        return
+    rows = torch.tensor([row for row, _, _ in wanting], device=logits.device)
+    tokens = [ids[row] if (given := sequence.given) is None else given for row, sequence, _ in wanting]
+    logprobs = logits[rows].float().log_softmax(dim=-1)
+    taken = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    most = min(max(top for _, _, top in wanting), logits.shape[-1])
+    values, others = logprobs.topk(most, dim=-1)
+    least = LEAST_LOGPROB
+    lists = (taken.clamp_min(least).tolist(), values.clamp_min(least).tolist(), others.tolist())
+    for (_, sequence, top), token, logprob, its, best in zip(wanting, tokens, *lists, strict=True):
+        sequence.logprobs = TokenLogprobs(token, logprob, tuple(zip(best[:top], its[:top], strict=True)))
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor, min_p: Tensor | None = None
+) -> Tensor:
     """Next token of each row of logits [n, vocabulary]; parameters are [n], the result int64 [n].
 
     Rows with temperature 0 take the argmax. The others draw from the top_k most probable tokens (0 is all) within the
-    smallest set whose probability reaches top_p, by inverting the cumulative distribution at `uniform` in [0, 1): the
-    draw depends on nothing but the row's own logits and number.
+    smallest set whose probability reaches top_p, of which none has less than min_p of the highest probability, by
+    inverting the cumulative distribution at `uniform` in [0, 1): the draw depends on nothing but the row's own logits
+    and number.
     """
     greedy = logits.argmax(dim=-1)
     safe = torch.where(temperature == 0, 1.0, temperature)
@@ -42,9 +84,12 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, un
     before = probabilities.cumsum(dim=-1) - probabilities
     rank = torch.arange(logits.shape[-1], device=logits.device)
     kept = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    if min_p is not None:
+        kept &= probabilities >= min_p[:, None] * probabilities[:, :1]
     kept[:, 0] = True
     cumulative = (probabilities * kept).cumsum(dim=-1)
-    target = uniform[:, None] * cumulative[:, -1:]
+    # Below 1 in float32 as well: beyond the last token that can be drawn lie those that a mask rules out.
+    target = uniform[:, None].clamp_max(BELOW_ONE) * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the number; clamped, as rounding may leave none.
     drawn = (cumulative <= target).sum(dim=-1).clamp_max(logits.shape[-1] - 1)
     last = kept.sum(dim=-1) - 1  # kept tokens are the first ranks

@@ -19,17 +19,19 @@ from warmkv.policies.memory_plan import Limit
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.replicas.block_store import BlockStore, WarmPrefix
 from warmkv.replicas.completions import Completions
+from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
     QueueFullError,
     Started,
+    TokenLogprobs,
     UnservableRequestError,
 )
 from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest, SwappedSlot
 
-EngineEvent = Started | int | Finished | Failed  # an int is a drawn token
+EngineEvent = Started | int | TokenLogprobs | Finished | Failed  # a drawn token, alone or with its log-probabilities
 Emit = Callable[[EngineEvent], None]
 
 
@@ -42,6 +44,7 @@ class Sequence:
     emit: Emit
     arrived: float
     random: np.random.Generator
+    processor: LogitsProcessor | None = None  # of what changes its logits
     slot: Slot | None = None
     swapped: SwappedSlot | None = None  # its slot while another tenant's request has the room
     queued: float = 0.0  # when it began to wait
@@ -56,6 +59,7 @@ class Sequence:
     number: float | None = None  # random number of the next token, kept until that is drawn: a step may be repeated
     num_output_tokens: int = 0  # tokens drawn so far
     last_token: int = 0
+    logprobs: TokenLogprobs | None = None  # of the token just drawn, if the request wants them
 
     @property
     def prompt_tokens(self) -> int:
@@ -73,6 +77,12 @@ class Sequence:
         if self.prefill is not None:
             return self.prompt_tokens - self.prefill.computed
         return self.prompt_tokens - (self.match.reused if self.match is not None else 0)
+
+    @property
+    def given(self) -> int | None:
+        """Return the next token if another replica drew it; None if it is drawn here."""
+        resume = self.request.resume
+        return resume[self.num_output_tokens] if self.num_output_tokens < len(resume) else None
 
     @property
     def uniform(self) -> float:
@@ -116,6 +126,13 @@ class Scheduler:
         given = (*sequence.request.token_ids, *sequence.request.resume)
         if not tokens or min(given) < 0 or max(given) >= self.vocabulary:
             raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
+        sampling = sequence.request.sampling
+        for field_name, named in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ):
+            if unknown := [token for token in named if not 0 <= token < self.vocabulary]:
+                raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {self.vocabulary}")
         slot_request = sequence.slot_request
         if slot_request is not None and slot_request.is_endless(self.max_context):
             new = 1

@@ -19,14 +19,20 @@ class Detokenizer:
     Text that could still change (an incomplete character) or that may be the start of a stop string is held back.
     `context` are the prompt's last ids: a tokenizer may drop the space of a text's first word. `tokenizer` is of the
     tokenizers library, whose DecodeStream is used, or has the same `decode`, as those of transformers in Python have.
-    Special tokens show no text, but for `shown`.
+    Special tokens show no text, but for `shown`. Stop strings are looked for behind the first `min_tokens` ids.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = (), shown: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        shown: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer, self._stop = tokenizer, [StopSearch(text) for text in stop if text]
         self._shown = {token: tokenizer.decode([token], skip_special_tokens=False) for token in shown}
+        self._unstoppable = min_tokens  # ids to come whose text ends nothing
         self._context: list[int] = []  # ids of the last text that was certain
         self._unread: list[int] = []  # and those since
         self._stream: DecodeStream | None
@@ -38,6 +44,7 @@ class Detokenizer:
         """Add a token; the text that is now certain. After a stop string was met: "" and `stopped_by` is set."""
         if self.stopped_by is not None:
             return ""
+        self._unstoppable -= 1
         if token in self._shown:
             text = self._unread_text() + self._shown[token]
             self._begin(self._unread or self._context)
@@ -80,7 +87,7 @@ class Detokenizer:
 
     def _release(self, new: str, final: bool) -> str:
         """Add text. Of stop strings that are complete now, the one that begins first counts."""
-        if not self._stop:
+        if not self._stop or self._unstoppable >= 0:
             return new
         begin = len(self._pending)
         self._pending += new

@@ -97,8 +97,8 @@ class Fault:
             raise ValueError("it fails after a layer")
         return out
 
-    def draw(self, sequences: Any, logits: Any) -> Any:
-        drawn = self._draw(sequences, logits)
+    def draw(self, sequences: Any, logits: Any, masks: Any) -> Any:
+        drawn = self._draw(sequences, logits, masks)
         if self.armed and self.place == "draw":
             self.armed = False
             raise ValueError("it fails when tokens are drawn")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
+from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request, replace_eos
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.engine.test_matrix import POLICIES
 from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
@@ -52,11 +52,6 @@ def test_it_ends_where_it_would_have_ended(models):
         assert driver.run(replace(request, resume=tuple(free[:cut]))) == [free[:stop_at]]
         assert driver.finished("request").reason == "end"
         assert driver.finished("request").output_tokens == stop_at + 1
-
-
-def replace_eos(model, token):
-    fields = {name: getattr(model, name) for name in type(model).__slots__}
-    return type(model)(**{**fields, "eos_ids": frozenset([token])})
 
 
 def test_it_waits_even_where_the_queue_is_full_and_its_tokens_are_checked(models):
