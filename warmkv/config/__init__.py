@@ -3,7 +3,7 @@
 from warmkv.config.base import AutoBytes, ConfigError, Section
 from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
 from warmkv.config.compression import CompressionConfig
-from warmkv.config.control import ControlConfig, WhatIfConfig
+from warmkv.config.control import AutopilotConfig, ControlConfig, WhatIfConfig
 from warmkv.config.dashboards import DashboardsConfig
 from warmkv.config.engine import EngineConfig
 from warmkv.config.gateway import GatewayConfig
@@ -28,6 +28,7 @@ from warmkv.config.values import put, read_value
 
 __all__ = [
     "AutoBytes",
+    "AutopilotConfig",
     "AutoscalingConfig",
     "BlockStorage",
     "ClusterConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from warmkv.config.base import Section
 
@@ -22,6 +22,22 @@ class WhatIfConfig(Section):
     )
 
 
+class AutopilotConfig(Section):
+    """Steps that the service takes by itself, on what the what-if service predicts."""
+
+    min_gain: float = Field(
+        0.05, gt=0, lt=1, description="least gain of a step, relative; of requests within the SLO, in points"
+    )
+    max_model_error: float = Field(
+        0.1, gt=0, lt=1, description="largest error of the what-if service's predictions with which a step is taken"
+    )
+    settle_seconds: float = Field(
+        1800.0,
+        gt=0,
+        description="rest after any change of the live configuration; then what a step did is measured for as long",
+    )
+
+
 class ControlConfig(Section):
     path: Path | None = Field(
         None,
@@ -34,6 +50,15 @@ class ControlConfig(Section):
         "http://grafana.example.org:3000",
     )
     whatif: WhatIfConfig | None = Field(None, description="null: no what-if service; {} is one without an evaluation")
+    autopilot: AutopilotConfig | None = Field(
+        None, description="null: only operators change the live configuration; {} takes steps with the defaults"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ControlConfig:
+        if self.autopilot is not None and self.whatif is None:
+            raise ValueError("autopilot goes by the what-if service: set whatif, {} for the defaults")
+        return self
 
     @field_validator("allowed_origins")
     @classmethod

@@ -16,6 +16,7 @@ from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
+from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.tenants import Caller
 from warmkv.platform.whatif.candidates import TooManyCandidatesError, UnknownCandidateError
 
@@ -23,6 +24,7 @@ REFUSED: dict[type[Exception], ErrorType] = {
     ConfigError: "invalid_request_error",
     TooManyCandidatesError: "conflict_error",
     UnknownCandidateError: "not_found_error",
+    StoreError: "api_error",
 }
 
 

@@ -12,7 +12,10 @@ from warmkv import telemetry
 from warmkv.config import Config, WhatIfConfig
 from warmkv.platform import named_actors
 from warmkv.platform.control import RemoteControl
+from warmkv.platform.live_config_store import store_of
 from warmkv.platform.prefix_directory import merged
+from warmkv.platform.whatif.autopilot import Autopilot
+from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
@@ -29,23 +32,36 @@ class WhatIfActor(WhatIf):
             return Held.of(merged(await asyncio.gather(*(shard.status.remote() for shard in directory))))
 
         application = start.cluster.application
+        control = RemoteControl(application)
+        memory = Memory(store_of(start.control), application, time.time())
         super().__init__(
             start,
             settings,
             replayed_on_ray,
-            RemoteControl(application).history,
+            control.history,
             held,
             telemetry.RayRecorder(*telemetry.WHATIF, application=application),
+            memory,
             clock=time.monotonic,
             wall_clock=time.time,
         )
-        self._running: asyncio.Task[None] | None = None
+        self._autopilot: Autopilot | None = None
+        if (steps := start.control.autopilot) is not None:
+            table, window = super().table, self.window
+            self._autopilot = Autopilot(start, steps, memory, control, table, lambda: window, held, time.time)
+        self._running: list[asyncio.Task[None]] = []
 
     async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
         """Take a gateway's records; the first ones start the replays."""
-        if self._running is None:
-            self._running = asyncio.create_task(self.run())
+        if not self._running:
+            self._running.append(asyncio.create_task(self.run()))
+            if self._autopilot is not None:
+                self._running.append(asyncio.create_task(self._autopilot.run()))
         await super().take(gateway, records, waiting)
+
+    async def table(self) -> dict[str, Any]:
+        """Return the candidates, the best first, what they rest on, and what the autopilot does; None: it is off."""
+        return {**await super().table(), "autopilot": self._autopilot.status() if self._autopilot else None}
 
 
 async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:

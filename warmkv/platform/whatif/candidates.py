@@ -112,11 +112,15 @@ def combined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
 class OperatorCandidates:
     """The candidates of operators, by the lowest number that is free: names label metrics, and stay few."""
 
-    def __init__(self) -> None:
-        self._held: dict[str, Candidate] = {}
+    def __init__(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._held = {name: Candidate(name, dict(changes)) for name, changes in (kept or {}).items()}
 
     def all(self) -> Sequence[Candidate]:
         return list(self._held.values())
+
+    def kept(self) -> dict[str, Mapping[str, Any]]:
+        """Return the changes of each, by its name."""
+        return {name: candidate.changes for name, candidate in self._held.items()}
 
     def add(self, changes: Mapping[str, Any]) -> Candidate:
         """Add changes, which are checked already; the same changes are there once. Raises TooManyCandidatesError."""

@@ -15,7 +15,9 @@ from typing import Any
 from warmkv import telemetry
 from warmkv.config import Config, ConfigError, WhatIfConfig
 from warmkv.platform.live_config import Version, in_force
+from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, OperatorCandidates, check, proposals
+from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round
 from warmkv.platform.whatif.sizes import Held, with_sizes
 from warmkv.platform.whatif.window import Window
@@ -56,14 +58,15 @@ class WhatIf:
         versions: Callable[[], Awaitable[Sequence[Version]]],
         held: Callable[[], Awaitable[Held]],
         recorder: telemetry.Recorder,
+        memory: Memory,
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._start, self._settings, self._replay = start, settings, replay
-        self._versions, self._held, self._recorder = versions, held, recorder
+        self._versions, self._held, self._recorder, self._memory = versions, held, recorder, memory
         self._clock, self._wall_clock = clock, wall_clock
-        self._window, self._own = Window(), OperatorCandidates()
+        self.window, self._own = Window(), OperatorCandidates(memory.kept.candidates)
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
         self._replicas = start.cluster.replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
@@ -78,11 +81,11 @@ class WhatIf:
 
     async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
         """Add a gateway's records to the window; nothing is replayed while too many requests wait."""
-        self._window.add(records)
+        self.window.add(records)
         self._loads[gateway] = waiting, self._clock()
         if records:
             self._heard = self._clock()
-        self._recorder.set(telemetry.WHATIF_WINDOW, len(self._window))
+        self._recorder.set(telemetry.WHATIF_WINDOW, len(self.window))
         if self.loaded:
             self._loaded.set()
 
@@ -94,15 +97,27 @@ class WhatIf:
         return sum(waiting for waiting, _ in self._loads.values()) > WAITING_PER_REPLICA * self._replicas
 
     async def add(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Add a candidate and return it. Raises ConfigError, or TooManyCandidatesError."""
+        """Add a candidate and return it. Raises ConfigError, TooManyCandidatesError or StoreError."""
         now, _, _ = await self._in_force()
         check(now, changes)
-        return self._shown(self._own.add(changes))
+        before = self._own.kept()
+        added = self._own.add(changes)
+        self._keep_own(before)
+        return self._shown(added)
 
     async def remove(self, name: str) -> None:
-        """Take an operator's candidate away. Raises UnknownCandidateError."""
+        """Take an operator's candidate away. Raises UnknownCandidateError or StoreError."""
+        before = self._own.kept()
         self._own.remove(name)
+        self._keep_own(before)
         self._forget(name)
+
+    def _keep_own(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        try:
+            self._memory.keep(candidates=self._own.kept())
+        except StoreError:
+            self._own = OperatorCandidates(before)
+            raise
 
     async def table(self) -> dict[str, Any]:
         """Return the candidates, the best first, and what they rest on."""
@@ -127,9 +142,9 @@ class WhatIf:
             "rounds": self._rounds,
             "version": self._version,
             "window": {
-                "requests": len(self._window),
-                "bytes": self._window.bytes,
-                "seen": self._window.seen,
+                "requests": len(self.window),
+                "bytes": self.window.bytes,
+                "seen": self.window.seen,
                 **({"replayed": asdict(self._basis)} if self._basis else {}),
             },
             "model_error": _error(present.replayed) if present else None,
@@ -152,7 +167,7 @@ class WhatIf:
 
     async def turn(self) -> None:
         """Replay a round if there is something new and nothing waits; stop it as soon as requests wait."""
-        if len(self._window) < ENOUGH:
+        if len(self.window) < ENOUGH:
             self._state = f"waiting for {ENOUGH} requests"
             return
         if self.loaded:
@@ -160,10 +175,10 @@ class WhatIf:
             return
         work = await self._round()
         due = (self._version, sorted((one.name, repr(one.changes)) for one in work.candidates))
-        if self._done == due and (self._window.seen - self._replayed_at) * FRESH_SHARE < len(self._window):
+        if self._done == due and (self.window.seen - self._replayed_at) * FRESH_SHARE < len(self.window):
             self._state = "up to date"
             return
-        seen, self._state = self._window.seen, "replaying"
+        seen, self._state = self.window.seen, "replaying"
         self._loaded.clear()
         for name in self._results.keys() - {NOW, BEST} - {one.name for one in work.candidates}:
             self._forget(name)
@@ -215,7 +230,7 @@ class WhatIf:
             key=lambda one: self._results[one.name].at if one.name in self._results else 0.0,
         )
         return Round(
-            self._window.records(),
+            self.window.records(),
             sized,
             defaults,
             changed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from warmkv.prefixes.record import RequestRecord
 
@@ -36,9 +36,13 @@ class Window:
         while self._records and (len(self._records) > self._most or self.bytes > self._most_bytes):
             self.bytes -= self._records.popleft()[1]
 
+    def __iter__(self) -> Iterator[RequestRecord]:
+        """Yield the requests as they came in."""
+        return (record for record, _ in self._records)
+
     def records(self) -> list[RequestRecord]:
         """Return the requests in the order of their arrival."""
-        return sorted((record for record, _ in self._records), key=lambda record: record.arrival)
+        return sorted(self, key=lambda record: record.arrival)
 
 
 def size_of(record: RequestRecord) -> int:

@@ -16,6 +16,7 @@ from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
 from warmkv import telemetry
 from warmkv.config import ConfigError, load
 from warmkv.platform.live_config import LIVE, Version
+from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif import service as service_module
 from warmkv.platform.whatif.candidates import (
     MOST_CANDIDATES,
@@ -28,6 +29,7 @@ from warmkv.platform.whatif.candidates import (
     proposals,
 )
 from warmkv.platform.whatif.feed import BATCH, QUEUE, Feed
+from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held, with_sizes
@@ -54,17 +56,33 @@ class Gauges(Counted):
         self.held = {key: v for key, v in self.held.items() if key[0] != gauge.name or (wanted and key[1] != wanted)}
 
 
+class InMemory:
+    """A store of bytes; `full` is a disk that takes no more."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.full = False
+
+    def read(self, name: str) -> bytes | None:
+        return self.held.get(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        if self.full:
+            raise OSError("no space left")
+        self.held[name] = data
+
+
 class Bench:
     """A service whose replays are the test's: each candidate takes a second."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, store: InMemory | None = None) -> None:
         self.config = settings("control.whatif={}", *flags)
         assert self.config.control.whatif is not None
         self.rounds: list[Round] = []
         self.closed = 0
         self.versions: list[Version] = []
         self.held = Held(replicas=1, stored_bytes=7)
-        self.metrics = Gauges()
+        self.metrics, self.store = Gauges(), store or InMemory()
         loop = asyncio.get_running_loop()
         self.whatif = WhatIf(
             self.config,
@@ -73,6 +91,7 @@ class Bench:
             self._versions,
             self._held,
             self.metrics,
+            Memory(self.store, "warmkv", 0.0),
             clock=loop.time,
             wall_clock=lambda: OFFSET + loop.time(),
         )
@@ -241,6 +260,30 @@ def test_candidates_are_refused_by_what_is_wrong_with_them():
         for name in ("9", NOW, "ttl-half"):
             with pytest.raises(UnknownCandidateError, match="no candidate"):
                 await whatif.remove(name)
+
+    clocks.run(scenario())
+
+
+def test_candidates_outlive_the_actor_and_what_cannot_be_kept_is_not_there():
+    async def scenario() -> None:
+        before = Bench()
+        await before.whatif.add({"engine.max_slots": 10})
+        await before.whatif.add({"engine.max_slots": 11})
+        await before.whatif.remove("1")
+        after = Bench(store=before.store).whatif
+        kept = [(row["candidate"], row["changes"]) for row in (await after.table())["candidates"]]
+        assert kept == [("2", {"engine.max_slots": 11})]
+        before.store.full = True
+        with pytest.raises(StoreError, match="no space left"):
+            await after.add({"engine.max_slots": 12})
+        with pytest.raises(StoreError, match="no space left"):
+            await after.remove("2")
+        assert [row["candidate"] for row in (await after.table())["candidates"]] == ["2"]
+        before.store.full = False
+        (name,) = before.store.held
+        before.store.held[name] = b"{"
+        assert (await Bench(store=before.store).whatif.table())["candidates"] == []
+        assert before.store.held[f"{name}.damaged-0"] == b"{"
 
     clocks.run(scenario())
 

@@ -1,0 +1,479 @@
+"""The autopilot: one step at a time, measured and taken back where it is not as predicted, and never back and forth."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.platform.whatif.test_service import InMemory
+from tests.unit.platform.whatif.traffic import OFFSET, TRUE
+from tests.unit.simulator.conversations import config as simulated
+from tests.unit.simulator.conversations import record, run, with_timings
+from warmkv import telemetry
+from warmkv.config import AutopilotConfig, Config, ConfigError, load
+from warmkv.platform.control import Report
+from warmkv.platform.live_config import History, StaleVersionError, Version, change, roll_back, values
+from warmkv.platform.whatif.autopilot import Autopilot
+from warmkv.platform.whatif.candidates import NOW
+from warmkv.platform.whatif.decision import (
+    AUTOPILOT,
+    LATELY,
+    REQUESTS,
+    STEPPED,
+    Apply,
+    Close,
+    Decision,
+    RollBack,
+    Seen,
+    Step,
+    Wait,
+    decide,
+    gain,
+)
+from warmkv.platform.whatif.kept import Memory
+from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
+from warmkv.platform.whatif.service import WhatIf
+from warmkv.platform.whatif.sizes import Held
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.usage import Usage
+
+REST = 100.0
+START = load(flags=["control.whatif={}", f"control.autopilot={{settle_seconds: {REST}}}"], environ={})
+assert START.control.autopilot is not None
+SETTINGS: AutopilotConfig = START.control.autopilot
+DOLLARS = "dollars_per_million_tokens"
+DOUBLE = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
+FIGURES = {"hit_rate": 0.5, "in_slo": 1.0, DOLLARS: 2.0, "bytes": 10.0, "ttft_p99": 0.2}
+
+
+class Versions:
+    """The live configuration as the control actor keeps it, in virtual time."""
+
+    def __init__(self, start: Config = START) -> None:
+        self.start, self.now, self.kept = start, OFFSET, History()
+
+    async def change(
+        self, start: Config, changes: dict[str, Any], who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]:
+        by = {"who": who, "why": why, "when": datetime.fromtimestamp(self.now, UTC)}
+        self.kept = self.kept.with_next(change(start, self.kept, changes, based_on, **by), 100)
+        return {}
+
+    async def roll_back(
+        self, start: Config, to: int | None, who: str, why: str, based_on: int | None
+    ) -> dict[str, Any]:
+        by = {"who": who, "why": why, "when": datetime.fromtimestamp(self.now, UTC)}
+        self.kept = self.kept.with_next(roll_back(start, self.kept, to, based_on, **by), 100)
+        return {}
+
+    async def history(self) -> list[Version]:
+        return list(reversed(self.kept.versions))
+
+    async def follow(self, part: str, report: Report, seconds: float) -> Version:
+        raise NotImplementedError
+
+    async def status(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def row(
+    name: str, rank: int | None, changes: Mapping[str, Any], restart: Sequence[str] = (), **difference: float
+) -> dict[str, Any]:
+    figures = {**FIGURES, "in_slo": FIGURES["in_slo"] + difference.get("in_slo", 0.0)}
+    every = {**dict.fromkeys(FIGURES, 0.0), **difference}
+    shown = {"candidate": name, "rank": rank, "changes": dict(changes), "restart": list(restart)}
+    return {**shown, "requests": 90, "figures": figures, "difference": every}
+
+
+def table(*rows: dict[str, Any], version: int = 0, **more: Any) -> dict[str, Any]:
+    errors = dict.fromkeys(("hit_rate", "in_slo", DOLLARS, "resident_bytes_end", "ttft_p99"), 0.01)
+    shown = {"state": "up to date", "version": version, "model_error": {"error": errors}}
+    return {**shown, "candidates": [*rows, row(NOW, len(rows) + 1, {})], **more}
+
+
+BETTER = row("ttl-double", 1, DOUBLE, hit_rate=0.3, **{DOLLARS: -0.4})
+
+
+def seen(now: float = 1000.0, versions: Sequence[Version] = (), of: Any = None, **measured: float) -> Seen:
+    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS)
+
+
+def version(number: int, age: float, who: str = "ann", **settings: Any) -> Version:
+    when = datetime.fromtimestamp(1000.0 - age, UTC)
+    return Version(number=number, settings=settings, who=who, why="test", when=when)
+
+
+def step(at: float = 0.0, **more: Any) -> Step:
+    own = {"version": 1, "base": 0, "candidate": "ttl-double", "at": at, "figure": DOLLARS, "gain": 0.4}
+    return Step(**{**own, "predicted": BETTER["difference"], "before": dict(FIGURES), **more})
+
+
+# --- one decision
+
+
+def test_the_best_candidate_is_applied_with_its_reason():
+    decision = decide(START, SETTINGS, None, seen())
+    assert isinstance(decision, Apply)
+    assert decision.changes == DOUBLE
+    assert decision.why == (
+        "what-if: ttl-double, dollars_per_million_tokens -40.0% predicted from 90 requests, model error 1.0%"
+    )
+    assert (decision.step.version, decision.step.base, decision.step.gain) == (1, 0, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (seen(versions=[version(1, REST - 1)], of=table(BETTER, version=1)), "version 1 by ann is 99 s old"),
+        (seen(of=table(BETTER, state="replaying")), "not up to date: replaying"),
+        (seen(of=table(BETTER, version=3)), "table is of version 3, not 0"),
+        (replace(seen(), requests=REQUESTS - 1), f"49 requests in the last {REST:g} s"),
+        (seen(of=table(BETTER, model_error=None)), "error is not known yet"),
+        (seen(of=table(BETTER, model_error={"error": {"hit_rate": 0.2, DOLLARS: 0.0}})), "error is 20.0%"),
+        (seen(of=table(BETTER, model_error={"error": {"hit_rate": 0.0, DOLLARS: -0.2}})), "error is 20.0%"),
+        (seen(of=table(BETTER, model_error={"error": {"hit_rate": 0.0, DOLLARS: None}})), "error is 100.0%"),
+        (seen(of=table(row("a", 1, DOUBLE, **{DOLLARS: -0.04}))), "its gain of 4.0% is less than 5.0%"),
+        (
+            seen(
+                of=table(
+                    row("a", 1, DOUBLE, **{DOLLARS: -0.06}), model_error={"error": {"hit_rate": 0.0, DOLLARS: 0.07}}
+                )
+            ),
+            "gain of 6.0% is less than 7.0%",
+        ),
+        (seen(of=table(row("a", 1, {"engine.max_slots": 3}, ["engine.max_slots"], **{DOLLARS: -0.5}))), "no candidate"),
+        (seen(of=table(row("1", 1, {"pricing.input": 0.1}, **{DOLLARS: -0.5}))), "pricing.input is for operators"),
+        (
+            seen(of=table(row("1", 1, {"routing.allow_request_replica": False}, bytes=-0.5))),
+            "routing.allow_request_replica is for operators",
+        ),
+        (seen(of=table(row("1", 1, {"prefix_cache.ttls": {"5m": 1.0}}, bytes=-0.5))), "takes a TTL away"),
+        (seen(of=table(row("1", 1, {"prefix_cache.default_ttl": "9h"}, bytes=-0.5))), "does not fit any more"),
+        (seen(of=table()), "no candidate is better"),
+    ],
+)
+def test_it_stands_still_and_says_why(what: Seen, why: str):
+    decision = decide(START, SETTINGS, None, what)
+    assert isinstance(decision, Wait)
+    assert why in decision.why
+
+
+def test_the_gain_is_in_what_the_rank_goes_by():
+    now = row(NOW, 9, {})
+    assert gain(row("a", 1, {}, **{DOLLARS: -0.4}), now) == (DOLLARS, 0.4)
+    assert gain(row("a", 1, {}, **{DOLLARS: -0.009, "bytes": -0.5}), now) == ("bytes", 0.5)  # dollars within 1%
+    assert gain(row("a", 1, {}, ttft_p99=-0.3), now) == ("ttft_p99", 0.3)
+    slow = row(NOW, 9, {}, in_slo=-0.2)
+    figure, better = gain(row("a", 1, {}, **{DOLLARS: 0.5}), slow) or ("", 0.0)
+    assert (figure, better) == ("in_slo", pytest.approx(0.19))  # more than 99% is not better
+    assert gain(slow, now) is None
+    assert gain(row("a", 1, {}, **{DOLLARS: 0.4}), now) is None
+    assert gain(row("a", 1, {}), now) is None
+
+
+def test_values_that_were_left_lately_are_not_taken_again():
+    there = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
+    back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, REST + 1).when)
+    versions = [back, version(1, 3 * REST, AUTOPILOT, **there)]
+    decision = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, version=2)))
+    assert "version 1 had it, and was left" in decision.why
+    other = row("ttl-1h", 2, {"prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.3})
+    second = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, other, version=2)))
+    assert isinstance(second, Apply)  # the next one is free
+    assert second.step.candidate == "ttl-1h"
+    old = [replace_when(one, LATELY * REST) for one in versions]
+    assert isinstance(decide(START, SETTINGS, None, seen(versions=old, of=table(BETTER, version=2))), Apply)
+    by_hand = [version(1, 2 * REST, "ann", **{"prefix_cache.default_ttl": "1h"})]  # the start was left by an operator
+    before = row("ttl-5m", 1, {"prefix_cache.default_ttl": "5m"}, **{DOLLARS: -0.3})
+    assert "version 0 had it" in decide(START, SETTINGS, None, seen(versions=by_hand, of=table(before, version=1))).why
+
+
+def replace_when(one: Version, seconds: float) -> Version:
+    assert one.when is not None
+    return one.model_copy(update={"when": datetime.fromtimestamp(one.when.timestamp() - seconds, UTC)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "measured", "why"),
+    [
+        (Wait, 900.0, {}, "settles and is measured, 100 s more"),
+        (
+            Close,
+            800.0,
+            {DOLLARS: 1.3, "hit_rate": 0.8},
+            "predicted effect: predicted dollars_per_million_tokens -40.0%",
+        ),
+        (Close, 800.0, {DOLLARS: 0.9, "hit_rate": 0.9}, "-55.0%"),  # better than predicted
+        (
+            RollBack,
+            800.0,
+            {DOLLARS: 1.7, "hit_rate": 0.8},
+            "predicted dollars_per_million_tokens -40.0%, measured dolla",
+        ),
+        (RollBack, 800.0, {DOLLARS: 2.0}, "+0.0%"),
+        (RollBack, 800.0, {DOLLARS: 1.3, "hit_rate": 0.69}, "worse than predicted: predicted hit_rate +30.0%"),
+        (RollBack, 800.0, {DOLLARS: 1.3, "hit_rate": 0.8, "in_slo": 0.8}, "measured in_slo -20.0%"),
+    ],
+)
+def test_a_step_is_kept_if_the_measured_effect_is_the_predicted_one(kind, at, measured, why):
+    versions = [version(1, 1000.0 - at, AUTOPILOT)]
+    decision = decide(START, SETTINGS, step(at), seen(versions=versions, **measured))
+    assert isinstance(decision, kind)
+    assert why in decision.why
+
+
+def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
+    few = replace(seen(versions=[version(1, 300, AUTOPILOT)]), requests=REQUESTS - 1)
+    assert "49 of 50 requests" in decide(START, SETTINGS, step(700.0), few).why
+    changed = decide(START, SETTINGS, step(700.0), seen(versions=[version(2, 10), version(1, 300, AUTOPILOT)]))
+    assert isinstance(changed, Close)  # the operator's version stays
+    assert "version 2 by ann came after version 1" in changed.why
+    assert "was not made" in decide(START, SETTINGS, step(700.0), seen()).why
+
+
+def test_what_it_may_change_are_live_settings_without_prices_and_rights():
+    assert set(STEPPED) >= {
+        "compression.policy",
+        "prefix_cache.ttls",
+        "prefix_cache.default_ttl",
+        "routing.load_weight",
+    }
+    assert not [name for name in STEPPED if "pricing" in name or "allow" in name]
+
+
+def test_the_settings_decide(monkeypatch: pytest.MonkeyPatch):
+    def decided(**settings: float) -> Decision:
+        text = ", ".join(f"{name}: {value}" for name, value in settings.items())
+        control = load(flags=["control.whatif={}", f"control.autopilot={{{text}}}"], environ={}).control
+        assert control.autopilot is not None
+        return decide(START, control.autopilot, None, seen(versions=[version(1, 200.0)], of=table(BETTER, version=1)))
+
+    assert isinstance(decided(settle_seconds=100), Apply)
+    assert isinstance(decided(settle_seconds=300), Wait)
+    assert isinstance(decided(settle_seconds=100, min_gain=0.41), Wait)
+    assert isinstance(decided(settle_seconds=100, max_model_error=0.009), Wait)
+    with pytest.raises(ConfigError, match=r"control.*autopilot goes by the what-if service"):
+        load(flags=["control.autopilot={}"], environ={})
+
+
+# --- never back and forth
+
+
+@dataclass
+class Scripted:
+    """The autopilot's world as hypothesis makes it up: any table, any measurement, operators at any time."""
+
+    versions: Versions = field(default_factory=Versions)
+    step: Step | None = None
+    applied: list[float] = field(default_factory=list)
+
+    def act(self, rows: list[dict[str, Any]], errors: float, hit_rate: float, dollars: float) -> None:
+        history = list(reversed(self.versions.kept.versions))
+        number = self.versions.kept.current.number
+        names = ("hit_rate", "in_slo", DOLLARS, "resident_bytes_end", "ttft_p99")
+        shown = table(*rows, version=number, model_error={"error": dict.fromkeys(names, errors)})
+        measured = {**FIGURES, "hit_rate": hit_rate, DOLLARS: dollars}
+        now = self.versions.now
+        decision = decide(START, SETTINGS, self.step, Seen(now, history, shown, measured, REQUESTS))
+        current = self.versions.kept.current
+        if isinstance(decision, Apply):
+            assert self.step is None  # one at a time
+            assert current.when is None or now - current.when.timestamp() >= REST  # nothing changed lately
+            assert errors <= SETTINGS.max_model_error
+            assert decision.step.gain >= SETTINGS.min_gain
+            assert not self.applied or now - self.applied[-1] >= 2 * REST  # the last one was measured
+            self.applied.append(now)
+            self.step = decision.step
+            asyncio.run(self.versions.change(START, dict(decision.changes), AUTOPILOT, decision.why, number))
+            self.check_not_left_lately()
+        elif isinstance(decision, RollBack):
+            assert current.who == AUTOPILOT  # never an operator's
+            assert self.step is not None
+            assert now - self.step.at >= 2 * REST
+            asyncio.run(self.versions.roll_back(START, self.step.base, AUTOPILOT, decision.why, number))
+            self.step = None
+        elif isinstance(decision, Close):
+            self.step = None
+
+    def check_not_left_lately(self) -> None:
+        """What is in force now was left by nobody within the last rests."""
+        versions = [Version(), *self.versions.kept.versions]
+        touched = set(versions[-1].changes)
+        for one, later in itertools.pairwise(versions):
+            assert later.when is not None
+            if self.versions.now - later.when.timestamp() < LATELY * REST:
+                for dotted in touched:
+                    own, new = (each.settings.get(dotted, values(START)[dotted]) for each in (one, versions[-1]))
+                    assert own != new, (one.number, versions[-1].number)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"prefix_cache.default_ttl": "1h"},
+    {"prefix_cache.default_ttl": "5m"},
+    DOUBLE,
+    {"prefix_cache.ttls": {"5m": 300.0, "1h": 3600.0}},
+]
+
+
+@given(st.data())
+def test_it_never_goes_back_and_forth_and_never_undoes_an_operator(data: st.DataObject):
+    world = Scripted()
+    for _ in range(data.draw(st.integers(1, 25))):
+        world.versions.now += data.draw(st.sampled_from([20.0, 90.0, 210.0]))
+        if data.draw(st.integers(0, 9)) == 0:
+            changes = data.draw(st.sampled_from(CHANGES))
+            asyncio.run(world.versions.change(START, changes, "ann", "by hand", None))
+        drawn = data.draw(st.lists(st.sampled_from(CHANGES), max_size=3))
+        gains = [data.draw(st.sampled_from([0.02, 0.1, 0.5])) for _ in drawn]
+        rows = [
+            row(f"{n}", n + 1, one, **{DOLLARS: -less}) for n, (one, less) in enumerate(zip(drawn, gains, strict=True))
+        ]
+        world.act(
+            rows,
+            data.draw(st.sampled_from([0.0, 0.05, 0.3])),
+            data.draw(st.sampled_from([0.2, 0.5, 0.8])),
+            data.draw(st.sampled_from([1.0, 2.0, 3.0])),
+        )
+
+
+# --- the loop, end to end: simulated traffic, the real what-if service, the real autopilot
+
+
+AGAIN, TURNED = 400.0, 100.0  # seconds until a prompt comes again: at first, and when the traffic has turned
+LOOP_REST = 800.0
+TURN = 4 * LOOP_REST  # a step is taken after two, and judged after two more
+END = (2 + LATELY) * LOOP_REST + AGAIN  # when the first TTL may be taken again
+
+
+def traffic() -> list[RequestRecord]:
+    """A prompt every 20 s that comes again, each followed by one that never does."""
+    found = []
+    for number in range(int(END / 20)):
+        at = number * 20.0
+        known = number % int((AGAIN if at < TURN else TURNED) / 20)
+        for token, arrival in ((known if at < TURN else 500 + known, at), (1000 + number, at + 1)):
+            found.append(replace(record(arrival, [token] * 64, 4, name=f"{arrival}"), api="chat", max_tokens=4))
+    return found
+
+
+class Cluster:
+    """What a simulated cluster with a default TTL of 300 s or 600 s does with the traffic, by the TTL in force."""
+
+    def __init__(self) -> None:
+        flags = ["prefix_cache.block_size=4", "prefix_cache.memory_bytes=1GiB", "control.whatif={}"]
+        self.start = simulated(*flags, f"control.autopilot={{settle_seconds: {LOOP_REST}}}")
+        self.logs: dict[float, list[RequestRecord]] = {}
+        self.stored: dict[float, Any] = {}
+        for ttl in (300.0, 600.0):
+            jobs, outcome = run(traffic(), simulated(*flags, f"prefix_cache.ttls={{5m: {ttl}, 1h: 3600}}"), cost=TRUE)
+            self.logs[ttl] = [
+                replace(
+                    line,
+                    status="ok",
+                    usage=Usage(input=64 - line.cached_tokens, read=line.cached_tokens, output=line.output_tokens),
+                )
+                for line in with_timings(jobs, OFFSET, outside=0.01)
+            ]
+            self.stored[ttl] = outcome.stored
+
+
+def test_the_cluster_gets_to_the_best_ttl_by_itself_and_turns_with_the_traffic():
+    asyncio.run(loop_scenario())
+
+
+async def loop_scenario() -> None:
+    cluster = Cluster()
+    versions, store, now = Versions(cluster.start), InMemory(), OFFSET
+
+    def ttl() -> float:
+        found: float = versions.kept.current.settings.get("prefix_cache.ttls", {"5m": 300.0})["5m"]
+        return found
+
+    async def held() -> Held:
+        return Held(replicas=1, stored_bytes=int(cluster.stored[ttl()].at([now - OFFSET])[0]))
+
+    async def replay(work: Round) -> AsyncGenerator[Basis | Replayed]:
+        for one in replays(work):
+            yield one
+
+    control = cluster.start.control
+    assert control.whatif is not None
+    assert control.autopilot is not None
+    memory = Memory(store, "warmkv", OFFSET)
+    whatif = WhatIf(
+        cluster.start,
+        control.whatif,
+        replay,
+        versions.history,
+        held,
+        telemetry_of_nobody(),
+        memory,
+        clock=lambda: now,
+        wall_clock=lambda: now,
+    )
+    pilot = Autopilot(
+        cluster.start, control.autopilot, memory, versions, whatif.table, lambda: whatif.window, held, lambda: now
+    )
+    seconds, hits = 0.0, {}
+    predicted: Mapping[str, Any] = {}
+    while seconds < END:
+        come = [line for line in cluster.logs[ttl()] if seconds <= line.arrival - OFFSET < seconds + AGAIN]
+        seconds += AGAIN
+        now = versions.now = OFFSET + seconds
+        await whatif.take("gateway", come, 0)
+        hits[seconds] = sum(line.cached_tokens for line in come) / sum(line.input_tokens for line in come)
+        if seconds in (2 * LOOP_REST, END):  # rounds cost the test time
+            await whatif.turn()
+        before = versions.kept.current.number
+        await pilot.turn()
+        if (before, versions.kept.current.number) == (0, 1):
+            predicted = next(one for one in (await whatif.table())["candidates"] if one["rank"] == 1)
+    done = [(one.who, one.settings["prefix_cache.ttls"]["5m"]) for one in versions.kept.versions]
+    assert done == [(AUTOPILOT, 600.0), (AUTOPILOT, 300.0)]
+    first, second = versions.kept.versions
+    assert "ttl-double, dollars_per_million_tokens -" in first.why
+    assert "ttl-half, bytes -" in second.why  # the same hits for less, since prompts come again sooner
+    assert predicted["changes"] == first.changes
+    assert predicted["figures"]["hit_rate"] == pytest.approx(hits[TURN], rel=0.1)
+    assert hits[2 * LOOP_REST] == 0
+    level = cluster.stored[600.0].at([TURN])[0]
+    assert predicted["figures"]["resident_bytes"] == pytest.approx(level, rel=0.1)
+
+
+def telemetry_of_nobody() -> Any:
+    class Nobody:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+    assert hasattr(telemetry.Recorder, "set")
+    return Nobody()
+
+
+def test_a_step_that_somebody_else_prevents_is_no_step():
+    async def scenario() -> None:
+        versions, store = Versions(), InMemory()
+        memory = Memory(store, "warmkv", 0.0)
+
+        async def shown() -> dict[str, Any]:
+            await versions.change(START, {"routing.overload": 3}, "ann", "faster", None)  # while it decides
+            return table(BETTER)
+
+        async def held() -> Held:
+            return Held(1, 7)
+
+        line = replace(record(versions.now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
+        pilot = Autopilot(START, SETTINGS, memory, versions, shown, lambda: [line] * 99, held, lambda: versions.now)
+        with pytest.raises(StaleVersionError):
+            await pilot.turn()
+        assert (memory.kept.step, versions.kept.current.who) == (None, "ann")
+        assert pilot.status()["step"] is None
+
+    asyncio.run(scenario())

@@ -1,0 +1,120 @@
+"""The autopilot: measures what the service does, decides by `decision.decide`, and changes the live configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from warmkv.config import AutopilotConfig, Config, ConfigError
+from warmkv.platform.control import LiveConfigControl
+from warmkv.platform.live_config import Version, in_force
+from warmkv.platform.whatif.decision import (
+    AUTOPILOT,
+    Apply,
+    Close,
+    Decision,
+    RollBack,
+    Seen,
+    Wait,
+    decide,
+    since_of,
+)
+from warmkv.platform.whatif.kept import Memory
+from warmkv.platform.whatif.sizes import Held
+from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.studies.whatif import Values, measure
+
+log = logging.getLogger("ray.serve")
+
+LOOK_SECONDS = 5.0  # between two decisions
+SAMPLES = 10_000  # of stored bytes, that are kept
+STATES = {Wait: "waiting", Apply: "applied a step", RollBack: "rolled a step back", Close: "kept what is in force"}
+
+
+class Autopilot:
+    """State and loop.
+
+    `table` is that of the what-if service, `records` yields the requests of its window, `held` tells what the replicas
+    hold now. Every step is a version by "autopilot", with its reason.
+    """
+
+    def __init__(
+        self,
+        start: Config,
+        settings: AutopilotConfig,
+        memory: Memory,
+        control: LiveConfigControl,
+        table: Callable[[], Awaitable[dict[str, Any]]],
+        records: Callable[[], Iterable[RequestRecord]],
+        held: Callable[[], Awaitable[Held]],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._start, self._settings, self._memory, self._control = start, settings, memory, control
+        self._table, self._records, self._held, self._wall_clock = table, records, held, wall_clock
+        self._stored: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # when, and bytes of all replicas and tiers
+        self._state, self._why = STATES[Wait], "it has not looked yet"
+
+    def status(self) -> dict[str, Any]:
+        """Return what it does and why, and the step whose effect is not known yet."""
+        step = self._memory.kept.step
+        return {"state": self._state, "why": self._why, "step": step.model_dump() if step else None}
+
+    async def run(self) -> None:
+        """Decide again and again, until cancelled."""
+        while True:
+            try:
+                await self.turn()
+            except Exception as error:  # the control actor is restarting, or somebody was faster
+                self._state, self._why = "failed", f"{type(error).__name__}: {error}"
+                log.warning("autopilot: %s", self._why)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def turn(self) -> None:
+        """Decide once, and do it."""
+        now = self._wall_clock()
+        if (stored := (await self._held()).stored_bytes) is not None:
+            self._stored.append((now, stored))
+        versions = await self._control.history()
+        step = self._memory.kept.step
+        since = since_of(self._settings, step, now)
+        records = [record for record in self._records() if record.arrival >= since]
+        measured = self._measured(records, versions, since, now)
+        decision = decide(
+            self._start, self._settings, step, Seen(now, versions, await self._table(), measured, len(records))
+        )
+        await self._do(decision)
+        self._state, self._why = STATES[type(decision)], decision.why
+
+    async def _do(self, decision: Decision) -> None:
+        if isinstance(decision, Wait):
+            return
+        log.info("autopilot: %s: %s", STATES[type(decision)], decision.why)
+        if isinstance(decision, Apply):
+            step = decision.step
+            self._memory.keep(step=step)  # before: a step that nobody knows of would never be judged
+            try:
+                await self._control.change(self._start, dict(decision.changes), AUTOPILOT, decision.why, step.base)
+            except BaseException:
+                self._memory.keep(step=None)
+                raise
+            return
+        if isinstance(decision, RollBack):
+            step = decision.step
+            await self._control.roll_back(self._start, step.base, AUTOPILOT, decision.why, step.version)
+        self._memory.keep(step=None)
+
+    def _measured(
+        self, records: Sequence[RequestRecord], versions: Sequence[Version], since: float, now: float
+    ) -> Values:
+        """Return the figures of requests since a time; `bytes` are means over it, of prefixes and decode slots."""
+        config = self._start
+        with contextlib.suppress(ConfigError):  # the gateways serve as before, too
+            config = in_force(self._start, versions[0] if versions else Version())
+        stored = [held for at, held in self._stored if at >= since]
+        slots = sum(record.resident_bytes * (record.e2e - record.ttft) for record in records) / max(now - since, 1e-9)
+        level = sum(stored) / len(stored) + slots if stored else None
+        return {**measure(records, config), "bytes": level}
