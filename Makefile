@@ -12,7 +12,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check lint types imports format dashboards docs manifests clean
+.PHONY: help setup demo test soak check lint types imports format dashboards docs pictures manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -65,6 +65,9 @@ docs: $(STAMP) ## Write the tables and pages of docs/ that come from the code, a
 	@mkdir -p build
 	@$(BIN)/warmkv workload --sessions 200 --out build/sessions.jsonl
 	@$(BIN)/warmkv cachesim build/sessions.jsonl --ttl 1m,5m,1h --capacity 10k,30k,100k,300k --plot docs/hit_rate.svg
+
+pictures: $(STAMP) ## Take the pictures of docs/ anew, in a real browser (chromium)
+	@$(BIN)/python -m pytest -q tests/unit/platform/gateway/test_console.py --pictures docs
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/overlays/single-gpu/warmkv.yaml

@@ -25,6 +25,8 @@ SOAK_EXAMPLES = 100  # of every property, a minute of --soak-minutes
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "show the N tests and fixtures that took most processor time (in one process: without xdist)"
     parser.addoption("--cpu-durations", type=int, default=0, metavar="N", help=text)
+    text = "write the pictures of docs/ that tests take of pages into a folder"
+    parser.addoption("--pictures", metavar="FOLDER", help=text)
     text = "run the tests that are marked `soak` for so long each, and all properties with so many more examples"
     parser.addoption("--soak-minutes", type=float, default=0, metavar="N", help=text)
 

@@ -27,6 +27,11 @@ def test_the_model_is_in_it(names: set[str]) -> None:
     assert {"warmkv/cli/__init__.py", "warmkv/__main__.py", "warmkv/models/tiny/tasks.py"} <= names
 
 
+def test_the_console_is_in_it(names: set[str]) -> None:
+    files = ("index.html", "style.css", "console.js", "icon.svg")
+    assert {f"warmkv/platform/gateway/console/{name}" for name in files} <= names
+
+
 def test_what_trains_tests_and_races_is_not(names: set[str]) -> None:
     folders = {name.split("/")[0] for name in names}
     assert {folder.partition("-")[0] for folder in folders} == {"warmkv"}

@@ -37,6 +37,7 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         except OSError:  # no home, or one that is read-only
             says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}")
+        console.print(f"    {service.url}/console    # the same in a browser, with live figures")
         if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):
             console.print(f"\n{len(plans)} x {plans[0]}")
         stop.wait()

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,10 @@ from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config_store import FolderStore
 from warmkv.platform.local import free_port
 from warmkv.platform.operator_key import with_operator
+from warmkv.platform.whatif.kept import Memory
+from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
+from warmkv.platform.whatif.service import WhatIf
+from warmkv.platform.whatif.sizes import Held
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model, load_tokenizer
@@ -50,9 +54,35 @@ class Counted:
         assert set(labels) == set(gauge.labels)
         self.seen.append((gauge.name, value, labels))
 
+    def forget(self, gauge: telemetry.Metric, **labels: str) -> None:
+        assert set(labels) <= set(gauge.labels)
+
     def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
         assert set(labels) == set(histogram.labels)
         self.seen.append((histogram.name, value, labels))
+
+
+class Replaying(WhatIf):
+    """The what-if service in this process: it replays when it is asked for its table, if there is something new."""
+
+    def __init__(self, config: Config, control: Control, records: Sequence[RequestRecord], folder: Path) -> None:
+        async def replay(work: Round) -> AsyncGenerator[Basis | Replayed]:
+            for step in replays(work):
+                yield step
+
+        async def held() -> Held:
+            return Held(1)
+
+        assert config.control.whatif is not None
+        memory = Memory(FolderStore(folder), "warmkv", 0.0)
+        clocks: Any = {"clock": time.monotonic, "wall_clock": time.time}
+        super().__init__(config, config.control.whatif, replay, control.history, held, Counted(), memory, **clocks)
+        self._all = records
+
+    async def table(self) -> dict[str, Any]:
+        await self.take("only", self._all[self.window.seen :], 0)
+        await self.turn()
+        return await super().table()
 
 
 OPERATOR = {"x-api-key": "operator"}  # headers
@@ -97,6 +127,7 @@ class Server:
             return [5, 7]
 
         control = Control(FolderStore(folder), "warmkv")
+        whatif = None if config.control.whatif is None else Replaying(config, control, self.records, folder)
         self.taking = 1  # replicas that take requests
         app = create_app(
             service,
@@ -109,6 +140,7 @@ class Server:
             control,
             "only",
             lambda: self.taking,
+            whatif,
         )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"

@@ -27,10 +27,12 @@ from warmkv.platform.gateway.apis.responses import answers as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import verify
+from warmkv.platform.gateway.console import add_console
 from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
+from warmkv.platform.gateway.live import summed
 from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.request_ids import RequestIds
@@ -209,6 +211,15 @@ def create_app(
         found = (await status())["replicas"]
         return JSONResponse({"replicas": {name: memory_of(known) for name, known in found.items()}})
 
+    @app.get("/v1/warmkv/live")
+    async def live(request: Request) -> Response:
+        operator_of(request)
+        own = {"gateway": name, "gateways": config.cluster.gateways, "model": config.model.name}
+        now = {"version": service.policy.terms.version, "waiting": service.backlog.waiting}
+        return JSONResponse(
+            {**own, **now, **service.recent.figures(), "replicas": summed((await status())["replicas"])}
+        )
+
     @app.get("/v1/warmkv/tenants")
     async def list_tenants(request: Request) -> Response:
         operator_of(request)
@@ -231,6 +242,7 @@ def create_app(
             return JSONResponse({"status": "ready", "replicas": found})
         return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
 
+    add_console(app)
     add_policy_endpoints(app, service, operators, control, operator_of)
     add_whatif_endpoints(app, service, operators, whatif, operator_of)
     return app

@@ -20,6 +20,7 @@ from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
+from warmkv.platform.gateway.live import Recent
 from warmkv.platform.gateway.resume import Send, Sink, resumed
 from warmkv.platform.live_config import Version, in_force
 from warmkv.policies import budgets, pricing
@@ -94,6 +95,7 @@ class Service:
         self.history = PromptHistory()
         self.backlog = Backlog(clock)  # requests without a first token
         self.faults = ErrorLog(recorder, config.gateway, clock)
+        self.recent = Recent(clock)
         self.take(Version())
 
     @property
@@ -280,6 +282,7 @@ class Service:
         """Write down a request that was accepted and got no token."""
         labels = {"policy": request.policy.name, "model": self.config.model.name}
         self._recorder.add(telemetry.REQUESTS, 1, api=api, status=status, **labels)
+        self.recent.failed(status)
         outcome = {"status": status, "stop_reason": status, "error": error, "e2e": self._clock() - arrival.begun}
         self._write_log(self._record(api, arrival.time, request, **outcome))
 
@@ -305,6 +308,8 @@ class Service:
             if usage.output > 1:
                 per_token = (answer.last_token - answer.first_token) / (usage.output - 1)
                 observe(telemetry.TPOT, per_token, **labels)
+        times = answer.first_token, answer.last_token
+        self.recent.ended(status, usage, started.cached_tokens, *times, lambda tokens: answer.price(tokens).total)
         self._write_log(self._answered(answer, status))
 
     def _answered(self, answer: Answer, status: Status) -> RequestRecord:

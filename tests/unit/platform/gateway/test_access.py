@@ -15,6 +15,7 @@ from tests.unit.platform.asgi import SECRET, Gateway, as_flag
 from warmkv.config import ConfigError, GatewayConfig, load
 from warmkv.platform import local
 from warmkv.platform.application import build
+from warmkv.platform.gateway.access.authentication import PUBLIC
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.operator_key import kept, key_file, read_key
 from warmkv.platform.tenants import hash_key, open_tenant
@@ -29,7 +30,7 @@ TENANTS = as_flag(
 )
 OPERATORS = as_flag("gateway.operators", [{"name": "ops", "key_sha256": hash_key("ops'")}])
 OF_OPERATORS = [
-    *(("GET", "/v1/warmkv/" + name) for name in ("replicas", "memory", "tenants", "policy", "policy/history")),
+    *(("GET", "/v1/warmkv/" + name) for name in ("replicas", "memory", "live", "tenants", "policy", "policy/history")),
     ("PUT", "/v1/warmkv/policy"),
     ("POST", "/v1/warmkv/policy/rollback"),
 ]
@@ -58,7 +59,7 @@ def test_every_route_but_the_probes_asks_for_a_key(closed: Gateway) -> None:
     assert ("GET", "/openapi.json") in routes
     assert len([route for route in closed.app.routes if isinstance(route, APIRoute)]) > 10
     for method, path in [*routes, ("GET", "/nothing"), ("GET", "/v1/messages"), ("OPTIONS", "/v1/messages")]:
-        if path in ("/healthz", "/readyz"):
+        if path in PUBLIC:
             assert closed.call(method, path).status == 200
             continue
         for key in (None, "wrong"):

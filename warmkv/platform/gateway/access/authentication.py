@@ -9,11 +9,12 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from warmkv.platform.gateway import console
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.tenants import Caller, Tenant, authenticate
 from warmkv.platform.tenants_file import Tenants
 
-PUBLIC = ("/healthz", "/readyz")  # probes have no key
+PUBLIC = ("/healthz", "/readyz", *console.PATHS)  # probes have no key, and a browser sends none for a page
 
 
 class Authentication:

@@ -1,0 +1,161 @@
+"""The console in a real browser: live numbers, a candidate applied and rolled back, a question asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.browser import Page, browsing
+from tests.html import Page as Parsed
+from tests.polling import PATIENCE, until
+from tests.unit.platform.asgi import Gateway
+from tests.unit.platform.conftest import OPERATOR
+from tests.unit.platform.gateway.test_access import OPERATORS, TENANTS
+from warmkv.platform.gateway.console import FOLDER, PATHS
+from warmkv.simulator.studies.step_times import ENOUGH
+
+TEXT = "for position in range(length):\n    total += position\n" * 12
+
+
+# --- as it is served
+
+
+def test_the_page_needs_no_key_and_may_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, TENANTS, OPERATORS)
+    for path in PATHS:
+        served = gateway.call("GET", path)
+        assert served.status == 200
+        policy = served.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        assert (served.headers["x-content-type-options"], served.headers["cache-control"]) == ("nosniff", "no-cache")
+    assert gateway.call("GET", "/console/nothing").status == 401
+    assert gateway.call("GET", "/console/../console/index.html").status == 401
+
+
+def test_nothing_in_it_is_inline_or_from_elsewhere() -> None:
+    page = Parsed()
+    html = (FOLDER / "index.html").read_text()
+    page.feed(html)
+    assert set(page.links) <= {path.removeprefix("/") for path in PATHS}
+    assert not re.search(r"\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", html)
+    script = (FOLDER / "console.js").read_text()
+    for word in ("innerHTML", "insertAdjacentHTML", "eval(", "Storage", "cookie ", "http:", "https:"):
+        assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
+    assert "url(" not in (FOLDER / "style.css").read_text()
+
+
+# --- in a browser
+
+
+def ask(server: Any, question: str) -> None:
+    block = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}
+    server.anthropic().messages.create(
+        model=server.config.model.name,
+        max_tokens=2,
+        messages=[{"role": "user", "content": [block, {"type": "text", "text": question}]}],
+        extra_body={"temperature": 0},
+    )
+
+
+def get(server: Any, path: str) -> Any:
+    return requests.get(f"{server.url}/v1/warmkv/{path}", headers=OPERATOR, timeout=PATIENCE).json()
+
+
+def connect(page: Page, url: str, key: str) -> None:
+    page.open(f"{url}/console")
+    page.type("#key", key)
+    page.press("Enter")
+
+
+def click(page: Page, label: str) -> None:
+    """Go to a button by its label, and press Enter there."""
+    button = f"document.querySelector('button[aria-label=\"{label}\"]')"
+    until(lambda: page.value(f"{button} !== null && !{button}.disabled"), f"there is a button {label}")
+    page.value(f"{button}.focus()")
+    page.press("Enter")
+    assert page.value("document.getElementById('confirm').open")
+    assert page.value("document.activeElement.id") == "why"
+
+
+def test_an_operator_sees_applies_and_rolls_back(serve: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server = serve("engine.threads=1", "control.whatif={}")
+    for number in range(ENOUGH + 4):
+        ask(server, f"Question {number}?")
+    with browsing(tmp_path) as page:
+        page.look(1000, 760)
+        connect(page, server.url, OPERATOR["x-api-key"])
+        live = get(server, "live")
+        until(lambda: f"{100 * live['hit_rate']:.1f}%" in page.text("#cards"), "the hit rate is shown")
+        assert f"{live['tokens']['cached']:,} of {live['tokens']['prompt']:,} prompt tokens" in page.text("#cards")
+        assert "the cache saved $" in page.text("#cards")
+        assert "Version 0, model tiny, 1 replica." in page.text("#scope")
+
+        page.type("input[name=setting]", "prefix_cache.default_ttl")
+        page.type("input[name=value]", "1h")
+        page.press("Enter")
+        click(page, "Apply 1")
+        assert page.text("#confirm-what") == "prefix_cache.default_ttl = 1h"
+        page.press("Enter")
+        until(lambda: "Version 1 is in force" in page.text("#status"), "it is applied")
+        policy = get(server, "policy")
+        assert (policy["version"], policy["why"]) == (1, "what-if: 1")
+        assert policy["settings"]["prefix_cache.default_ttl"] == "1h"
+        until(lambda: "in force" in page.text("#versions tr:first-child"), "the table shows it")
+        until(lambda: "Version 1, model" in page.text("#scope"), "so do the live figures")
+
+        click(page, "Roll back to version 0")
+        page.type("#why", "it was better")
+        page.press("Enter")
+        until(lambda: "Version 2 is in force" in page.text("#status"), "it is rolled back")
+        policy = get(server, "policy")
+        assert (policy["rolled_back_to"], policy["settings"]["prefix_cache.default_ttl"]) == (0, "5m")
+        assert "it was better" in page.text("#versions tr:first-child")
+
+        page.type("#ask textarea", TEXT)
+        page.type("#ask input[name=question]", "And now?")
+        page.press("Enter")
+        until(lambda: "first token after" in page.text("#answers"), "the answer is there")
+        answer = page.text("#answers")
+        assert re.search(r"Price\s+\$0\.\d+: input", answer)
+        assert "under full, version 2" in answer
+
+        if folder := request.config.getoption("pictures"):
+            until(lambda: page.value("document.querySelectorAll('#candidates small').length > 3"), "figures are there")
+            page.value("scrollTo(0, 0)")
+            page.picture(Path(folder) / "console.png")
+        assert page.faults == []
+        for kept in ("localStorage.length", "sessionStorage.length", "document.cookie", "location.search", "key.value"):
+            assert page.value(kept) in (0, "")
+        page.look(360, 740, "dark")
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")  # tables scroll by themselves
+        red, green, blue = map(int, re.findall(r"\d+", page.value("getComputedStyle(document.body).backgroundColor")))
+        assert max(red, green, blue) < 64
+
+        page.value("document.getElementById('forget').focus()")
+        page.press("Enter")
+        assert page.text("#cards") == page.text("#versions") == ""
+        connect(page, server.url, "somebody's")
+        until(lambda: "not an operator's" in page.text("#status"), "who is no operator is told")
+        assert page.text("#versions") == ""
+
+
+def test_live_figures_are_of_the_last_minutes_and_priced(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, OPERATORS)
+    live = "/v1/warmkv/live"
+    empty = gateway.call("GET", live, "ops'").body
+    assert (empty["hit_rate"], empty["ttft"], empty["requests"]["ok"]) == (None, {"p50": None, "p99": None}, 0)
+    gateway.cached_tokens = 4
+    usage = gateway.completion("a").body["usage"]
+    shown = gateway.call("GET", live, "ops'").body
+    tokens = {"prompt": usage["prompt_tokens"], "cached": 4, "output": 3}
+    assert (shown["requests"], shown["tokens"]) == ({"ok": 1, "error": 0, "cancelled": 0}, tokens)
+    assert shown["hit_rate"] == pytest.approx(4 / usage["prompt_tokens"])
+    assert shown["dollars"]["billed"] == pytest.approx(usage["warmkv"]["price"]["total"])
+    assert shown["dollars"]["saved"] == pytest.approx(4 * 3e-6 * 0.9)  # read for a tenth of the input's price
+    gateway.now += shown["seconds"] + 1
+    assert gateway.call("GET", live, "ops'").body["tokens"]["prompt"] == 0
