@@ -4,57 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import requests
 
-from tests.e2e.conftest import OPERATOR, Application, Cluster, application, metrics
-from tests.polling import PATIENCE, until
+from tests.e2e.conftest import metrics
+from tests.polling import until
 from tests.unit.platform.whatif.traffic import logged, prompts, settings
 from warmkv import telemetry
-from warmkv.platform.whatif.actor import NICEST, replayed_on_ray
+from warmkv.platform import named_actors
+from warmkv.platform.control import control_name, start_control
+from warmkv.platform.whatif.actor import NICEST, RemoteWhatIf, replayed_on_ray, start_whatif, whatif_name
 from warmkv.platform.whatif.candidates import NOW, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Round
-from warmkv.simulator.studies.step_times import ENOUGH
 
-TEXT = "for position in range(length):\n    total += position\n" * 6
-
-
-@pytest.fixture(scope="module")
-def served(cluster: Cluster) -> Iterator[Application]:
-    with application(cluster, "whatif", control={"whatif": {}}) as service:
-        yield service
+pytestmark = pytest.mark.cluster
 
 
-def call(served: Application, method: str, path: str = "", **body: Any) -> Any:
-    url = f"{served.url}/v1/warmkv/whatif{path}"
-    answer = requests.request(method, url, json=body or None, headers=OPERATOR, timeout=PATIENCE)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def test_the_actor_replays_what_gateways_send_and_keeps_candidates(cluster):
+    import ray
 
+    own = settings("control.whatif={}", "cluster.application=what-if-alone")
+    name = own.cluster.application
+    start_control(name, own.control)
+    start_whatif(own, [])
+    try:
+        remote, log = RemoteWhatIf(name, "gateway"), logged(prompts()[:120], own)
+        asyncio.run(remote.send(log, 0))
+        added = asyncio.run(remote.add({"prefix_cache.default_ttl": "1h"}))["candidate"]
 
-def test_the_table_is_of_the_service_s_own_requests(served):
-    asked = 2 * ENOUGH + 2
-    for number in range(asked):
-        served.ask(TEXT + str(number % 3), str(number), max_tokens=2)
-    added = call(served, "POST", changes={"compression.policy": "snapkv@0.5"})["candidate"]
+        def replayed() -> Any:
+            table = asyncio.run(remote.table())
+            rows = {row["candidate"]: row for row in table["candidates"] if row["figures"]}
+            return (table, rows) if {NOW, added} <= rows.keys() else None
 
-    def replayed() -> Any:
-        table = call(served, "GET")
-        rows = {row["candidate"]: row for row in table["candidates"] if row["figures"]}
-        return (table, rows) if {NOW, added} <= rows.keys() and table["window"]["seen"] == asked else None
+        table, rows = until(replayed, "every candidate is replayed")
+        assert (table["fault"], table["autopilot"], table["window"]["seen"]) == (None, None, len(log))
+        assert abs(table["model_error"]["error"]["hit_rate"]) < 0.02
+        assert {"hit_rate", "slot_bytes"} <= rows[added]["difference"].keys()
+        shown = set(telemetry.WHATIF) - {telemetry.WHATIF_QUALITY}  # no evaluation was given
+        until(lambda: all(metric.exported in metrics() for metric in shown), "the results are metrics")
+        ray.kill(ray.get_actor(whatif_name(name), namespace=named_actors.NAMESPACE), no_restart=False)
 
-    table, rows = until(replayed, "every candidate is replayed")
-    assert (table["fault"], table["window"]["replayed"]["notes"]) == (None, [])
-    assert rows[NOW]["figures"]["hit_rate"] > 0.5
-    error = table["model_error"]["error"]
-    assert abs(error["hit_rate"]) < 0.02  # times are those of a busy machine; hits are not
-    assert {"hit_rate", "slot_bytes"} <= rows[added]["difference"].keys()  # which hang on a busy machine's times
-    shown = set(telemetry.WHATIF) - {telemetry.WHATIF_QUALITY}  # no evaluation was given
-    until(lambda: all(metric.exported in metrics() for metric in shown), "the results are metrics")
-    call(served, "DELETE", f"/{added}")
+        def restarted() -> Any:
+            try:
+                table = asyncio.run(remote.table())
+            except ray.exceptions.RayActorError:
+                return None
+            return table if table["window"]["seen"] == 0 else None
+
+        (kept,) = until(restarted, "it is there again, with an empty window")["candidates"]
+        assert (kept["candidate"], kept["changes"]) == (added, {"prefix_cache.default_ttl": "1h"})
+        asyncio.run(remote.remove(added))
+    finally:
+        named_actors.end(whatif_name(name))
+        named_actors.end(control_name(name))
 
 
 def test_a_replay_is_of_lowest_priority_and_ends_when_it_is_given_up(cluster):
