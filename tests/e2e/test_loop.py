@@ -96,23 +96,19 @@ def test_the_cluster_gets_to_the_best_ttl_by_itself_and_turns_back(cluster: Clus
         with traffic.flowing():
             step, table = version_of(service, 1)
             best = min((row for row in table["candidates"] if row["rank"]), key=lambda row: row["rank"])
-            print("step", step["why"], table["model_error"], table["autopilot"])
             assert (step["who"], step["changes"]) == (AUTOPILOT, {"prefix_cache.ttls": {**ttls, "5m": 2 * TTL}})
             assert best["candidate"] == "ttl-double"
             time.sleep(REST)
             since = time.monotonic()
             stored = mean(lambda: sum(get(service, "live")["replicas"]["stored_bytes"].values()), REST)
-            print("hit", traffic.hit_rate(since), best["figures"]["hit_rate"], "bytes", stored, best["figures"])
             assert traffic.hit_rate(since) == pytest.approx(best["figures"]["hit_rate"], rel=0.1)
             assert stored == pytest.approx(best["figures"]["resident_bytes"], rel=0.1)
             until(lambda: get(service, "whatif")["autopilot"]["step"] is None, "the step is judged")
             assert get(service, "policy")["version"] == 1  # and kept
 
             traffic.again = 3 * TTL  # for which eight seconds are too short, and sixteen enough
-            step, _ = version_of(service, 2)
-            print("second", step)
+            version_of(service, 2)
             traffic.again = None  # it turns: nothing comes again
             back, _ = version_of(service, 3)
-            print("back", back)
             assert (back["who"], back["rolled_back_to"]) == (AUTOPILOT, 1)
             assert "has not the predicted effect" in back["why"]

@@ -210,6 +210,8 @@ def _refusal(
     current: Version,
 ) -> str | None:
     """Return why a candidate is no step to take; None if it is one."""
+    if row["requests"] < REQUESTS:
+        return f"it was replayed with {row['requests']} requests, {REQUESTS} are needed"
     if error > settings.max_model_error:
         return f"the model's error is {error:.1%}, more than {settings.max_model_error:.1%}"
     if better < max(settings.min_gain, error):

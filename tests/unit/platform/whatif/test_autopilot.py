@@ -136,6 +136,7 @@ def test_the_best_candidate_is_applied_with_its_reason():
         (seen(of=table(BETTER, state="replaying")), "not up to date: replaying"),
         (seen(of=table(BETTER, version=3)), "table is of version 3, not 0"),
         (replace(seen(), requests=REQUESTS - 1), f"49 requests in the last {REST:g} s"),
+        (seen(of=table({**BETTER, "requests": 27})), "was replayed with 27 requests, 50 are needed"),
         (seen(of=table(BETTER, model_error=None)), "error is not known yet"),
         (seen(of=table(BETTER, model_error={"error": {"hit_rate": 0.2, DOLLARS: 0.0}})), "error is 20.0%"),
         (seen(of=table(BETTER, model_error={"error": {"hit_rate": 0.0, DOLLARS: -0.2}})), "error is 20.0%"),
