@@ -18,7 +18,12 @@ import pytest
 from tests.polling import PATIENCE, until
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
-FLAGS += ("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe")
+FLAGS += (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, "")}
 
 

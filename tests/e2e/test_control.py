@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -165,3 +166,21 @@ def test_the_version_in_force_outlives_everything_that_is_killed(cluster):
 
         until(answers, "the replica answers")
     until(lambda: victim not in cluster.replicas(), "the directory has forgotten the replica")
+
+
+def test_the_console_its_figures_and_the_audit_log_are_those_of_the_service(cluster):
+    ask(cluster, "for the console")
+    version = cluster.change(changes={"routing.overload": 3}, why="console")["version"]
+    assert "<title>warmkv console</title>" in requests.get(f"{cluster.url}/console", timeout=PATIENCE).text
+    live = requests.get(f"{cluster.url}/v1/warmkv/live", headers=OPERATOR, timeout=PATIENCE).json()
+    assert live["requests"]["ok"] >= 1
+    assert (live["version"], live["gateways"]) == (version, cluster.config.cluster.gateways)
+    assert live["replicas"]["serving"] == len(cluster.replicas())
+    assert live["replicas"]["weight_bytes"] > 0
+    file = cluster.access_log.parent / "audit" / "audit.jsonl"
+
+    def written() -> bool:
+        actions = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return any((one["why"], one["outcome"]) == ("console", f"version {version}") for one in actions)
+
+    until(written, "the change is in the audit log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import requests
@@ -16,6 +16,7 @@ from tests.unit.platform.asgi import Gateway
 from tests.unit.platform.conftest import OPERATOR
 from tests.unit.platform.gateway.test_access import OPERATORS, TENANTS
 from warmkv.platform.gateway.console import FOLDER, PATHS
+from warmkv.prefixes.misses import Reason
 from warmkv.simulator.studies.step_times import ENOUGH
 
 TEXT = "for position in range(length):\n    total += position\n" * 12
@@ -47,6 +48,11 @@ def test_nothing_in_it_is_inline_or_from_elsewhere() -> None:
     for word in ("innerHTML", "insertAdjacentHTML", "eval(", "Storage", "cookie ", "http:", "https:"):
         assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
     assert "url(" not in (FOLDER / "style.css").read_text()
+
+
+def test_it_has_words_for_every_reason_of_a_miss() -> None:
+    script = (FOLDER / "console.js").read_text()
+    assert [reason for reason in get_args(Reason) if f'\n  {reason}: "' not in script] == []
 
 
 # --- in a browser
@@ -123,6 +129,11 @@ def test_an_operator_sees_applies_and_rolls_back(serve: Any, tmp_path: Path, req
         answer = page.text("#answers")
         assert re.search(r"Price\s+\$0\.\d+: input", answer)
         assert "under full, version 2" in answer
+        assert "nothing read; cold from messages.0.content.0 on: no earlier request of this tenant" in answer
+        page.type("#ask input[name=question]", "And again?")
+        page.press("Enter")
+        until(lambda: "And again?" in page.text("#answers"), "it is asked again")
+        assert "read up to messages.0.content.0\n" in page.text("#answers .answer")
 
         if folder := request.config.getoption("pictures"):
             until(lambda: page.value("document.querySelectorAll('#candidates small').length > 3"), "figures are there")

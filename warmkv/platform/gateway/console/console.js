@@ -279,18 +279,40 @@ $("try").addEventListener("submit", (event) => {
 
 // --- asking
 
+const REASONS = {
+  never_written: "no earlier request of this tenant was the same up to there",
+  changed: "another content stood there before",
+  expired: "it was written, and its TTL has run out",
+  evicted: "it was written, and gave way to others",
+  other_replica: "another replica has it, or had",
+  lookback: "it was written too far before the mark",
+  thinking: "the template drops thinking that it showed before",
+  template: "the template shows the same content otherwise",
+  parallel: "another request is still writing it",
+  below_minimum: "the prefix is shorter than prefix_cache.min_tokens",
+  unmarked: "nothing is marked for the cache",
+  disabled: "prefix_cache.enabled is off",
+};
+
+function warmth({ found, missed, reason, missed_tokens }) {
+  const read = found ? `read up to ${found}` : "nothing read";
+  if (!reason) return read;
+  const tokens = Object.entries(missed_tokens).map(([name, missing]) => `${count(missing)} tokens ${name}`).join(", ");
+  return `${read}; cold from ${missed ?? "there"} on: ${REASONS[reason] ?? reason}${tokens ? ` (${tokens})` : ""}`;
+}
+
 function facts(usage) {
   const own = usage.warmkv, price = own.price;
-  const written = Object.entries(price.write ?? {}).map(([ttl, value]) => `, written for ${ttl} ${dollars(value)}`).join("");
+  const written = Object.entries(price.write).filter(([, value]) => value).map(([ttl, value]) => `, written for ${ttl} ${dollars(value)}`).join("");
   const rows = [
     ["Prompt", `${count(usage.cache_read_input_tokens)} tokens read, ${count(usage.cache_creation_input_tokens)} written, ` +
       `${count(usage.input_tokens)} neither; ${count(own.cached_tokens)} not computed again`],
+    ["Cache", warmth(own.cache)],
     ["Answer", `${count(usage.output_tokens)} tokens`],
     ["Price", `${dollars(price.total)}: input ${dollars(price.input)}, read ${dollars(price.read)}${written}, output ${dollars(price.output)}`],
     ["Time", `first token after ${seconds(own.ttft_seconds)}, of it ${seconds(own.queue_seconds)} in the queue`],
     ["Served", `by ${own.replica} under ${own.policy}, version ${own.policy_version}`],
   ];
-  if (own.cache !== undefined) rows.splice(1, 0, ["Why", typeof own.cache === "string" ? own.cache : plain(own.cache)]);
   return make("dl", {}, ...rows.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })]));
 }
 
