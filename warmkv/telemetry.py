@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 _FETCH_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS = (*_FETCH_SECONDS, 120.0, 300.0, 600.0)  # up to the default of gateway.request_timeout_seconds
+_RESIDENCY_SECONDS = (0.1, 1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0, 86400.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is there once, and looked up by itself
@@ -18,7 +19,7 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, files, lines, routers, rounds, share, version
+    unit: str  # seconds, bytes, tokens, dollars, requests, blocks, files, lines, routers, rounds, share, version, rank
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -29,11 +30,16 @@ class Metric:
 
 
 # Recorded by the gateway, per request.
-REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", "policy", "model"))
-TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", "policy", "model"))
-DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", "policy", "model"))
+_WHOSE = ("policy", "model", "tenant")  # `tenant` is bounded: see `Bounded`
+REQUESTS = Metric("warmkv_requests", "counter", "Requests answered", "requests", ("api", "status", *_WHOSE))
+TOKENS = Metric("warmkv_tokens", "counter", "Tokens by how they are billed", "tokens", ("kind", *_WHOSE))
+DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "dollars", ("part", *_WHOSE))
 CACHED_TOKENS = Metric(
-    "warmkv_cached_tokens", "counter", "Prompt tokens whose KV was reused", "tokens", ("policy", "model")
+    "warmkv_cached_tokens",
+    "counter",
+    "Prompt tokens whose KV was reused, by the tier it came from",
+    "tokens",
+    ("tier", *_WHOSE),
 )
 MISSED_TOKENS = Metric(
     "warmkv_missed_tokens",
@@ -111,15 +117,75 @@ FAILED = Metric(
 EVICTED_BLOCKS = Metric(
     "warmkv_evicted_blocks",
     "counter",
-    "Prefix blocks and tails that left a tier to make room, or were dropped",
+    "Prefix blocks and tails that left a tier before their TTL: demoted to a lower one, evicted for good, dropped",
     "blocks",
-    ("tier",),
+    ("tier", "reason"),
 )
 EXPIRED_BLOCKS = Metric(
     "warmkv_expired_blocks", "counter", "Prefix blocks and tails that outlived their TTL", "blocks", ("tier",)
 )
 PREFIX_BYTES = Metric(
     "warmkv_prefix_bytes", "gauge", "Bytes of stored prefixes by tier: device, host, disk", "bytes", ("tier",)
+)
+PREFIX_LIMIT_BYTES = Metric(
+    "warmkv_prefix_limit_bytes", "gauge", "Bytes that stored prefixes may take in a tier", "bytes", ("tier",)
+)
+SLOT_LIMIT_BYTES = Metric(
+    "warmkv_slot_limit_bytes", "gauge", "Bytes that decode slots and prefill workspaces may take together", "bytes"
+)
+BLOCK_LIFETIME = Metric(
+    "warmkv_kv_block_lifetime_seconds",
+    "histogram",
+    "Time from storing a prefix block until it left a tier, of one block in 16",
+    "seconds",
+    ("tier",),
+    _RESIDENCY_SECONDS,
+)
+BLOCK_IDLE = Metric(
+    "warmkv_kv_block_idle_before_evict_seconds",
+    "histogram",
+    "Time from the last use of a prefix block until it was evicted or demoted, of one block in 16",
+    "seconds",
+    ("tier",),
+    _RESIDENCY_SECONDS,
+)
+REUSE_GAP = Metric(
+    "warmkv_kv_reuse_gap_seconds",
+    "histogram",
+    "Time between two uses of a stored prefix, one for each prompt that reuses one",
+    "seconds",
+    (),
+    _RESIDENCY_SECONDS,
+)
+COMPRESSED_PROMPTS = Metric(
+    "warmkv_compressed_prompts", "counter", "Prompts handed over to a decode slot", "requests", ("policy",)
+)
+COMPRESSED_TOKENS = Metric(
+    "warmkv_compressed_tokens", "counter", "Tokens of the prompts handed over to a decode slot", "tokens", ("policy",)
+)
+KEPT_TOKENS = Metric(
+    "warmkv_kept_tokens",
+    "counter",
+    "Of these, tokens that the slot keeps in a layer and KV head, on average",
+    "tokens",
+    ("policy",),
+)
+WHOLE_BYTES = Metric(
+    "warmkv_uncompressed_bytes",
+    "counter",
+    "Bytes that prompts handed over and their answers may take uncompressed",
+    "bytes",
+    ("policy",),
+)
+SLOT_BYTES = Metric(
+    "warmkv_compressed_bytes", "counter", "Bytes of the decode slots that they were given", "bytes", ("policy",)
+)
+COMPRESSION_SECONDS = Metric(
+    "warmkv_compression_seconds",
+    "counter",
+    "Time of replicas for selecting what is kept and filling the slots",
+    "seconds",
+    ("policy",),
 )
 FETCHES = Metric("warmkv_fetches", "counter", "Fetches of blocks from another replica", "requests", ("result",))
 FETCHED_BYTES = Metric("warmkv_fetched_bytes", "counter", "Bytes of blocks fetched from other replicas", "bytes")
@@ -131,6 +197,22 @@ HANDED_BYTES = Metric(
 )
 # Recorded by the router.
 ROUTED = Metric("warmkv_routed", "counter", "Routing decisions, by why the replica was taken", "requests", ("reason",))
+MATCH = Metric(
+    "warmkv_match_share",
+    "histogram",
+    "Share of a prompt's blocks that the router takes to be warm in the replica it chooses",
+    "share",
+    ("reason",),
+    (0.001, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999),
+)
+EXPECTED_TOKENS = Metric(
+    "warmkv_expected_tokens",
+    "counter",
+    "Prompt tokens by what the router expected: found, missing (expected warm, computed), unexpected (warm, not "
+    "expected, as tails at breakpoints are)",
+    "tokens",
+    ("outcome",),
+)
 FOLLOWING = Metric(
     "warmkv_routers_following", "gauge", "Routers that follow the prefix directory", "routers", ("shard",)
 )
@@ -166,6 +248,20 @@ WHATIF_TTFT_P99 = Metric(
 WHATIF_DOLLARS = Metric(
     "warmkv_whatif_dollars_per_million_tokens", "gauge", "Predicted bill of a million tokens", "dollars", ("candidate",)
 )
+WHATIF_GPU_DOLLARS = Metric(
+    "warmkv_whatif_gpu_dollars_per_million_tokens",
+    "gauge",
+    "Predicted cost of the replicas for a million tokens",
+    "dollars",
+    ("candidate",),
+)
+WHATIF_RANK = Metric(
+    "warmkv_whatif_rank",
+    "gauge",
+    "Place of a candidate in the order of the table, the best is 1",
+    "rank",
+    ("candidate",),
+)
 WHATIF_QUALITY = Metric(
     "warmkv_whatif_quality", "gauge", "Share of the full cache's score that the policy keeps", "share", ("candidate",)
 )
@@ -183,10 +279,19 @@ WHATIF_ROUNDS = Metric(
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, LIVE_CONFIG_VERSION, TENANTS_READ)
-STORE = (STORED_BLOCKS, PREFIX_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS)
-REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, *STORE)
+RESIDENCY = (BLOCK_LIFETIME, BLOCK_IDLE, REUSE_GAP)
+STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, *RESIDENCY)
+COMPRESSION = (
+    COMPRESSED_PROMPTS,
+    COMPRESSED_TOKENS,
+    KEPT_TOKENS,
+    WHOLE_BYTES,
+    SLOT_BYTES,
+    COMPRESSION_SECONDS,
+)
+REPLICA = (DECODING, WAITING, PREEMPTED, FAILED, WEIGHT_BYTES, KV_BYTES, SLOT_LIMIT_BYTES, *STORE, *COMPRESSION)
 TRANSFER = (FETCHES, FETCHED_BYTES, FETCH_SECONDS, HANDED_BYTES)
-ROUTER = (ROUTED, FOLLOWING, STALENESS)
+ROUTER = (ROUTED, MATCH, EXPECTED_TOKENS, FOLLOWING, STALENESS)
 DIRECTORY = (DIRECTORY_BYTES, DIRECTORY_BLOCKS, DIRECTORY_LEFT_OUT)
 WHATIF_FIGURES = {
     "hit_rate": WHATIF_HIT_RATE,
@@ -194,14 +299,30 @@ WHATIF_FIGURES = {
     "ttft_p50": WHATIF_TTFT_P50,
     "ttft_p99": WHATIF_TTFT_P99,
     "dollars_per_million_tokens": WHATIF_DOLLARS,
+    "gpu_dollars_per_million_tokens": WHATIF_GPU_DOLLARS,
     "quality": WHATIF_QUALITY,
 }
-WHATIF = (*WHATIF_FIGURES.values(), WHATIF_ERROR, WHATIF_WINDOW, WHATIF_ROUNDS)
+WHATIF = (*WHATIF_FIGURES.values(), WHATIF_RANK, WHATIF_ERROR, WHATIF_WINDOW, WHATIF_ROUNDS)
 ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY, *WHATIF)
 
 
 REFRESH_SECONDS = 1.0
 """Ray forgets a gauge that was not set for two of its reports, of which there is one a second at most."""
+
+
+class Bounded:
+    """The values of a label, at most `most` of them: whatever comes later is `other`."""
+
+    def __init__(self, most: int = 100) -> None:
+        self._most, self._known = most, set[str]()
+
+    def __call__(self, value: str) -> str:
+        if value in self._known:
+            return value
+        if len(self._known) >= self._most:
+            return "other"
+        self._known.add(value)
+        return value
 
 
 class Recorder(Protocol):

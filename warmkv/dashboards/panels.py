@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grafana_foundation_sdk.builders import common as options
-from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, table, text, timeseries
+from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models.dashboard import ActionType, DynamicConfigValue, HttpRequestMethod
+from grafana_foundation_sdk.models.text import TextMode
 
 from warmkv.dashboards.queries import Query
 
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
+INFINITY = "yesoreyeram-infinity-datasource"  # reads JSON from the control API, on Grafana's server
+API = common.DataSourceRef(type_val=INFINITY, uid="${api}")
+TOKENS_PER_SECOND = "suffix: tok/s"
 
 
 class Panel(Protocol):
@@ -72,6 +78,121 @@ class Number:
             .graph_mode(common.BigValueGraphMode.AREA)
             .reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Markdown without a frame."""
+
+    title: str
+    markdown: str
+
+    def build(self, number: int) -> Any:
+        panel = text.Panel().id(number).title(self.title).height(4).span(24)
+        return panel.mode(TextMode.MARKDOWN).content(self.markdown)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; without a unit it holds text."""
+
+    name: str
+    unit: str = "string"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A request to the control API that a viewer sends from a row of a table.
+
+    It asks for confirmation, for the operator's key and for `asks` (variable: what it is called). The viewer's browser
+    sends the key and nobody keeps it: no dashboard holds a secret.
+    """
+
+    title: str
+    method: str
+    path: str
+    body: str  # JSON, with `$variable` of what is asked for and `${__data.fields.COLUMN}` of the row
+    confirmation: str
+    asks: Mapping[str, str] = field(default_factory=dict)
+
+    def build(self) -> Any:
+        asked = {**self.asks, "key": "API key of an operator"}
+        return (
+            dashboard.Action()
+            .type(ActionType.FETCH)
+            .title(self.title)
+            .confirmation(self.confirmation)
+            .variables([dashboard.ActionVariable().key(key).name(name) for key, name in asked.items()])
+            .fetch(
+                dashboard.FetchOptions()
+                .method(HttpRequestMethod(self.method))
+                .url("${gateway}" + self.path)
+                .body(self.body)
+                .query_params([])
+                .headers([["Content-Type", "application/json"], ["x-api-key", "$key"]])
+            )
+            .build()
+        )
+
+
+class InfinityQuery(Dataquery):
+    """JSON from an address, as rows that a JSONata expression makes of it. The SDK has no builder for it."""
+
+    def __init__(self, url: str, rows: str, columns: Sequence[Column]) -> None:
+        self._url, self._rows, self._columns = url, rows, columns
+
+    def build(self) -> InfinityQuery:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        kinds = {"string": "string", "bool": "boolean"}
+        return {
+            "refId": "A",
+            "datasource": {"type": API.type_val, "uid": API.uid},
+            "type": "json",
+            "parser": "backend",
+            "source": "url",
+            "format": "table",
+            "url": self._url,
+            "url_options": {"method": "GET", "data": ""},
+            "root_selector": self._rows,
+            "columns": [
+                {"selector": column.name, "text": column.name, "type": kinds.get(column.unit, "number")}
+                for column in self._columns
+            ],
+            "filters": [],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of JSON from the control API or another address, with actions on each. `rows` is a JSONata expression."""
+
+    title: str
+    description: str
+    url: str
+    rows: str
+    columns: Sequence[Column]
+    actions: Sequence[Action] = ()
+    width: int = 24
+    height: int = 10
+
+    def build(self, number: int) -> Any:
+        panel = table.Panel().id(number).title(self.title).description(self.description).datasource(API)
+        panel.height(self.height).span(self.width).unit("none")
+        for column in self.columns:
+            if column.unit != "string":
+                panel.override_by_name(column.name, [DynamicConfigValue("unit", column.unit)])
+        columns = [*self.columns]
+        if self.actions:
+            panel.actions(list(self.actions))
+            columns.append(Column(ACTIONS))
+            panel.override_by_name(ACTIONS, [DynamicConfigValue("custom.cellOptions", {"type": "actions"})])
+        return panel.with_target(InfinityQuery(self.url, self.rows, columns))
+
+
+ACTIONS = "actions"
+"""Column of a table that shows its actions as buttons."""
 
 
 @dataclass(frozen=True, slots=True)

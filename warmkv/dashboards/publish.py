@@ -1,19 +1,21 @@
-"""Uploading dashboards to Grafana: into one folder, addressed by uid, replacing what is there under the same uid."""
+"""Uploading dashboards to Grafana: into one folder, addressed by uid; what is there already is left alone."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 import requests
 from grafana_api import GrafanaFace
 from grafana_api.grafana_api import GrafanaClientError, GrafanaServerError
 
+from warmkv.dashboards.panels import INFINITY
 from warmkv.faults import UserError
 
 
@@ -22,52 +24,69 @@ class PublishError(UserError):
 
 
 TOKEN_ENV = "GRAFANA_TOKEN"  # variable with a service-account token
+OLDEST = 12  # Grafana's version since which tables have actions
+API_UID = "warmkv-api"  # of the data source that reads the control API
+
+What = Literal["folder", "data source", "dashboard"]
+State = Literal["created", "updated", "unchanged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where dashboards go, and what they read. Data sources are made only where their address is given."""
+
+    url: str
+    token: str
+    folder: str = "warmkv"
+    datasource: str = "prometheus"  # uid of the Prometheus data source that panels open with
+    prometheus: str | None = None  # address of Prometheus, for a data source of that uid
+    gateway: str | None = (
+        None  # address of the service, for actions, and for the data source that reads the control API
+    )
+    key: str = ""  # an operator's, which Grafana keeps and that data source sends
+    message: str = "warmkv dashboards publish"
+    timeout: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A dashboard as Grafana keeps it now."""
+    """A folder, data source or dashboard as Grafana keeps it now; with `write=False`, what would become of it."""
 
+    what: What
     uid: str
     title: str
-    url: str
-    version: int
+    state: State
+    url: str = ""
+    version: int | None = None  # Grafana's
+    differences: tuple[str, ...] = ()  # places in the JSON where Grafana has something else
 
 
-def publish(
-    url: str,
-    token: str,
-    dashboards: Mapping[str, Mapping[str, Any]],
-    *,
-    folder: str = "warmkv",
-    datasource: str = "prometheus",
-    message: str = "warmkv dashboards publish",
-    timeout: float = 10.0,
-) -> list[Published]:
-    """Make the folder if it is missing and upload the dashboards into it. Raises PublishError.
+def publish(target: Target, dashboards: Mapping[str, Mapping[str, Any]], *, write: bool = True) -> list[Published]:
+    """Make folder and data sources if they are missing, and upload the dashboards that differ. Raises PublishError.
 
-    Panels open with the data source of the uid `datasource`.
-
-    A dashboard that was edited in Grafana is replaced: the code is the source. Grafana keeps its old versions.
+    A dashboard that was edited in Grafana is replaced: the code is the source. Grafana keeps its old versions. Without
+    `write` nothing is changed.
     """
-    address = _address(url)
-    if not token.strip():
+    address = _address(target.url)
+    if not target.token.strip():
         raise PublishError(f"no token: put a Grafana service-account token into {TOKEN_ENV}")
     host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
     prefix = address.path.strip("/")
     grafana = GrafanaFace(
-        auth=token.strip(),
+        auth=target.token.strip(),
         host=host,
         port=address.port,
         protocol=address.scheme,
         url_path_prefix=f"{prefix}/" if prefix else "",
-        timeout=timeout,
+        timeout=target.timeout,
     )
-    with _explained(url):
-        _ensure_folder(grafana, folder)
-        uid = folder_uid(folder)
-        boards = [for_datasource(dashboard, datasource) for dashboard in dashboards.values()]
-        return [_upload(grafana, uid, address, board, message) for board in boards]
+    with _explained(target.url):
+        _check_version(target.url, grafana.api.GET("/health"))
+        done = [_publish_source(grafana, source, write) for source in sources(target)]
+        done.append(_publish_folder(grafana, target.folder, write))
+        for dashboard in dashboards.values():
+            done.append(_publish_board(grafana, target, address, opening(dashboard, target), write))
+        return done
 
 
 def folder_uid(title: str) -> str:
@@ -75,13 +94,54 @@ def folder_uid(title: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", title).strip("-")[:40] or "warmkv"
 
 
-def for_datasource(dashboard: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """Copy a dashboard so that it opens with a data source; the viewer can still choose another."""
+def opening(dashboard: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Copy a dashboard so that it opens with the target's data sources and gateway; viewers can choose others."""
     document = copy.deepcopy(dict(dashboard))
+    chosen = {"datasource": target.datasource, "api": API_UID, "gateway": target.gateway}
     for variable in document.get("templating", {}).get("list", []):
-        if variable.get("type") == "datasource":
-            variable["current"] = {"text": uid, "value": uid}
+        if value := chosen.get(variable.get("name")):
+            variable["current"] = {"text": value, "value": value}
+            if variable.get("type") == "textbox":
+                variable["query"] = value
     return document
+
+
+def sources(target: Target) -> list[dict[str, Any]]:
+    """Return the data sources to make, as Grafana takes them.
+
+    Grafana never shows a secret again, so a hash of the key beside it tells whether it is still the same.
+    """
+    found: list[dict[str, Any]] = []
+    if target.prometheus:
+        found.append(_source(target.datasource, "prometheus", target.prometheus, {"httpMethod": "POST"}))
+    if target.gateway:
+        settings: dict[str, Any] = {"allowedHosts": [target.gateway]}
+        secrets = {}
+        if target.key:
+            settings |= {"auth_method": "apiKey", "apiKeyKey": "x-api-key", "apiKeyType": "header"}
+            settings["keyHash"] = hashlib.sha256(target.key.encode()).hexdigest()[:16]
+            secrets = {"apiKeyValue": target.key}
+        found.append(_source(API_UID, INFINITY, target.gateway, settings) | {"secureJsonData": secrets})
+    return found
+
+
+def _source(uid: str, kind: str, url: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"uid": uid, "name": uid, "type": kind, "url": url, "access": "proxy", "jsonData": dict(settings)}
+
+
+def differences(ours: Any, theirs: Any, place: str = "") -> Iterator[str]:
+    """Yield the places where Grafana has something else. Keys that it adds are none of ours."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key, value in ours.items():
+            yield from differences(value, theirs.get(key), f"{place}.{key}" if place else key)
+    elif isinstance(ours, Sequence) and not isinstance(ours, str) and isinstance(theirs, Sequence):
+        if len(ours) != len(theirs):
+            yield place
+            return
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(one, other, f"{place}[{at}]")
+    elif ours != theirs:
+        yield place
 
 
 def _address(url: str) -> SplitResult:
@@ -97,28 +157,64 @@ def _address(url: str) -> SplitResult:
     return address
 
 
-def _ensure_folder(grafana: GrafanaFace, title: str) -> None:
-    uid = folder_uid(title)
+def _check_version(url: str, health: Mapping[str, Any]) -> None:
+    """Raise PublishError for a Grafana that is too old. One that hides its version is believed."""
+    version = str(health.get("version") or "")
+    if (major := re.match(r"\d+", version)) and int(major[0]) < OLDEST:
+        raise PublishError(f"{url} is Grafana {version}: the actions in tables need {OLDEST} or newer; upgrade Grafana")
+
+
+def _found(grafana: GrafanaFace, path: str) -> dict[str, Any] | None:
+    """Return what is there; None if nothing is."""
     try:
-        grafana.folder.get_folder(uid)
+        found: dict[str, Any] = grafana.api.GET(path)
     except GrafanaClientError as error:
         if error.status_code != 404:
             raise
+        return None
+    return found
+
+
+def _publish_source(grafana: GrafanaFace, source: dict[str, Any], write: bool) -> Published:
+    uid = source["uid"]
+    known = _found(grafana, f"/datasources/uid/{uid}")
+    shown = {key: value for key, value in source.items() if key != "secureJsonData"}
+    places = tuple(differences(shown, known)) if known is not None else ()
+    state: State = "created" if known is None else "updated" if places else "unchanged"
+    if write and state == "created":
+        grafana.datasource.create_datasource(source)
+    elif write and state == "updated":
+        grafana.api.PUT(f"/datasources/uid/{uid}", source)
+    return Published("data source", uid, source["name"], state, differences=places)
+
+
+def _publish_folder(grafana: GrafanaFace, title: str, write: bool) -> Published:
+    uid = folder_uid(title)
+    if _found(grafana, f"/folders/{uid}") is not None:
+        return Published("folder", uid, title, "unchanged")
+    if write:
         grafana.folder.create_folder(title, uid)
+    return Published("folder", uid, title, "created")
 
 
-def _upload(
-    grafana: GrafanaFace, folder: str, address: SplitResult, dashboard: Mapping[str, Any], message: str
+def _publish_board(
+    grafana: GrafanaFace, target: Target, address: SplitResult, dashboard: dict[str, Any], write: bool
 ) -> Published:
-    answer = grafana.dashboard.update_dashboard(
-        {"dashboard": dashboard, "folderUid": folder, "overwrite": True, "message": message}
-    )
-    return Published(
-        uid=answer["uid"],
-        title=str(dashboard["title"]),
-        url=f"{address.scheme}://{address.netloc}{answer['url']}",  # Grafana's path has its own prefix in front
-        version=answer["version"],
-    )
+    uid, title, folder = str(dashboard["uid"]), str(dashboard["title"]), folder_uid(target.folder)
+    known = _found(grafana, f"/dashboards/uid/{uid}")
+    places: tuple[str, ...] = ()
+    where: dict[str, Any] = {"url": "", "version": None}
+    if known is not None:
+        where = known["meta"]
+        places = tuple(differences(dashboard, known["dashboard"]))
+        places += ("folder",) * (where.get("folderUid") != folder)
+    state: State = "created" if known is None else "updated" if places else "unchanged"
+    if write and state != "unchanged":
+        where = grafana.dashboard.update_dashboard(
+            {"dashboard": dashboard, "folderUid": folder, "overwrite": True, "message": target.message}
+        )
+    url = f"{address.scheme}://{address.netloc}{where['url']}" if where["url"] else ""  # it has Grafana's own prefix
+    return Published("dashboard", uid, title, state, url, where["version"], places)
 
 
 @contextmanager
@@ -126,6 +222,8 @@ def _explained(url: str) -> Iterator[None]:
     """Turn what can go wrong into one error that says what to do."""
     try:
         yield
+    except PublishError:
+        raise
     except GrafanaClientError as error:
         if error.status_code == 401:
             raise PublishError(
@@ -135,7 +233,8 @@ def _explained(url: str) -> Iterator[None]:
         if error.status_code == 403:
             raise PublishError(
                 f"{url} knows the token but forbids this (403): give the service account the role Editor, or "
-                f"permission to create folders and dashboards"
+                f"permission to create folders and dashboards; to "
+                f"make data sources it must be Admin"
             ) from error
         raise PublishError(f"{url} refused the request: {error}") from error
     except GrafanaServerError as error:

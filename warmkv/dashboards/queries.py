@@ -1,15 +1,17 @@
 """PromQL for the metrics of `warmkv.telemetry`. A label that a metric does not have is refused while building.
 
 Every query sums the series of all processes (Ray labels each with its worker) and is filtered by the dashboard's
-variables: `$application`, and `$policy` and `$model` where the metric knows them.
+variables: `$application`, and `$policy`, `$model` and `$tenant` where the metric knows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from warmkv.telemetry import Metric
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 Query = tuple[str, str]  # expression, legend
 PERCENTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
@@ -20,21 +22,34 @@ RANGE = "$__rate_interval"
 def rate(counter: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
     """Build the query of a counter's growth per second. `match` filters by label; `"!x"` is everything but x."""
     _expect(counter, "counter")
-    series = f"{counter.exported}{_selector(counter, match)}"
+    series = f"{counter.exported}{selector(counter, match)}"
     return f"sum by ({_labels(counter, by)}) (rate({series}[{RANGE}]))"
 
 
 def level(gauge: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
     """Build the query of a gauge's present value."""
     _expect(gauge, "gauge")
-    return f"sum by ({_labels(gauge, by)}) ({gauge.exported}{_selector(gauge, match)})"
+    return f"sum by ({_labels(gauge, by)}) ({gauge.exported}{selector(gauge, match)})"
 
 
 def quantile(share: float, histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
     """Build the query of a quantile: the value that a share of the observations stays under."""
     _expect(histogram, "histogram")
-    series = f"{histogram.exported}_bucket{_selector(histogram, match)}"
+    series = f"{histogram.exported}_bucket{selector(histogram, match)}"
     return f"histogram_quantile({share}, sum by (le, {_labels(histogram, by)}) (rate({series}[{RANGE}])))"
+
+
+def observed(histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """Build the query of a histogram's observations per second."""
+    _expect(histogram, "histogram")
+    series = f"{histogram.exported}_count{selector(histogram, match)}"
+    return f"sum by ({_labels(histogram, by)}) (rate({series}[{RANGE}]))"
+
+
+def mean(histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """Build the query of a histogram's mean."""
+    count = observed(histogram, by, **match)
+    return f"{count.replace('_count{', '_sum{')} / {count}"
 
 
 def percentiles(histogram: Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
@@ -53,10 +68,11 @@ def _labels(metric: Metric, labels: tuple[str, ...]) -> str:
     return ", ".join(labels)
 
 
-def _selector(metric: Metric, match: dict[str, str]) -> str:
+def selector(metric: Metric, match: Mapping[str, str] = NOTHING) -> str:
+    """Build the filter of a metric's series: by the dashboard's variables, and by `match`."""
     _labels(metric, tuple(match))
     terms = ['application=~"$application"']
-    terms += [f'{label}=~"${label}"' for label in ("policy", "model") if label in metric.labels]
+    terms += [f'{label}=~"${label}"' for label in ("policy", "model", "tenant") if label in metric.labels]
     for label, value in match.items():
         terms.append(f'{label}!="{value[1:]}"' if value.startswith("!") else f'{label}="{value}"')
     return "{" + ", ".join(terms) + "}"

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -104,12 +103,26 @@ class Router:
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)
-        attempt.booking = number
-        attempt.began = partial(dispatcher.in_flight.began, number)
+
+        def began(cached_tokens: int) -> None:
+            dispatcher.in_flight.began(number)
+            if attempt.replica == choice.order[0]:
+                self._compare(choice.expected * self._config.prefix_cache.block_size, cached_tokens)
+
+        attempt.booking, attempt.began = number, began
         attempt.ended = lambda outcome: dispatcher.ended(number, attempt.replica, outcome)
         self._recorder.add(telemetry.ROUTED, 1, reason=choice.reason)
+        if request.hashes:
+            self._recorder.observe(telemetry.MATCH, choice.expected / len(request.hashes), reason=choice.reason)
         asyncio.get_running_loop().call_soon(dispatcher.mend, choice, request.hashes)  # not before the decision
         return choice.order
+
+    def _compare(self, expected: int, cached: int) -> None:
+        """Count the tokens that were expected to be warm in the chosen replica, against those that were."""
+        record = self._recorder.add
+        record(telemetry.EXPECTED_TOKENS, min(expected, cached), outcome="found")
+        record(telemetry.EXPECTED_TOKENS, max(0, expected - cached), outcome="missing")
+        record(telemetry.EXPECTED_TOKENS, max(0, cached - expected), outcome="unexpected")
 
     def _leaves(self, request: GenerateRequest) -> int:
         """Leading blocks of a prompt that the replica which computes it will hold."""

@@ -116,13 +116,15 @@ class Recent:
 class Choice(NamedTuple):
     """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there.
 
-    Whichever gets the request may fetch what it lacks as `fetch` says.
+    Whichever gets the request may fetch what it lacks as `fetch` says. `expected` counts the blocks that need not be
+    computed there: warm, about to be by an earlier request, or fetched.
     """
 
     order: list[str]
     reason: str
     matched: int
     fetch: Fetch | None = None
+    expected: int = 0
 
 
 class Dispatcher:
@@ -218,7 +220,7 @@ class Dispatcher:
         if leaves > matched:
             self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
         self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
-        return Choice(order, reason, matched, fetch)
+        return Choice(order, reason, matched, fetch, known)
 
     def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""

@@ -25,6 +25,8 @@ class Entry:
     mark_ttl: float = 0.0  # above 0 where a breakpoint was written: its own lifetime, refreshed by reads
     mark_expires_at: float = -math.inf
     reads: int = 0
+    used_at: float = math.nan  # when it was stored or read last, in any tier; unknown after a restart
+    since: float = math.nan  # when it came to this tier
     used: int = 0
     floor: float = 0.0  # the priority of what had been given up last when it was used
     pins: int = 0  # requests that are reading it; never evicted or expired while above 0

@@ -7,6 +7,7 @@ alike; the partial tail before a breakpoint is kept as well, so that reuse at a 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Match:
     tokens: int = 0  # leading tokens whose KV is resident, a tail included
     chain: tuple[bytes, ...] = ()  # keys that hold them
     held: Sequence[Sequence[Entry]] = field(default=(), repr=False)  # what is pinned, tier by tier
+    used_at: float = math.nan  # when the last of `chain` was used before
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ class PrefixCache:
             hit = hit or read.position
         if beside:  # the billed tail lies beside the chain that is reused; its blocks are touched with the chain
             tiers.touch((beside,), now)
+        used_at = tiers.used_at(chain[-1]) if chain else math.nan
         tiers.touch(chain, now)
-        return Match(hit, full, tokens, chain, tiers.pin(chain))
+        return Match(hit, full, tokens, chain, tiers.pin(chain), used_at)
 
     def release(self, match: Match) -> None:
         if match.held:

@@ -14,6 +14,9 @@ from warmkv.policies.entry import LOST, Entry, StoreOutcome
 from warmkv.policies.eviction import Order, Reuse, lru
 from warmkv.policies.heaps import LazyHeap
 
+Life = tuple[float, float, float, float, int, float]
+"""`ttl`, `expires_at`, `mark_ttl`, `mark_expires_at`, `reads` and `used_at` of an entry."""
+
 
 def as_it_is(plain: int, tokens: int) -> int:
     return plain
@@ -152,7 +155,7 @@ class TierIndex:
         """
         expired = self.expire(now)
         self.prolong(chain, ttl, now)
-        life = (ttl, now + ttl, 0.0, -math.inf, 0)
+        life = (ttl, now + ttl, 0.0, -math.inf, 0, now)
         held, admission = self._admit(
             chain, sizes, tokens or [1] * len(chain), tenant, now, lambda at: life, StoreOutcome(expired=expired)
         )
@@ -162,9 +165,9 @@ class TierIndex:
     def adopt(self, path: Sequence[Entry], now: float) -> StoreOutcome:
         """Hold a chain as another tier has it, with the life that it has there: it was moved, not read."""
 
-        def life(at: int) -> tuple[float, float, float, float, int]:
+        def life(at: int) -> Life:
             entry = path[at]
-            return entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads
+            return entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads, entry.used_at
 
         held, admission = self._admit(
             [entry.key for entry in path],
@@ -201,7 +204,7 @@ class TierIndex:
         fits = self.bytes + size <= self.capacity and entry.key not in self._entries
         if not fits or (parent is not None and before is None):
             return False
-        life = (entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads)
+        life = (entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, entry.reads, entry.used_at)
         added = self._add(entry.key, before, entry.plain, size, entry.tokens, entry.tenant, life)
         self._use([added])
         return True
@@ -251,7 +254,7 @@ class TierIndex:
         tokens: Sequence[int],
         tenant: str,
         now: float,
-        life: Callable[[int], tuple[float, float, float, float, int]],
+        life: Callable[[int], Life],
         admission: StoreOutcome,
     ) -> tuple[list[Entry], StoreOutcome]:
         """Insert as much of a chain as fits, and return the outcome.
@@ -269,13 +272,15 @@ class TierIndex:
                 break
             if entry is None:
                 entry = self._add(key, held[-1] if held else None, sizes[at], size, tokens[at], tenant, life(at))
+                entry.since = now
                 again = self._pin([entry])
                 admission.stored.append(key)
             else:
                 if entry.expires_at == LOST:
                     self._resize(entry, size)
+                    entry.since = now
                     admission.stored.append(key)
-                entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, _ = life(at)
+                entry.ttl, entry.expires_at, entry.mark_ttl, entry.mark_expires_at, _, entry.used_at = life(at)
             held += again
         self.unpin(held)
         return held, admission
@@ -288,7 +293,7 @@ class TierIndex:
         size: int,
         tokens: int,
         tenant: str,
-        life: tuple[float, float, float, float, int],
+        life: Life,
     ) -> Entry:
         end = tokens + (parent.end if parent is not None else 0)
         entry = self._entries[key] = Entry(key, parent, plain, 0, tokens, end, tenant, *life)
@@ -326,6 +331,7 @@ class TierIndex:
     def _refresh(self, entries: list[Entry], now: float) -> None:
         for entry in entries:
             entry.expires_at = max(entry.expires_at, now + entry.ttl)
+            entry.used_at = now
         self._use(entries)
 
     def _use(self, entries: list[Entry]) -> None:

@@ -7,8 +7,9 @@ the chain before it; what has expired goes nowhere. What is read is stored again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmkv.config import BlockStorage, PrefixCacheConfig
 from warmkv.policies import eviction
@@ -57,6 +58,7 @@ class Left:
     key: bytes
     tier: int
     expired: bool = False
+    entry: Entry | None = field(default=None, compare=False, repr=False)  # as it was; None if it was dropped
 
 
 Step = Stored | Copied | Left
@@ -120,6 +122,11 @@ class Tiers:
     def match(self, chain: Sequence[bytes], now: float) -> int:
         """Return leading keys of a chain that are held and alive in some tier."""
         return max(index.match(chain, now) for index in self.indexes)
+
+    def used_at(self, key: bytes) -> float:
+        """Return when a key was stored or read last; nan if that is not known."""
+        found = (entry for index in self.indexes if (entry := index.entry(key)) is not None)
+        return max((entry.used_at for entry in found), default=math.nan)
 
     def has_mark(self, key: bytes, now: float) -> bool:
         return any(index.has_mark(key, now) for index in self.indexes)
@@ -202,13 +209,13 @@ class Tiers:
         """Yield the steps by which blocks leave a tier: evicted ones are copied to the next tier first."""
         for entry in admission.expired:
             if entry.expires_at != LOST:
-                yield Left(entry.key, tier, expired=True)
+                yield Left(entry.key, tier, True, entry)
         for entry in admission.evicted:
             if entry.expires_at == LOST:
                 continue
             if tier + 1 < len(self.indexes) and entry.key not in self.indexes[tier + 1]:
                 yield from self._demote(tier, entry.path(), admission, now)
-            yield Left(entry.key, tier)
+            yield Left(entry.key, tier, False, entry)
 
     def _demote(self, tier: int, path: Sequence[Entry], admission: StoreOutcome, now: float) -> Iterator[Step]:
         """Copy a chain to the next tier, if all of it is there: a block may be lost, or only just come back."""

@@ -55,7 +55,8 @@ class Gateway:
             self.asked += 1
             if self.gate is not None:
                 await self.gate.wait()
-            yield Started("only", 0, self.written, self.cached_tokens, 1, 1, 0.0, 0.0)
+            tiers = {"device": self.cached_tokens}
+            yield Started("only", 0, self.written, self.cached_tokens, 1, 1, 0.0, 0.0, tiers)
             yield Delta("text", self.output_tokens)
             yield Finished("end", self.output_tokens)
 

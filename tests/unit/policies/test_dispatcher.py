@@ -243,6 +243,7 @@ def test_a_prefix_that_is_being_computed_draws_those_that_come_meanwhile():
     second = routing.choose("2", [*HASHES[:90], b"other" * 4], REPLICAS, leaves=91)
     assert (second.order[0], second.reason, second.matched) == (first.order[0], "in_flight_prefixes", 0)
     assert second.fetch is None  # what is not there yet can be fetched nowhere
+    assert (first.expected, second.expected) == (0, 90)  # which the first leaves behind
     assert routing.in_flight.prefill == {first.order[0]: 101}
     routing.in_flight.release("1")
     routing.in_flight.release("2")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.replicas.block_store.harness import BLOCK, TOKEN, Harness, Prompt
 from warmkv import telemetry
 from warmkv.replicas import metrics
+from warmkv.replicas.block_store.residency import MOST, Residency
+from warmkv.replicas.engine.prompts import Compressions
 from warmkv.replicas.engine.stats import EngineStats
 
 
@@ -17,11 +21,16 @@ class Recorded(telemetry.RayRecorder):
         self._totals = {}
         self.counted: dict[tuple[str, ...], float] = {}
         self.levels: dict[str, float] = {}
+        self.observed: dict[telemetry.Metric, list[float]] = {}
 
     def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None:
         assert set(labels) == set(counter.labels)
         key = (counter.name, *labels.values())
         self.counted[key] = self.counted.get(key, 0) + value
+
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
+        assert set(labels) == set(histogram.labels)
+        self.observed.setdefault(histogram, []).append(value)
 
     def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None:
         assert set(labels) == set(gauge.labels)
@@ -30,7 +39,12 @@ class Recorded(telemetry.RayRecorder):
 
 def stats(**more: Any) -> EngineStats:
     zeros: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    return EngineStats(**{**zeros, "store_tiers": {"device": 5}, "failures": {}, **more})
+    return EngineStats(**{**zeros, "store_tiers": {"device": 5}, "failures": {}, "compressed": {}, **more})
+
+
+def gone(harness: Harness) -> dict[tuple[str, str], int]:
+    """Blocks that left a tier so far, and why."""
+    return {key: count for key, count in harness.store.left.items() if count}
 
 
 def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
@@ -40,15 +54,15 @@ def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
     for prompt in range(3):
         harness.write(Prompt("a", list(range(40 * prompt, 40 * prompt + 4 * BLOCK))), {})
         metrics.record(recorder, stats(), harness.store)
-    assert harness.store.evictions == {"device": 6, "host": 0}
+    assert gone(harness) == {("device", "demoted"): 6}
     harness.wait(1000)
     for _ in range(2):
         metrics.record(
             recorder, stats(preempted=3, waiting=2, failures={"request": 1, "memory": 2, "device": 0}), harness.store
         )
-    assert harness.store.expiries == {"device": 6, "host": 8}
+    assert gone(harness) == {("device", "demoted"): 6, ("device", "expired"): 6, ("host", "expired"): 8}
     assert {key: value for key, value in recorder.counted.items() if value} == {
-        ("warmkv_evicted_blocks", "device"): 6,
+        ("warmkv_evicted_blocks", "device", "demoted"): 6,
         ("warmkv_expired_blocks", "device"): 6,
         ("warmkv_expired_blocks", "host"): 8,
         ("warmkv_preempted", "fairness"): 3,
@@ -57,3 +71,54 @@ def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
     }
     assert recorder.levels["warmkv_waiting_requests"] == 2
     assert (harness.store.evicted, harness.store.expired) == (6, 14)
+    assert recorder.levels["warmkv_prefix_limit_bytes"] == harness.config.host.memory_bytes  # of the last tier
+
+
+def test_residency_is_observed_where_blocks_leave_and_prefixes_are_read(tmp_path):
+    """A prefix is read 10 s after it was stored, pushed out 5 s later, and ends below by its TTL of 30 s."""
+    recorder = Recorded()
+    harness = Harness(tmp_path, memory_bytes=4 * BLOCK * TOKEN, disk={"memory_bytes": 0})
+    first = Prompt("a", list(range(4 * BLOCK)))
+    harness.write(first, {})
+    harness.wait(10)
+    harness.look_up(first, [])
+    harness.finish(0, store=False)
+    harness.wait(5)
+    harness.write(Prompt("a", list(range(40, 40 + 4 * BLOCK))), {})
+    metrics.record(recorder, stats(), harness.store)
+    assert recorder.observed == {
+        telemetry.REUSE_GAP: [10],
+        telemetry.BLOCK_LIFETIME: [15],  # one of four: the first
+        telemetry.BLOCK_IDLE: [5],
+    }
+    harness.store.residency._left = 0  # the next one is observed
+    harness.wait(31)
+    metrics.record(recorder, stats(), harness.store)
+    assert recorder.observed[telemetry.BLOCK_LIFETIME] == [15, 31]
+    assert recorder.observed[telemetry.BLOCK_IDLE] == [5]  # nothing more was evicted
+    metrics.record(recorder, stats(), harness.store)
+    assert recorder.observed[telemetry.REUSE_GAP] == [10]  # once each
+
+
+def test_samples_between_two_reports_are_bounded():
+    residency = Residency()
+    for _ in range(2 * MOST):
+        residency.reused(0.0, 1.0)
+    residency.reused(math.nan, 1.0)  # of a block from before a restart
+    assert list(residency.gaps) == [1.0] * MOST
+
+
+def test_compression_is_counted_by_policy():
+    recorder, done = Recorded(), Compressions(2, 300, 60, 4000, 1000, 0.5)
+    store = SimpleNamespace(left={}, tier_limits={}, residency=Residency())
+    for compressed in ({"snapkv": done}, {"snapkv": done.plus(done)}):
+        metrics.record(recorder, stats(compressed=compressed), store)
+    named = {key[0]: value for key, value in recorder.counted.items() if key[1:] == ("snapkv",)}
+    assert named == {
+        "warmkv_compressed_prompts": 4,
+        "warmkv_compressed_tokens": 600,
+        "warmkv_kept_tokens": 120,
+        "warmkv_uncompressed_bytes": 8000,
+        "warmkv_compressed_bytes": 2000,
+        "warmkv_compression_seconds": 1.0,
+    }

@@ -1,4 +1,4 @@
-"""`warmkv dashboards`: build dashboards and alerts, publish dashboards. The SDKs are imported when a command runs."""
+"""`warmkv dashboards`: build, publish and compare. The SDKs are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from warmkv.cli.command import add_command, writing
 from warmkv.cli.options import JsonOptions, SettingsOptions
 
 app = typer.Typer(no_args_is_help=True, help="Build the Grafana dashboards and the alerts, and publish the dashboards.")
+
+SHOWN = 10  # differences of a dashboard that are printed; --json has all
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
@@ -54,44 +56,94 @@ def metrics(
     print(f"wrote {file}")
 
 
+UrlOption = Annotated[str | None, typer.Option(help="Address of Grafana instead of the configured one.")]
+FolderOption = Annotated[str, typer.Option(help="Grafana's folder; it is made if it is missing.")]
+DatasourceOption = Annotated[str, typer.Option(help="Uid of the Prometheus data source that the panels open with.")]
+PrometheusOption = Annotated[
+    str | None, typer.Option(help="Address of Prometheus as Grafana reaches it: makes a data source of that uid.")
+]
+GatewayOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of the service: actions send to it, and a data source is made that reads the control API with "
+        "the operator's key in WARMKV_API_KEY."
+    ),
+]
+
+
 @add_command(app, code=1)
 def publish(
     options: SettingsOptions,
     output: JsonOptions,
-    url: Annotated[str | None, typer.Option(help="Address of Grafana instead of the configured one.")] = None,
-    folder: Annotated[str, typer.Option(help="Grafana's folder; it is made if it is missing.")] = "warmkv",
-    datasource: Annotated[
-        str, typer.Option(help="Uid of the Prometheus data source that the panels open with.")
-    ] = "prometheus",
+    url: UrlOption = None,
+    folder: FolderOption = "warmkv",
+    datasource: DatasourceOption = "prometheus",
+    prometheus: PrometheusOption = None,
+    gateway: GatewayOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Upload every dashboard to Grafana, into a folder, replacing older versions.
+    """Upload every dashboard that differs to Grafana, into a folder, replacing older versions.
 
     The token of a service account is read from the variable GRAFANA_TOKEN.
 
     Example: `GRAFANA_TOKEN=... warmkv dashboards publish --url http://127.0.0.1:3000`
     """
-    configured = options.read().dashboards.grafana_url
-    url = url or configured
+    _bring(options, output, url, folder, datasource, prometheus, gateway, ask=not dry_run, write=True)
+
+
+@add_command(app, code=1)
+def diff(
+    options: SettingsOptions,
+    output: JsonOptions,
+    url: UrlOption = None,
+    folder: FolderOption = "warmkv",
+    datasource: DatasourceOption = "prometheus",
+    prometheus: PrometheusOption = None,
+    gateway: GatewayOption = None,
+) -> None:
+    """Show what `warmkv dashboards publish` with the same options would change in Grafana; change nothing.
+
+    Example: `GRAFANA_TOKEN=... warmkv dashboards diff --url http://127.0.0.1:3000`
+    """
+    _bring(options, output, url, folder, datasource, prometheus, gateway, ask=True, write=False)
+
+
+def _bring(
+    options: SettingsOptions,
+    output: JsonOptions,
+    url: str | None,
+    folder: str,
+    datasource: str,
+    prometheus: str | None,
+    gateway: str | None,
+    *,
+    ask: bool,
+    write: bool,
+) -> None:
+    """Compare with Grafana if it may be asked, write what differs if that is wanted, and tell."""
+    url = url or options.read().dashboards.grafana_url
     from warmkv.dashboards import build as building
     from warmkv.dashboards import publish as publishing
 
     documents = building.documents()
-    if dry_run:
-        rows = [{"uid": board["uid"], "title": board["title"]} for board in documents.values()]
-    else:
-        token = os.environ.get(publishing.TOKEN_ENV, "")
-        published = publishing.publish(url, token, documents, folder=folder, datasource=datasource)
-        rows = [asdict(board) for board in published]
+    token, key = os.environ.get(publishing.TOKEN_ENV, ""), os.environ.get("WARMKV_API_KEY", "")
+    target = publishing.Target(url, token, folder, datasource, prometheus, gateway, key)
+    done = publishing.publish(target, documents, write=write) if ask else []
+    rows = {what: [asdict(one) for one in done if one.what == what] for what in ("dashboard", "data source", "folder")}
+    if not ask:
+        rows["dashboard"] = [{"uid": board["uid"], "title": board["title"]} for board in documents.values()]
 
     def show() -> None:
-        for row in rows:
-            name, place = f"{row['title']} ({row['uid']})", f"{url}, folder {folder}"
-            print(
-                f"would publish {name} to {place}"
-                if dry_run
-                else f"published {row['title']}: {row['url']} (version {row['version']})"
-            )
+        if not ask:
+            for row in rows["dashboard"]:
+                print(f"would publish {row['title']} ({row['uid']}) to {url}, folder {folder}")
+        for one in done:
+            state = one.state if write or one.state == "unchanged" else f"would be {one.state}"
+            print(f"{one.what} {one.title}: {state}" + (f", {one.url} (version {one.version})" if one.url else ""))
+            for place in one.differences[:SHOWN]:
+                print(f"  {place}")
+            if len(one.differences) > SHOWN:
+                print(f"  and {len(one.differences) - SHOWN} more")
 
-    target = {"grafana": url, "folder": folder, "dry_run": dry_run}
-    output.give({**target, "dashboards": rows}, show)
+    given = {"grafana": url, "folder": folder, "dry_run": not (ask and write)}
+    output.give({**given, "dashboards": rows["dashboard"], "data_sources": rows["data source"]}, show)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from warmkv import telemetry as t
-from warmkv.dashboards.figures import WITH_CACHE, WITHOUT_CACHE
+from warmkv.dashboards.figures import hit_rate, saved, with_cache, without_cache
 from warmkv.dashboards.panels import Graph, Row
 from warmkv.dashboards.queries import rate
 
@@ -29,7 +29,44 @@ MONEY = Row(
             "Dollars per hour for prompts: as billed, and as if every prompt token were a plain input token. The "
             "distance is the saving; it is negative while prefixes are written and not yet read.",
             "currencyUSD",
-            [(WITHOUT_CACHE, "{{application}} without"), (WITH_CACHE, "{{application}} as billed")],
+            [(without_cache(), "{{application}} without"), (with_cache(), "{{application}} as billed")],
+        ),
+    ),
+)
+
+_TENANT = ("application", "tenant")
+
+TENANTS = Row(
+    "Tenants",
+    (
+        Graph(
+            "Spent by tenant",
+            "Price of the answers at the configured prices, as dollars per hour, by tenant. Beyond 100 tenants of a "
+            "gateway the rest is `other`; without tenants all are `open`.",
+            "currencyUSD",
+            [(f"{rate(t.DOLLARS, ('tenant',))} * 3600", "{{tenant}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Saved by tenant",
+            "Dollars per hour that cached prefixes save on a tenant's prompts; below 0 it writes more than it reads.",
+            "currencyUSD",
+            [(saved(_TENANT), "{{tenant}}")],
+            least=None,
+        ),
+        Graph(
+            "Hit rate by tenant",
+            "Share of a tenant's prompt tokens whose KV was reused.",
+            "percentunit",
+            [(hit_rate(("tenant",)), "{{tenant}}")],
+            top=1,
+        ),
+        Graph(
+            "Requests by tenant",
+            "Requests answered per second, by tenant.",
+            "reqps",
+            [(rate(t.REQUESTS, ("tenant",)), "{{tenant}}")],
+            stacked=True,
         ),
     ),
 )

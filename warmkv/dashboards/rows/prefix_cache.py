@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate
-from warmkv.dashboards.panels import Graph, Row
-from warmkv.dashboards.queries import level, rate
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Row
+from warmkv.dashboards.queries import level, observed, percentiles, rate
 
 PREFIX_CACHE = Row(
     "Prefix cache",
@@ -40,12 +40,90 @@ PREFIX_CACHE = Row(
         ),
         Graph(
             "Evictions and expiries by tier",
-            "Blocks and tails per second that left a tier: to make room or dropped, and by their TTL.",
+            "Blocks and tails per second that left a tier: demoted to a lower one, evicted to make room, dropped by an "
+            "operator, and expired by their TTL.",
             "short",
             [
-                (rate(t.EVICTED_BLOCKS, ("tier",)), "{{tier}} evicted"),
+                (rate(t.EVICTED_BLOCKS, ("tier", "reason")), "{{tier}} {{reason}}"),
                 (rate(t.EXPIRED_BLOCKS, ("tier",)), "{{tier}} expired"),
             ],
+        ),
+    ),
+)
+
+REUSE = Row(
+    "Reads and writes",
+    (
+        Graph(
+            "Read and written by TTL",
+            "Prompt tokens per second as they are billed: plain input, read from the cache, written to it by TTL.",
+            TOKENS_PER_SECOND,
+            [(rate(t.TOKENS, ("kind",), kind="!output"), "{{kind}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Reused tokens by tier",
+            "Prompt tokens per second whose KV was reused, by the tier it came from.",
+            TOKENS_PER_SECOND,
+            [(rate(t.CACHED_TOKENS, ("tier",)), "{{tier}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Room in the tiers",
+            "Share of its limit that stored prefixes take in each tier. A full tier is no fault; what leaves it before "
+            "its TTL tells.",
+            "percentunit",
+            [(f"{level(t.PREFIX_BYTES, ('tier',))} / {level(t.PREFIX_LIMIT_BYTES, ('tier',))}", "{{tier}}")],
+            top=1,
+        ),
+    ),
+)
+
+MISSES = Row(
+    "Misses",
+    (
+        Graph(
+            "Warm and cold requests",
+            "Requests per second that reused cached KV, and those that found nothing.",
+            "reqps",
+            [(observed(t.TTFT, ("cache",)), "{{cache}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Tokens that were expected warm",
+            "Prompt tokens per second that the router expected to be warm where it sent them: found, and missing since "
+            "they had left meanwhile.",
+            TOKENS_PER_SECOND,
+            [(rate(t.EXPECTED_TOKENS, ("outcome",), outcome="!unexpected"), "{{outcome}}")],
+            stacked=True,
+        ),
+    ),
+)
+
+RESIDENCY = Row(
+    "Residency",
+    (
+        Graph(
+            "Gap between reuses",
+            "Percentiles of the time between two uses of a stored prefix. A TTL below the p95 loses one reuse in 20.",
+            "s",
+            percentiles(t.REUSE_GAP, "application"),
+            width=8,
+        ),
+        Graph(
+            "Lifetime of a block",
+            "Percentiles of the time from storing a block until it left its tier, by tier.",
+            "s",
+            percentiles(t.BLOCK_LIFETIME, "tier"),
+            width=8,
+        ),
+        Graph(
+            "Idle before eviction",
+            "Percentiles of the time since its last use after which a block was evicted or demoted. Below the gap "
+            "between reuses memory is short: what would be read again is gone.",
+            "s",
+            percentiles(t.BLOCK_IDLE, "tier"),
+            width=8,
         ),
     ),
 )

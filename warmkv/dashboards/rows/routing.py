@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from warmkv import telemetry as t
-from warmkv.dashboards.panels import Graph, Row
-from warmkv.dashboards.queries import level, percentiles, rate
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Row
+from warmkv.dashboards.queries import level, mean, percentiles, rate
 
 _ROUTED = rate(t.ROUTED, ("reason",))
 
@@ -59,6 +59,67 @@ ROUTING = Row(
                 (level(t.DIRECTORY_BLOCKS), "{{application}} known"),
                 (level(t.DIRECTORY_LEFT_OUT), "{{application}} left out"),
             ],
+        ),
+    ),
+)
+
+PREDICTION = Row(
+    "Expected and found",
+    (
+        Graph(
+            "Match of decisions",
+            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose, by reason.",
+            "percentunit",
+            [(mean(t.MATCH, ("reason",)), "{{reason}}")],
+            width=8,
+            top=1,
+        ),
+        Graph(
+            "Match, percentiles",
+            "Percentiles of the share of a prompt's blocks that the router took to be warm in the replica it chose.",
+            "percentunit",
+            percentiles(t.MATCH, "application"),
+            width=8,
+            top=1,
+        ),
+        Graph(
+            "Tokens by expectation",
+            "Prompt tokens per second: expected warm and found, expected and missing (evicted meanwhile: the index is "
+            "behind), warm though not expected (tails at breakpoints, and what came after the decision).",
+            TOKENS_PER_SECOND,
+            [(rate(t.EXPECTED_TOKENS, ("outcome",)), "{{outcome}}")],
+            width=8,
+            stacked=True,
+        ),
+    ),
+)
+
+REPLICAS = Row(
+    "Replicas",
+    (
+        Graph(
+            "Decoding by replica",
+            "Requests that decode in each replica.",
+            "short",
+            [(level(t.DECODING, ("replica",)), "{{replica}}")],
+            width=8,
+            stacked=True,
+        ),
+        Graph(
+            "Waiting by replica",
+            "Requests that wait in each replica for a slot or for memory.",
+            "short",
+            [(level(t.WAITING, ("replica",)), "{{replica}}")],
+            width=8,
+            stacked=True,
+        ),
+        Graph(
+            "Stored prefixes by replica",
+            "Bytes of prefix blocks that each replica holds in all tiers.",
+            "bytes",
+            [(level(t.PREFIX_BYTES, ("replica",)), "{{replica}}")],
+            width=8,
+            stacked=True,
         ),
     ),
 )

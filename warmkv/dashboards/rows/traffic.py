@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from warmkv import telemetry as t
-from warmkv.dashboards.figures import WITH_CACHE, WITHOUT_CACHE, hit_rate
-from warmkv.dashboards.panels import Graph, Number, Row
+from warmkv.dashboards.figures import hit_rate, saved
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Number, Row
 from warmkv.dashboards.queries import level, percentiles, quantile, rate
 
 AT_A_GLANCE = Row(
@@ -19,12 +19,10 @@ AT_A_GLANCE = Row(
             "Saved per hour",
             "Dollars per hour that cached prefixes save on prompts, at the configured prices.",
             "currencyUSD",
-            f"{WITHOUT_CACHE} - {WITH_CACHE}",
+            saved(),
         ),
     ),
 )
-
-TOKENS_PER_SECOND = "suffix: tok/s"
 
 TRAFFIC = Row(
     "Traffic",

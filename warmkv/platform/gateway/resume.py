@@ -42,7 +42,7 @@ class Attempt:
     replica: str | None = None  # where the router sent it
     booking: int | None = None  # what the router calls it
     others: int = 0  # replicas that it was not sent to yet
-    began: Callable[[], None] = lambda: None  # tells the router that the prompt is computed
+    began: Callable[[int], None] = lambda cached: None  # tells the router how many tokens were warm, now it is computed
     ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended
     take: Callable[[Delta], bool] = lambda delta: False  # of text: whether it was passed on at once
 
@@ -142,7 +142,7 @@ async def resumed(
                             admitted = True
                             yield event
                     elif isinstance(event, Started):
-                        attempt.began()
+                        attempt.began(event.cached_tokens)
                         if not started:
                             started = True
                             yield event

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from warmkv import telemetry
@@ -91,7 +92,7 @@ class Service:
     ) -> None:
         self.config, self._send, self._recorder = config, send, recorder
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
-        self._writers = Writers()
+        self._writers, self._tenant = Writers(), telemetry.Bounded()
         self.history = PromptHistory()
         self.backlog = Backlog(clock)  # requests without a first token
         self.faults = ErrorLog(recorder, config.gateway, clock)
@@ -175,7 +176,7 @@ class Service:
                 price=lambda usage: pricing.price(usage, policy.prices),
                 clock=self._clock,
                 begun=arrival.begun,
-                on_end=self._ended,
+                on_end=partial(self._ended, lease.tenant.name),
                 events=events,
                 sink=sink,
                 places=asked.prompt.outline.places,
@@ -280,26 +281,31 @@ class Service:
         self, api: str, arrival: Arrival, request: GenerateRequest, status: Status, error: str = ""
     ) -> None:
         """Write down a request that was accepted and got no token."""
-        labels = {"policy": request.policy.name, "model": self.config.model.name}
+        labels = self._labels(request, arrival.lease.tenant.name)
         self._recorder.add(telemetry.REQUESTS, 1, api=api, status=status, **labels)
         self.recent.failed(status)
         outcome = {"status": status, "stop_reason": status, "error": error, "e2e": self._clock() - arrival.begun}
         self._write_log(self._record(api, arrival.time, request, **outcome))
 
-    def _ended(self, answer: Answer, status: Status) -> None:
-        usage, started, policy = answer.usage, answer.started, answer.request.policy
+    def _labels(self, request: GenerateRequest, tenant: str) -> dict[str, str]:
+        return {"policy": request.policy.name, "model": self.config.model.name, "tenant": self._tenant(tenant)}
+
+    def _ended(self, tenant: str, answer: Answer, status: Status) -> None:
+        usage, started = answer.usage, answer.started
         add, observe = self._recorder.add, self._recorder.observe
-        labels = {"policy": policy.name, "model": answer.model}
+        labels = self._labels(answer.request, tenant)
         add(telemetry.REQUESTS, 1, api=answer.api, status=status, **labels)
         for kind, tokens in (("input", usage.input), ("read", usage.read), ("output", usage.output)):
             add(telemetry.TOKENS, tokens, kind=kind, **labels)
         for ttl, tokens in usage.written.items():
             add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", **labels)
-        add(telemetry.CACHED_TOKENS, started.cached_tokens, **labels)
+        for tier, tokens in started.tiers.items():
+            add(telemetry.CACHED_TOKENS, tokens, tier=tier, **labels)
         price = answer.price(usage)
         parts = {"input": price.input, "read": price.read, "write": price.total_write, "output": price.output}
         for part, dollars in parts.items():
             add(telemetry.DOLLARS, dollars, part=part, **labels)
+        del labels["tenant"]  # a histogram has a series for each bucket
         observe(telemetry.QUEUE, started.queue_seconds, model=answer.model)
         warmth = "warm" if started.cached_tokens else "cold"
         observe(telemetry.TTFT, answer.first_token, cache=warmth, **labels)

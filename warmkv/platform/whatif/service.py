@@ -185,6 +185,7 @@ class WhatIf:
         if await self._followed(work):
             self._done, self._replayed_at, self._rounds, self._state = due, seen, self._rounds + 1, "up to date"
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
+            self._rank()
         else:
             self._state = "stopped: requests wait for a replica"
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
@@ -269,9 +270,17 @@ class WhatIf:
             if value is not None:
                 record.set(telemetry.WHATIF_ERROR, value, figure=figure)
 
+    def _rank(self) -> None:
+        """Record the order of what has been replayed."""
+        found = {name: result.replayed.prediction for name, result in self._results.items()}
+        predictions = {name: prediction for name, prediction in found.items() if prediction is not None}
+        if NOW in predictions:
+            for at, name in enumerate(ranked(predictions, NOW)):
+                self._recorder.set(telemetry.WHATIF_RANK, at + 1, candidate=name)
+
     def _forget(self, name: str) -> None:
         self._results.pop(name, None)
-        for metric in telemetry.WHATIF_FIGURES.values():
+        for metric in (*telemetry.WHATIF_FIGURES.values(), telemetry.WHATIF_RANK):
             self._recorder.forget(metric, candidate=name)
         if name == NOW:
             self._recorder.forget(telemetry.WHATIF_ERROR)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache, Span, spans
 from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
 from warmkv.prefixes.index import TIERS
@@ -22,7 +23,11 @@ from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
 from warmkv.replicas.block_store.reads import FileReads, WarmPrefix
+from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
+
+LEFT = ("demoted", "evicted", "expired", "dropped")
+"""Why blocks leave a tier: a lower one has them; to make room, for good; their TTL ran out; an operator's order."""
 
 WAIT_SECONDS = 5.0  # longest time a request waits for its files; then its prompt is computed instead
 
@@ -57,8 +62,8 @@ class BlockStore:
         self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
-        self.evictions = {tier.name: 0 for tier in tiers}  # blocks and tails that left a tier so far, to make room
-        self.expiries = {tier.name: 0 for tier in tiers}  # or by their TTL; the keys never change
+        self.left = {(tier.name, why): 0 for tier in tiers for why in LEFT}  # blocks and tails so far; keys are fixed
+        self.residency = Residency()
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
         self.places = [TierStorage(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
         for place in self.places:
@@ -97,14 +102,19 @@ class BlockStore:
         }
 
     @property
+    def tier_limits(self) -> dict[str, int]:
+        """Return the bytes that each tier may take."""
+        return {tier.name: tier.capacity for tier in self._cache.tiers.tiers}
+
+    @property
     def evicted(self) -> int:
         """Return the blocks and tails that left a tier so far to make room, or were dropped."""
-        return sum(self.evictions.values())
+        return sum(self.left.values()) - self.expired
 
     @property
     def expired(self) -> int:
         """Return the blocks and tails that left a tier so far because their TTL had run out."""
-        return sum(self.expiries.values())
+        return sum(count for (_, why), count in self.left.items() if why == "expired")
 
     @property
     def pinned_bytes(self) -> int:
@@ -148,6 +158,7 @@ class BlockStore:
             return WarmPrefix()
         now, cache = self.clock(), self._cache
         match = cache.match(hashes, reads, self.block_size, now)
+        self.residency.reused(match.used_at, now)
         warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens), since=now)
         if sums:
             warm.reused, warm.sums = cache.match_sums(match, self.block_size, warm.reused, now)
@@ -311,13 +322,22 @@ class BlockStore:
                         self._moves.begin(key, tier, packed)
                     else:
                         self._lose(key, tier)
-                case Left(key, tier, expired):
-                    gone = self.expiries if expired else self.evictions
-                    gone[self.places[tier].tier.name] += 1
+                case Left(key, tier, expired, entry):
+                    self._count(key, tier, entry, expired=expired)
                     self._remove(key, tier)
         self._tell(changed)
         if failure is not None:
             raise failure
+
+    def _count(self, key: bytes, tier: int, entry: Entry | None, *, expired: bool) -> None:
+        """Count a block that leaves a tier by why it does; of those that are dropped there is no entry."""
+        name, below = self.places[tier].tier.name, self._cache.tiers.indexes[tier + 1 :]
+        if entry is None:
+            self.left[name, "dropped"] += 1
+            return
+        why = "expired" if expired else "demoted" if any(key in tier_index for tier_index in below) else "evicted"
+        self.left[name, why] += 1
+        self.residency.left(entry, name, self.clock(), evicted=not expired)
 
     def _tell(self, changed: Sequence[bytes]) -> None:
         """Publish which of these keys are full blocks that came to another tier, or left the replica."""

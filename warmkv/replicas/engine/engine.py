@@ -265,7 +265,9 @@ class Engine:
         self.turns, self._turned = self.turns + 1, self._clock()
 
     def _publish_stats(self) -> None:
-        self._stats = snapshot(self.scheduler, self.pool, self.store, self.faults.counts, self._weight_bytes)
+        self._stats = snapshot(
+            self.scheduler, self.pool, self.store, self.faults.counts, self._weight_bytes, self._prompts.compressed
+        )
 
     @torch.inference_mode()
     def step(self) -> bool:

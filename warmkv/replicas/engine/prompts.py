@@ -6,7 +6,8 @@ Prefixes are stored whole, for whoever begins alike; what its own slot keeps is 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass, field
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
@@ -29,6 +30,21 @@ class HandOff:
 
 
 @dataclass(frozen=True, slots=True)
+class Compressions:
+    """What became of the prompts that were handed over so far, by one policy."""
+
+    prompts: int = 0
+    tokens: int = 0  # of the prompts
+    kept_tokens: int = 0  # of a layer and KV head, on average
+    whole_bytes: int = 0  # that prompts and answers may take uncompressed
+    slot_bytes: int = 0  # of their decode slots
+    seconds: float = 0.0  # for selecting what is kept and filling the slots
+
+    def plus(self, other: Compressions) -> Compressions:
+        return Compressions(*map(operator.add, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
 class Prompts:
     """The steps that a prompt takes, each for one sequence."""
 
@@ -36,6 +52,7 @@ class Prompts:
     store: BlockStore
     pool: SlotPool
     classes: TokenClasses | None = None
+    compressed: dict[str, Compressions] = field(default_factory=dict)  # by the name of the policy
 
     def look_up(self, sequence: Sequence, now: float) -> None:
         """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
@@ -92,12 +109,22 @@ class Prompts:
         self.release(sequence)
         kept = budgets.kept_tokens(sequence.policy.spec, prompt.tokens)
         if sequence.slot is not None:
+            begun = self.store.clock()
             selections = sequence.policy.select(prompt)
             kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prompt.layers / prompt.kv_heads)
             sequence.slot.limit = room
             self.pool.fill(sequence.slot, prompt, selections)
+            self._count(sequence, kept, self.store.clock() - begun)
         sequence.prefill = None
         return HandOff(match, written, kept)
+
+    def _count(self, sequence: Sequence, kept: int, seconds: float) -> None:
+        """Count a prompt that was compressed."""
+        assert sequence.slot is not None
+        tokens, name = sequence.prompt_tokens, sequence.policy.spec.name
+        whole = (tokens + sequence.request.sampling.max_tokens) * self.model.kv_shape.token_bytes
+        one = Compressions(1, tokens, kept, whole, sequence.slot.resident_bytes, seconds)
+        self.compressed[name] = self.compressed.get(name, Compressions()).plus(one)
 
     def keep_computed(self, sequence: Sequence) -> None:
         """Store the full blocks of an abandoned prompt, for requests that wait for the same prefix."""

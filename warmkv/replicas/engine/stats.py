@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.engine.faults import FailureKind
+from warmkv.replicas.engine.prompts import Compressions
 from warmkv.replicas.engine.scheduler import Scheduler
 from warmkv.replicas.slots.slots import SlotPool
 
@@ -29,11 +30,18 @@ class EngineStats:
     evicted: int  # blocks that left a tier of it so far to make room, or were dropped
     expired: int  # and those whose TTL had run out
     failures: Mapping[FailureKind, int]  # requests that failed so far, by cause
+    slot_limit: int  # bytes that slots and workspaces may take
+    compressed: Mapping[str, Compressions]  # prompts so far, by policy
     allocator_bytes: int | None = None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 
 def snapshot(
-    scheduler: Scheduler, pool: SlotPool, store: BlockStore, failures: Mapping[FailureKind, int], weight_bytes: int
+    scheduler: Scheduler,
+    pool: SlotPool,
+    store: BlockStore,
+    failures: Mapping[FailureKind, int],
+    weight_bytes: int,
+    compressed: Mapping[str, Compressions],
 ) -> EngineStats:
     """Collect the numbers. For the engine's thread, which changes their sources."""
     return EngineStats(
@@ -51,4 +59,6 @@ def snapshot(
         evicted=store.evicted,
         expired=store.expired,
         failures=dict(failures),
+        slot_limit=scheduler.kv.bytes,
+        compressed=dict(compressed),
     )

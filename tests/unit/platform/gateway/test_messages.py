@@ -340,6 +340,12 @@ def test_every_request_is_recorded(server):
     counted = {(name, labels.get("kind")): value for name, value, labels in server.metrics.seen[-14:]}
     assert counted["warmkv_tokens", "input"] == usage.input_tokens
     assert counted["warmkv_tokens", "write_5m"] == usage.cache_creation_input_tokens
+    ask(server, [marked(LONG), plain("again?")], key="log")
+    labels = {"tier": "device", "policy": "full", "model": "tiny", "tenant": "open"}
+    cached = [
+        value for name, value, those in server.metrics.seen[-14:] if (name, those) == ("warmkv_cached_tokens", labels)
+    ]
+    assert cached == [server.records[-1].cached_tokens]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):

@@ -316,7 +316,7 @@ def test_the_router_hears_of_every_attempt_that_its_prompt_is_computed(engines):
     async def counted(attempt: Attempt) -> AsyncGenerator[Event]:
         number = len(seen)
         seen.append(attempt)
-        attempt.began = lambda: begun.append(number)
+        attempt.began = lambda cached: begun.append(number)
         async for event in send(attempt):
             yield event
 

@@ -243,7 +243,7 @@ def test_a_client_that_leaves_before_its_answer_begins_has_a_record():
     (record,) = records
     assert (record.id, record.status, record.error, record.input_tokens) == ("req_1", "cancelled", "", 3)
     assert record.e2e > 0
-    labels = {"api": "chat", "status": "cancelled", "policy": "full", "model": "tiny"}
+    labels = {"api": "chat", "status": "cancelled", "policy": "full", "model": "tiny", "tenant": "a"}
     assert ("warmkv_requests", 1, labels) in seen.seen
 
 

@@ -229,6 +229,7 @@ def test_the_table_and_the_metrics_show_each_candidate_and_forget_it():
         hit_rate = telemetry.WHATIF_HIT_RATE.name
         assert bench.metrics.held[hit_rate, "1"] == 0.6
         assert bench.metrics.held[hit_rate, NOW] == 0.5
+        assert bench.metrics.held[telemetry.WHATIF_RANK.name, NOW] == 1
         assert bench.metrics.held[telemetry.WHATIF_ERROR.name, "hit_rate"] == 0.01
         await bench.whatif.remove("1")
         assert (hit_rate, "1") not in bench.metrics.held

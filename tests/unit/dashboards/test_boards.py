@@ -31,19 +31,33 @@ def boards() -> dict[str, dict[str, Any]]:
 
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in board["panels"] if panel["type"] != "row"]
+    return [panel for panel in board["panels"] if panel["type"] not in ("row", "text")]
+
+
+def graphs(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """Panels that read Prometheus."""
+    return [panel for panel in panels(board) if panel["type"] != "table"]
 
 
 def expressions(boards: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for board in boards.values():
-        for panel in panels(board):
+        for panel in graphs(board):
             for target in panel["targets"]:
-                yield f"{panel['title']} {target['refId']}", target["expr"]
+                yield f"{board['title']}: {panel['title']} {target['refId']}", target["expr"]
+
+
+def events(boards: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Queries of what is marked on the graphs, the same on all dashboards."""
+    (found,) = {
+        tuple((entry["name"], entry["expr"]) for entry in board["annotations"]["list"] if entry.get("expr"))
+        for board in boards.values()
+    }
+    return dict(found)
 
 
 def plain(expression: str) -> str:
     """The expression as Prometheus would get it: all applications, policies and models, a range of a minute."""
-    return re.sub(r"\$(application|policy|model)\b", ".*", expression.replace("$__rate_interval", "1m"))
+    return re.sub(r"\$(application|policy|model|tenant)\b", ".*", expression.replace("$__rate_interval", "1m"))
 
 
 def test_committed_json_is_a_fresh_build(tmp_path: Path) -> None:
@@ -60,9 +74,27 @@ def test_variables(boards: dict[str, dict[str, Any]]) -> None:
     for board in boards.values():
         variables = {variable["name"]: variable for variable in board["templating"]["list"]}
         assert variables["datasource"]["type"] == "datasource"
-        assert {"application", "policy", "model"} <= set(variables)
-        for panel in panels(board):
+        assert variables["api"]["query"] == "yesoreyeram-infinity-datasource"
+        assert {"application", "policy", "model", "tenant"} <= set(variables)
+        for panel in graphs(board):
             assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+
+
+def test_every_board_leads_to_the_others_and_says_what_is_healthy(boards: dict[str, dict[str, Any]]) -> None:
+    assert len({board["uid"] for board in boards.values()}) == len(boards) == 7
+    for board in boards.values():
+        (link,) = board["links"]
+        assert (link["type"], link["tags"], link["includeVars"], link["keepTime"]) == (
+            "dashboards",
+            ["warmkv"],
+            True,
+            True,
+        )
+        assert "warmkv" in board["tags"]
+        first = board["panels"][0]
+        assert first["type"] == "text"
+        for page in re.findall(r"`docs/(\w+\.md)", first["options"]["content"]):
+            assert (ROOT / "docs" / page).exists()
 
 
 def test_every_panel_says_what_it_shows(boards: dict[str, dict[str, Any]]) -> None:
@@ -75,12 +107,39 @@ def test_every_panel_says_what_it_shows(boards: dict[str, dict[str, Any]]) -> No
             assert panel["description"].endswith("."), panel["title"]
             assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
             assert panel["targets"], panel["title"]
+        for panel in graphs(board):
             assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]
 
 
 def test_annotations_show_changes(boards: dict[str, dict[str, Any]]) -> None:
     for board in boards.values():
-        assert any(entry["target"].get("tags") == ["warmkv"] for entry in board["annotations"]["list"])
+        tagged = [entry.get("target", {}).get("tags") for entry in board["annotations"]["list"]]
+        assert ["warmkv"] in tagged
+    assert list(events(boards)) == ["Configuration", "Deploy", "Fault"]
+
+
+def test_tables_read_the_control_api_and_their_actions_ask_first(boards: dict[str, dict[str, Any]]) -> None:
+    found = {}
+    for board in boards.values():
+        for panel in panels(board):
+            actions = panel["fieldConfig"]["defaults"].get("actions", [])
+            assert panel["type"] == "table" or not actions
+            if panel["type"] == "table":
+                assert panel["datasource"] == {"type": "yesoreyeram-infinity-datasource", "uid": "${api}"}
+                columns = [column["text"] for column in panel["targets"][0]["columns"]]
+                assert len(set(columns)) == len(columns)
+                assert ("actions" in columns) == bool(actions)
+            for action in actions:
+                found[action["title"]] = action
+                assert action["type"] == "fetch"
+                assert action["confirmation"].endswith("?")
+                assert ["x-api-key", "$key"] in action["fetch"]["headers"]
+                text = json.dumps(action["fetch"]) + action["confirmation"]
+                asked = {variable["key"] for variable in action["variables"]}
+                assert set(re.findall(r"\$(\w+)", text)) == asked, action["title"]  # nothing more, nothing less
+                assert set(re.findall(r"\${__data\.fields\.([^}]+)}", text)) <= set(columns), action["title"]
+                assert action["fetch"]["url"].startswith("${gateway}/v1/warmkv/policy")
+    assert list(found) == ["Apply candidate", "Set TTL", "Set budget", "Roll back"]
 
 
 def faults(expression: str) -> list[str]:
@@ -146,9 +205,14 @@ def test_metrics_of_requests_name_the_model() -> None:
     assert [metric.name for metric in requests if "model" not in metric.labels] == []
 
 
+def test_a_label_has_a_bounded_number_of_values() -> None:
+    label = telemetry.Bounded(most=2)
+    assert [label(tenant) for tenant in ("a", "b", "a", "c", "b", "d")] == ["a", "b", "a", "other", "b", "other"]
+
+
 def test_a_label_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="no label 'tenant'"):
-        queries.rate(telemetry.REQUESTS, ("tenant",))
+    with pytest.raises(ValueError, match="no label 'tier'"):
+        queries.rate(telemetry.REQUESTS, ("tier",))
     with pytest.raises(ValueError, match="no label 'kind'"):
         queries.level(telemetry.KV_BYTES, kind="slots")
     with pytest.raises(ValueError, match="is a gauge, not a counter"):
@@ -159,7 +223,8 @@ def test_promql_parses(boards: dict[str, dict[str, Any]], tmp_path: Path) -> Non
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: expressions are linted but not parsed")
     rules = [
-        {"record": f"warmkv:panel{number}", "expr": plain(expr)} for number, (_, expr) in enumerate(expressions(boards))
+        {"record": f"warmkv:panel{number}", "expr": plain(expr)}
+        for number, expr in enumerate([*(expr for _, expr in expressions(boards)), *events(boards).values()])
     ]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboards", "rules": rules}]}))
@@ -221,7 +286,11 @@ def test_what_prometheus_computes(tmp_path: Path) -> None:
 @promtool
 def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     # One process of each application records every metric with every label; what a query joins must then match up.
-    values = {"kind": ("input", "read", "write_5m", "output"), "part": ("input", "read", "write", "output")}
+    values = {
+        "kind": ("input", "read", "write_5m", "output"),
+        "part": ("input", "read", "write", "output"),
+        "use": ("slots", "workspace", "store"),
+    }
     series = []
     for metric in telemetry.ALL:
         combinations: list[dict[str, str]] = [{"replica": "r1"}]
@@ -232,6 +301,9 @@ def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: P
                 for bound in (*metric.buckets, "+Inf"):
                     bucket = grows(metric, 1, le=str(bound), **labels)
                     series.append({**bucket, "series": bucket["series"].replace("{", "_bucket{", 1)})
+                for part in ("sum", "count"):
+                    one = grows(metric, 1, **labels)
+                    series.append({**one, "series": one["series"].replace("{", f"_{part}{{", 1)})
             else:
                 series.append(grows(metric, 1, **labels))
     checks = [
@@ -244,6 +316,49 @@ def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: P
     }
     path = tmp_path / "test.yaml"
     path.write_text(json.dumps(test))
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@promtool
+def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Every 15 s: a change at 2m, a replica from 4m on, its first fault at 6m; before and between, nothing."""
+    t = telemetry
+
+    def one(metric: telemetry.Metric, values: str, **labels: str) -> dict[str, str]:
+        pairs = ", ".join(f'{k}="{v}"' for k, v in {"application": "warmkv", **labels}.items())
+        return {"series": f"{metric.exported}{{{pairs}}}", "values": values}
+
+    series = [
+        one(t.LIVE_CONFIG_VERSION, "3x7 4x40", replica="g", deployment="gateway"),
+        one(t.DECODING, "0x50", replica="r1", deployment="replica"),
+        one(t.DECODING, "_x16 0x40", replica="r2", deployment="replica"),
+        one(t.FAILED, "0+1x50", fault="request"),
+        one(t.FAILED, "_x24 1x20", fault="memory"),
+    ]
+    happens = {
+        "Configuration": {"2m": '{application="warmkv"}'},
+        "Deploy": {"4m15s": '{application="warmkv", deployment="replica"}'},
+        "Fault": {"6m15s": '{application="warmkv", fault="memory"}'},
+    }
+    checks = []
+    for name, expression in events(boards).items():
+        for at in ("1m30s", "2m", "4m15s", "6m15s", "9m"):
+            labels = happens[name].get(at)
+            samples = [{"labels": labels, "value": 1}] if labels else []
+            checks.append(
+                {
+                    "expr": f"count by (application, deployment, fault) ({plain(expression)})",
+                    "eval_time": at,
+                    "exp_samples": samples,
+                }
+            )
+    document = {
+        "evaluation_interval": "15s",
+        "tests": [{"interval": "15s", "input_series": series, "promql_expr_test": checks}],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(json.dumps(document))
     done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
 

@@ -1,0 +1,36 @@
+"""Results of simulations that were written to files."""
+
+from __future__ import annotations
+
+from warmkv.dashboards.panels import Column, Row, Table
+
+SWEEP = Row(
+    "Sweep",
+    (
+        Table(
+            "Points of a sweep",
+            "Points that `warmkv sweep` replayed, with their figures and whether they are on the Pareto front. The "
+            "variable Results is the address of its results.json.",
+            "${results}",
+            "points.{'settings': $string(settings), 'front': front, 'hit rate': figures.hit_rate_tokens, "
+            "'stored': figures.resident_bytes_mean, 'slots': figures.slot_bytes_mean, 'TTFT p50': figures.ttft_p50, "
+            "'TTFT p99': figures.ttft_p99, 'in SLO': figures.in_slo, "
+            "'$ per M tokens': figures.dollars_per_million_tokens, "
+            "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality}",
+            (
+                Column("settings"),
+                Column("front", "bool"),
+                Column("hit rate", "percentunit"),
+                Column("stored", "bytes"),
+                Column("slots", "bytes"),
+                Column("TTFT p50", "s"),
+                Column("TTFT p99", "s"),
+                Column("in SLO", "percentunit"),
+                Column("$ per M tokens", "currencyUSD"),
+                Column("replicas $ per M", "currencyUSD"),
+                Column("quality", "percentunit"),
+            ),
+            height=20,
+        ),
+    ),
+)
