@@ -19,7 +19,7 @@ from tests.unit.platform.work import work_of
 from warmkv.config import GatewayConfig, LimitsConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _json_places
+from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _places
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
@@ -258,7 +258,7 @@ class Searched(str):
         return at
 
 
-@pytest.mark.parametrize("form", ["whole", "function", "indented"])
+@pytest.mark.parametrize("form", ["whole", "function", "indented", "own"])
 def test_tools_are_found_in_one_pass_over_the_prompt(form):
     """In whichever form a template shows them: the other forms are looked for once, not for every tool."""
 
@@ -267,12 +267,14 @@ def test_tools_are_found_in_one_pass_over_the_prompt(form):
         tools = [{"type": "function", "function": function} for function in functions]
         shown = functions if form == "function" else tools
         text = "\n".join(json.dumps(one, indent=4 if form == "indented" else None) for one in shown)
+        if form == "own":
+            text = "".join(f"type {one['name']} = any;" for one in functions)
         turns = [
             Turn("tools", tuple(ContentBlock.of_value(one) for one in tools)),
             Turn("user", (ContentBlock("x"),)),
         ]
         Searched.read = 0
-        places = _json_places(turns, [Searched(text), Searched("end")])
+        places = _places(turns, [Searched(text), Searched("end")]).places
         assert len(places[0]) == n
         return Searched.read
 

@@ -25,7 +25,8 @@ class ContentBlock:
     """A content block: its text, and the TTL name if it is marked with cache_control.
 
     In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON. Of
-    both, `value` is the same as Python objects. `place` is where it stands in the request.
+    both, `value` is the same as Python objects. `id` is that of a call, or of the call that a result answers. `place`
+    is where it stands in the request.
     """
 
     text: str
@@ -33,11 +34,14 @@ class ContentBlock:
     call: str | None = None
     value: Any = field(default=None, compare=False)
     place: Place = field(default=(), compare=False)
+    id: str | None = field(default=None, compare=False)
 
     @classmethod
-    def of_value(cls, value: Any, ttl: str | None = None, call: str | None = None, place: Place = ()) -> ContentBlock:
+    def of_value(
+        cls, value: Any, ttl: str | None = None, call: str | None = None, place: Place = (), id_: str | None = None
+    ) -> ContentBlock:
         """Return the block of a tool's definition, or of the arguments of a call."""
-        return cls(to_json(value), ttl, call, value, place)
+        return cls(to_json(value), ttl, call, value, place, id_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,14 @@ class Turn:
 
 
 class _Marks(NamedTuple):
-    """What stands around texts, and around thinking, while a template is rendered."""
+    """What stands around texts, thinking, and strings in tools and calls, while a template is rendered."""
 
     begin: str
     end: str
     think: str
     thought: str
+    quote: str
+    unquote: str
 
     def within(self, text: str) -> str:
         """Return a text without marks."""
@@ -66,23 +72,34 @@ class _Marks(NamedTuple):
             text = text.replace(mark, "")
         return text
 
-    def around_thoughts(self, text: str) -> list[str]:
-        """Return a text cut at its thoughts; every second piece is one."""
-        first, *rest = text.split(self.think)
-        pieces = [first]
-        for piece in rest:
-            thought, _, after = piece.partition(self.thought)
-            pieces += thought, after
+    def apart(self, text: str) -> list[tuple[str, str]]:
+        """Return a text cut at its marks, each piece with what it is: a `thought`, a `quote`, or neither."""
+        pieces = []
+        for number, piece in enumerate(_alternating(text, self.think, self.thought)):
+            if number % 2:
+                pieces.append(("thought", piece))
+            else:
+                inner = enumerate(_alternating(piece, self.quote, self.unquote))
+                pieces += [("quote" if place % 2 else "", part) for place, part in inner]
         return pieces
 
-    def thoughts_blanked(self, text: str) -> str:
-        """Return a text of the same length without what its thoughts say."""
-        around = len(self.think) + len(self.thought)
-        pieces = enumerate(self.around_thoughts(text))
-        return "".join("\0" * (len(piece) + around) if number % 2 else piece for number, piece in pieces)
+    def blanked(self, text: str) -> str:
+        """Return a text of the same length without what its thoughts and quotes say."""
+        around = len(self.think) + len(self.thought)  # as long as those of quotes
+        return "".join("\0" * (len(piece) + around) if kind else piece for kind, piece in self.apart(text))
 
 
-_NO_MARKS = _Marks("", "", "", "")
+def _alternating(text: str, begin: str, end: str) -> list[str]:
+    """Return a text cut at marks; every second piece is within them."""
+    first, *rest = text.split(begin)
+    pieces = [first]
+    for piece in rest:
+        inner, _, after = piece.partition(end)
+        pieces += inner, after
+    return pieces
+
+
+_NO_MARKS = _Marks("", "", "", "", "", "")
 
 
 def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] | None = None) -> Rendered:
@@ -90,8 +107,9 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
 
     If the last turn is the assistant's, its text is the beginning of the answer. `variables` are the template's own.
     Thinking of earlier answers is given to the template, which shows what it wants of it. A system message within the
-    conversation is shown as such, or as part of the user's where the template has no such messages. Raises ApiError
-    (400) where the model's template refuses the messages, moves their content, or does not show tools as JSON.
+    conversation is shown as such, or as part of the user's where the template has no such messages. Tools that the
+    template does not show as JSON end where the first message's text begins, and such calls where the next one's does.
+    Raises ApiError (400) where the model's template refuses the messages, moves their content, or shows no tools.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -111,22 +129,27 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
     if uses is None or not all(uses.ignore_marks(said) for said in texts if said):
         plain = apply(turns, _NO_MARKS)
         if marks.within(marked) != plain:  # some templates strip messages
-            marked = apply([_stripped(turn) for turn in turns], marks)
+            turns = [_stripped(turn) for turn in turns]
+            marked = apply(turns, marks)
             if marks.within(marked) != plain:
                 raise invalid(
                     "This model's chat template changes message content, so cache breakpoints cannot be placed."
                 )
     blocks = _flat(turns)
     said = [index for index, (turn, block) in enumerate(blocks) if not _is_json(turn, block)]
-    first, *rest = marked.split(marks.begin)
-    contents, templates = [], [first]
-    for piece in rest:
-        content, _, own = piece.rpartition(marks.end)
-        contents.append(content)
-        templates.append(own)
-    if len(contents) != len(said):
-        raise invalid("This model's chat template leaves out or repeats message content.")
-    cuts = _json_places(turns, list(map(marks.thoughts_blanked, templates)))
+
+    def found() -> tuple[list[str], list[str], _Cuts]:
+        contents, templates = _apart(marked, marks)
+        if len(contents) != len(said):
+            raise invalid("This model's chat template leaves out or repeats message content.")
+        return contents, templates, _places(turns, list(map(marks.blanked, templates)))
+
+    contents, templates, cuts = found()
+    if cuts.not_json:  # strings in them must be told from what the template writes
+        once, marked = marked, apply(_quoted(turns, cuts.not_json, marks), marks)
+        if marks.within(marked) != marks.within(once):
+            raise invalid("This model's chat template changes what is in tools and their calls.")
+        contents, templates, cuts = found()
 
     pieces: list[Piece] = []
     shown: list[int] = []
@@ -134,10 +157,10 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
         if number:
             pieces.append(Piece(contents[number - 1], "content", said[number - 1]))
         at = 0
-        for start, stop, index in [*cuts[number], (len(own), len(own), None)]:
-            for place, text in enumerate(marks.around_thoughts(own[at:start])):
-                pieces.append(Piece(text, "content" if place % 2 else "template"))
-                if place % 2:
+        for start, stop, index in [*cuts.places[number], (len(own), len(own), None)]:
+            for kind, text in marks.apart(own[at:start]):
+                pieces.append(Piece(text, "content" if kind else "template"))
+                if kind == "thought":
                     shown.append(said[number - 1] if number else 0)
             if index is not None:
                 pieces.append(Piece(own[start:stop], "content", index))
@@ -145,6 +168,17 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
     pieces = [piece for piece in pieces if piece.text or piece.block is not None]
     ttls = tuple(block.ttl for _, block in blocks)
     return Rendered(pieces, ttls, len(_flat(_leading(turns))), _outline(turns, shown))
+
+
+def _apart(marked: str, marks: _Marks) -> tuple[list[str], list[str]]:
+    """Return the texts of a rendered conversation, and what the template has before, between and behind them."""
+    first, *rest = marked.split(marks.begin)
+    contents, templates = [], [first]
+    for piece in rest:
+        content, _, own = piece.rpartition(marks.end)
+        contents.append(content)
+        templates.append(own)
+    return contents, templates
 
 
 def _outline(turns: Sequence[Turn], shown: Sequence[int]) -> Outline:
@@ -227,14 +261,23 @@ def _leading(turns: Sequence[Turn]) -> Sequence[Turn]:
     return list(itertools.takewhile(lambda turn: turn.role in ("tools", "system"), turns))
 
 
-def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[tuple[int, int, int]]]:
-    """Find the tools and calls in the template: for each of its pieces (start, stop, content block).
+class _Cuts(NamedTuple):
+    """Where tools and calls are: for each of a template's pieces (start, stop, content block). Some are no JSON."""
+
+    places: list[list[tuple[int, int, int]]]
+    not_json: set[int]  # content blocks
+
+
+def _places(turns: Sequence[Turn], templates: Sequence[str]) -> _Cuts:
+    """Find the tools and calls in the template. Those that it does not show as JSON end with the piece they are in.
 
     `templates[i]` stands behind the text of i blocks. Tools stand somewhere before the first message's text, a call
     behind the text of its message. The first match counts, so a place does not depend on what follows it. The form in
     which the first tool and the first call are found is tried first for all others, so that a search ends where it
-    finds something and all of them together are linear.
+    finds something and all of them together are linear. Raises ApiError (400) where one is not shown at all.
     """
+    not_json = set[int]()
+    named = (0, 0)  # piece and place behind the name of the last that is no JSON
     places: list[list[tuple[int, int, int]]] = [[] for _ in templates]
     texts = index = at = offset = 0
     usual: dict[bool, Sequence[int]] = {}  # order in which forms are tried, of tools and of calls
@@ -254,14 +297,47 @@ def _json_places(turns: Sequence[Turn], templates: Sequence[str]) -> list[list[t
                     for kind in order
                     if (start := templates[piece].find(form(kind), offset if piece == at else 0)) >= 0
                 )
-                place = next(found, None)
-                if place is None:
-                    raise invalid("This model's chat template does not show tools and their calls as JSON.")
-                at, start, offset, kind = place
-                usual[is_tool] = (kind, *(other for other in kinds if other != kind))
+                if (place := next(found, None)) is not None:
+                    at, start, offset, kind = place
+                    usual[is_tool] = (kind, *(other for other in kinds if other != kind))
+                else:
+                    name: str = block.value["function"]["name"] if is_tool else (block.call or "")
+                    pieces = range(named[0] if is_tool else texts, pieces.stop)
+                    ends = (
+                        (piece, templates[piece].find(name, named[1] if piece == named[0] else 0)) for piece in pieces
+                    )
+                    if (shown := next((end for end in ends if end[1] >= 0), None)) is None:
+                        raise invalid("This model's chat template does not show tools and their calls.")
+                    named = (shown[0], shown[1] + len(name))
+                    not_json.add(index)
+                    at = head if is_tool else texts
+                    start = offset = len(templates[at])
                 places[at].append((start, offset, index))
             index += 1
-    return places
+    return _Cuts(places, not_json)
+
+
+def _quoted(turns: Sequence[Turn], blocks: set[int], marks: _Marks) -> list[Turn]:
+    """Return turns with marks around the strings in some calls, and around descriptions in some tools."""
+    numbers = itertools.count()
+
+    def quoted(block: ContentBlock) -> ContentBlock:
+        if next(numbers) not in blocks:
+            return block
+        return replace(block, value=_quote(block.value, marks, everywhere=block.call is not None))
+
+    return [replace(turn, blocks=tuple(map(quoted, turn.blocks))) for turn in turns]
+
+
+def _quote(value: Any, marks: _Marks, *, everywhere: bool) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _quote(item, marks, everywhere=everywhere or (name == "description" and isinstance(item, str)))
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_quote(item, marks, everywhere=everywhere) for item in value]
+    return marks.quote + value + marks.unquote if everywhere and isinstance(value, str) else value
 
 
 def _form(turn: Turn, block: ContentBlock, kind: int) -> str:
@@ -279,7 +355,8 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def _apply(tokenizer: Any, turns: Sequence[Turn], marks: _Marks, *, key: str | None, options: Mapping[str, Any]) -> str:
     """Render the conversation with marks around texts and thinking, which goes under `key`."""
     tools = [block.value for turn, block in _flat(turns) if turn.role == "tools"]
-    messages = [_message(turn, marks, key) for turn in turns if turn.role != "tools"]
+    calls = _Calls()
+    messages = [_message(turn, marks, key, calls) for turn in turns if turn.role != "tools"]
     try:
         text: str = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
@@ -287,14 +364,28 @@ def _apply(tokenizer: Any, turns: Sequence[Turn], marks: _Marks, *, key: str | N
     return text
 
 
-def _message(turn: Turn, marks: _Marks, key: str | None) -> dict[str, Any]:
+@dataclass(slots=True)
+class _Calls:
+    """Calls so far: how many, and by the request's ids the last ones' ids and names for the template."""
+
+    count: int = 0
+    known: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, block: ContentBlock) -> dict[str, Any]:
+        """Return a call for the template. Its id has nine letters and digits, as Mistral's wants."""
+        id_, name = f"call{self.count:05}", block.call or ""
+        self.count += 1
+        if block.id is not None:
+            self.known[block.id] = (id_, name)
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": block.value}}
+
+
+def _message(turn: Turn, marks: _Marks, key: str | None, known: _Calls) -> dict[str, Any]:
     said = "\n".join(marks.begin + block.text + marks.end for block in turn.blocks if block.call is None)
-    calls = [
-        {"type": "function", "function": {"name": block.call, "arguments": block.value}}
-        for block in turn.blocks
-        if block.call is not None
-    ]
+    calls = [known.add(block) for block in turn.blocks if block.call is not None]
     message = {"role": turn.role, "content": said, **({"tool_calls": calls} if calls else {})}
+    if turn.role == "tool" and (answered := known.known.get(turn.blocks[0].id or "")) is not None:
+        message["tool_call_id"], message["name"] = answered
     text = any(block.text for block in turn.blocks if block.call is None)
     if turn.thinking and key and not (key == "thinking" and text and calls):  # gpt-oss refuses all three
         message[key] = marks.think + turn.thinking + marks.thought
@@ -313,4 +404,4 @@ def _stripped(turn: Turn) -> Turn:
 def _marks() -> _Marks:
     """Return strings that no text contains, for nobody knows them before. Templates leave private use alone."""
     mark = "".join(chr(0xE100 + byte) for byte in secrets.token_bytes(16))
-    return _Marks(*(f"{first}{mark}\ue002" for first in "\ue000\ue001\ue003\ue004"))
+    return _Marks(*(f"{first}{mark}\ue002" for first in "\ue000\ue001\ue003\ue004\ue005\ue006"))

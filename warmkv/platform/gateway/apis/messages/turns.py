@@ -85,7 +85,8 @@ class Reading:
             raise invalid(f"{place_name(place)}.content: tool_result blocks must come before other content")
         for number, result in enumerate(results):
             at = (*place, "content", number)
-            yield Turn("tool", (ContentBlock(self._result(result, at), self._ttl(result), place=at),))
+            text = self._result(result, at)
+            yield Turn("tool", (ContentBlock(text, self._ttl(result), place=at, id=result.tool_use_id),))
         rest = [block for block in message.content[len(results) :] if isinstance(block, TextBlock | DocumentBlock)]
         if rest or not results:
             yield Turn("user", self._texts(rest, place, (*place, "content"), len(results)))
@@ -115,7 +116,7 @@ class Reading:
             if isinstance(block, TextBlock):
                 blocks.append(ContentBlock(block.text, self._ttl(block), place=at))
             elif isinstance(block, ToolUseBlock):
-                blocks.append(ContentBlock.of_value(block.input, self._ttl(block), block.name, at))
+                blocks.append(ContentBlock.of_value(block.input, self._ttl(block), block.name, at, block.id))
             elif isinstance(block, ThinkingBlock) and self.signed(block.thinking, block.signature):
                 thoughts.append(block.thinking.strip())
         if not blocks and thoughts:  # an answer that was cut off

@@ -80,7 +80,7 @@ def turns(messages: Sequence[ChatMessage], tools: Sequence[ChatTool] = ()) -> li
     if tools:
         found.append(Turn("tools", tuple(ContentBlock.of_value(tool.definition) for tool in tools)))
     for number, message in enumerate(messages):
-        blocks = [ContentBlock(text) for text in message.texts]
+        blocks = [ContentBlock(text, id=message.tool_call_id) for text in message.texts]
         if message.role == "assistant":
             calls = message.tool_calls or []
             blocks = [block for block in blocks if block.text or not calls]
@@ -101,7 +101,7 @@ def _call(call: ToolCall, place: str) -> ContentBlock:
         raise invalid(f"{place}.function.arguments: no JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise invalid(f"{place}.function.arguments: not a JSON object")
-    return ContentBlock.of_value(arguments, call=call.function.name)
+    return ContentBlock.of_value(arguments, call=call.function.name, id_=call.id)
 
 
 def _check_results(messages: Sequence[ChatMessage]) -> None:
