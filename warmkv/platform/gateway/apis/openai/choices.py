@@ -64,7 +64,7 @@ class Choices:
 
                     group.create_task(self._take(number * n, asked, take, begun))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
     async def _take(
         self,
