@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
 import pytest
 
+from tests.unit.platform.gateway.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
 from warmkv.platform.gateway.apis.responses import store as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore, Stored
+from warmkv.replicas.loading.load import load_tokenizer
 
 LONG = "for position in range(length):\n    total += position\n" * 40
 
@@ -145,6 +148,85 @@ def test_a_stream_that_fails_says_so(server):
     *_, last = ask(server, "Hello", **options)
     assert last.type == "response.failed"
     assert "ConnectionError" in last.response.error.message
+
+
+FUNCTION = {"type": "function", "name": "look_up", "parameters": SCHEMA}
+
+
+def both_ways(gateway: Scripted, *requests: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The answers to requests that follow each other, and the events of the last one as a stream."""
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        options: dict[str, Any] = {"model": "tiny", "tools": [FUNCTION]}
+        answers: list[Any] = []
+        for request in requests:
+            more = {"previous_response_id": answers[-1].id} if answers else {}
+            options |= {**request, **more}
+            answers.append(await client.responses.create(**options))
+        async with client.responses.stream(**options) as stream:
+            return answers, [event async for event in stream]
+
+    return asyncio.run(run())
+
+
+def outline(response: Any) -> list[tuple[str, str]]:
+    """Of every item its type and text."""
+    return [
+        (item.type, item.arguments if item.type == "function_call" else "".join(part.text for part in item.content))
+        for item in response.output
+    ]
+
+
+def test_calls_and_thinking_are_items_whole_and_streamed(tmp_path):
+    (whole,), events = both_ways(Scripted(tmp_path, THOUGHT + TWO_CALLS), {"input": "Find a and b."})
+    assert outline(whole) == [
+        ("reasoning", "Hm, a word."),
+        ("message", "I look."),
+        ("function_call", '{"word": "a"}'),
+        ("function_call", '{"word": "b"}'),
+        ("message", "Wait."),
+    ]
+    assert outline(events[-1].response) == outline(whole)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added, done = (
+        [event.item.type for event in events if event.type == f"response.output_item.{kind}"]
+        for kind in ("added", "done")
+    )
+    assert added == done == [item.type for item in whole.output]
+    for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
+        pieces = [
+            event.delta for event in events if event.type == f"response.{kind}.delta" and event.output_index == index
+        ]
+        assert "".join(pieces) == outline(whole)[index][1]
+    assert len({item.id for item in whole.output}) == 5
+    assert whole.output[2].call_id != whole.output[3].call_id
+
+
+def test_a_result_goes_on_from_its_call(tmp_path):
+    gateway = Scripted(tmp_path, call("a"))
+    first = both_ways(gateway, {"input": "Find a."})[0][0].output[0]
+    result = {"type": "function_call_output", "call_id": first.call_id, "output": "It is here."}
+    as_items = [{"role": "user", "content": "Find a."}, first.model_dump(), result]
+    both_ways(gateway, {"input": as_items})
+    by_items = gateway.requests[-1].token_ids
+    other = Scripted(tmp_path, call("a"))
+
+    async def by_id() -> None:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=other.http)
+        options: dict[str, Any] = {"model": "tiny", "tools": [FUNCTION]}
+        asked = await client.responses.create(input="Find a.", **options)
+        output = {**result, "call_id": asked.output[0].call_id}
+        with pytest.raises(openai.BadRequestError, match="no tool message answers"):
+            await client.responses.create(input="And b?", previous_response_id=asked.id, **options)
+        with pytest.raises(openai.BadRequestError, match="is no call of the assistant's message before"):
+            await client.responses.create(input=[{**output, "call_id": "x"}], previous_response_id=asked.id, **options)
+        await client.responses.create(input=[output], previous_response_id=asked.id, **options)
+
+    asyncio.run(by_id())
+    assert len(other.requests) == 2
+    assert other.requests[-1].token_ids == by_items
+    assert "It is here." in load_tokenizer(gateway.config.model).decode(by_items)
 
 
 def kept(name: str, previous: str | None = None, size: int = 0) -> Stored:

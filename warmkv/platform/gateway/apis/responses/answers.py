@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
+from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, ToolCall
 from warmkv.platform.gateway.apis.errors import clipped
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, Stored
@@ -83,51 +84,126 @@ class Exchange:
             self._store.keep(self._tenant, Stored(response, items, self.body.previous_response_id))
         return response
 
-    def message(self, text: str, status: str) -> Item:
-        """Return the message of the answer."""
-        part = [] if status == "in_progress" else [_part(text)]
-        return {"id": f"msg_{self.name}", "type": "message", "status": status, "role": "assistant", "content": part}
-
 
 async def respond(exchange: Exchange) -> dict[str, Any]:
     """Return the whole answer. Raises ApiError."""
     answer = await exchange.admission.begin()
-    text = await answer.text()
-    return exchange.ended(answer, [exchange.message(text, _status(answer))])
+    output = Output(exchange.name, Numbered())
+    output.events(await answer.parts())
+    output.end(_status(answer))
+    return exchange.ended(answer, output.items)
 
 
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
     """Write the answer as server-sent events. A fault after admission is the event `response.failed`."""
     numbered = Numbered()
+    output = Output(exchange.name, numbered)
     try:
         answer = await exchange.admission.begin()
         begun = exchange.response("in_progress", [], model)
         await out.send(numbered({"type": "response.created", "response": begun}))
         await out.send(numbered({"type": "response.in_progress", "response": begun}))
-        item = exchange.message("", "in_progress")
-        await out.send(numbered({"type": "response.output_item.added", "output_index": 0, "item": item}))
-        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-        await out.send(numbered({"type": "response.content_part.added", **place, "part": _part("")}))
-        text: list[str] = []
-        delta = numbered.of_text({"type": "response.output_text.delta", **place, "delta": TEXT, "logprobs": []})
-
-        def taken(piece: str) -> bytes:
-            text.append(piece)
-            return delta(piece)
-
-        await answer.write(out, taken)
-        whole = "".join(text)
-        await out.send(numbered({"type": "response.output_text.done", **place, "text": whole, "logprobs": []}))
-        await out.send(numbered({"type": "response.content_part.done", **place, "part": _part(whole)}))
-        item = exchange.message(whole, _status(answer))
-        await out.send(numbered({"type": "response.output_item.done", "output_index": 0, "item": item}))
-        response = exchange.ended(answer, [item])
+        if answer.expected is None:
+            await answer.write(out, lambda text: output.events([Text(text)]))
+        else:
+            await answer.write_parts(out, output.events)
+        if ending := output.end(_status(answer)):
+            await out.send(ending)
+        response = exchange.ended(answer, output.items)
         await out.send(numbered({"type": f"response.{response['status']}", "response": response}))
     except Exception as error:
         told = exchange.admission.failed(error)
         fault = {"code": "server_error", "message": clipped(told.message)}
         failed = exchange.response("failed", [], model, error=fault)
         await out.send(numbered({"type": "response.failed", "response": failed}))
+
+
+class Output:
+    """The items that an answer is made of: its message, what it thought before, and calls; and their events."""
+
+    def __init__(self, name: str, numbered: Numbered) -> None:
+        self.items: list[Item] = []  # those that have ended
+        self._name, self._numbered = name, numbered
+        self._kind: type[Part] | None = None  # of the item that goes on
+        self._texts: list[str] = []
+        self._delta: Callable[[str], bytes] = str.encode
+
+    def events(self, parts: Iterable[Part]) -> bytes:
+        """Take parts of the answer, and return their events."""
+        return b"".join(map(self._events, parts))
+
+    def end(self, status: str) -> bytes:
+        """End the answer with an item at least, and return the events."""
+        empty = b"" if self.items or self._kind else self._begin(Text)
+        return empty + self._end(status)
+
+    def _events(self, part: Part) -> bytes:
+        if isinstance(part, ToolCall):
+            return self._end("completed") + self._call(part)
+        before = b"" if self._kind is type(part) else self._end("completed") + self._begin(type(part))
+        self._texts.append(part.text)
+        return before + self._delta(part.text)
+
+    def _begin(self, kind: type[Part]) -> bytes:
+        self._kind, self._texts = kind, []
+        added = {"type": "response.output_item.added", "output_index": len(self.items)}
+        begun = {"type": "response.content_part.added", **self._place, "part": self._part("")}
+        delta = {"type": f"response.{self._event}.delta", **self._place, "delta": TEXT}
+        self._delta = self._numbered.of_text(delta | ({"logprobs": []} if kind is Text else {}))
+        return self._numbered({**added, "item": self._item("in_progress", [])}) + self._numbered(begun)
+
+    def _end(self, status: str) -> bytes:
+        if self._kind is None:
+            return b""
+        text = "".join(self._texts)
+        done = {"type": f"response.{self._event}.done", **self._place, "text": text}
+        done |= {"logprobs": []} if self._kind is Text else {}
+        part, item = self._part(text), self._item(status, [self._part(text)])
+        events = [done, {"type": "response.content_part.done", **self._place, "part": part}]
+        events.append({"type": "response.output_item.done", "output_index": len(self.items), "item": item})
+        self.items.append(item)
+        self._kind = None
+        return b"".join(map(self._numbered, events))
+
+    def _call(self, call: ToolCall) -> bytes:
+        index = len(self.items)
+        name = f"{self._name}_{index}"
+        head = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}", "name": call.name}
+        item = {**head, "arguments": call.arguments, "status": "completed"}
+        place = {"item_id": item["id"], "output_index": index}
+        begun = {**head, "arguments": "", "status": "in_progress"}
+        arguments = "response.function_call_arguments"
+        self.items.append(item)
+        return b"".join(
+            map(
+                self._numbered,
+                (
+                    {"type": "response.output_item.added", "output_index": index, "item": begun},
+                    {"type": f"{arguments}.delta", **place, "delta": call.arguments},
+                    {"type": f"{arguments}.done", **place, "name": call.name, "arguments": call.arguments},
+                    {"type": "response.output_item.done", "output_index": index, "item": item},
+                ),
+            )
+        )
+
+    @property
+    def _event(self) -> str:
+        return "output_text" if self._kind is Text else "reasoning_text"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item("", [])["id"], "output_index": len(self.items), "content_index": 0}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._kind is Text:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": text}
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
+        name = f"{self._name}_{len(self.items)}"
+        if self._kind is Text:
+            return {"id": f"msg_{name}", "type": "message", "status": status, "role": "assistant", "content": content}
+        return {"id": f"rs_{name}", "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 class Numbered:
@@ -149,10 +225,6 @@ class Numbered:
             return b'%b, "sequence_number": %d}\n\n' % (made(text), number)
 
         return numbered
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _status(answer: Answer) -> str:
