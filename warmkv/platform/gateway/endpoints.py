@@ -26,7 +26,7 @@ from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.responses import answers as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
-from warmkv.platform.gateway.apis.thinking import verify
+from warmkv.platform.gateway.apis.thinking import restore
 from warmkv.platform.gateway.console import add_console
 from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
 from warmkv.platform.gateway.intake.body import Intake
@@ -92,7 +92,7 @@ def create_app(
     waiting = config.cluster.max_queued_requests
     intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
-    parsing = Parsing(service, tokenizer, max_context, partial(verify, secret=secret))
+    parsing = Parsing(service, tokenizer, max_context, partial(restore, secret=secret))
     stored = ResponseStore(service.clock)
 
     def admitted(request: Request) -> Arrival:

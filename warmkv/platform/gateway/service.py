@@ -181,6 +181,7 @@ class Service:
                 sink=sink,
                 places=asked.prompt.outline.places,
                 context_management=asked.context_management,
+                omit_thinking=asked.omit_thinking,
                 first_token=self._clock() - arrival.begun,
                 expected=asked.expected,
             )

@@ -20,7 +20,7 @@ from warmkv.platform.gateway.apis.messages.content import AssistantMessage, User
 from warmkv.platform.gateway.apis.messages.turns import Reading
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
 from warmkv.platform.gateway.apis.template_options import variables, variables_of
-from warmkv.platform.gateway.apis.thinking import sign, verify
+from warmkv.platform.gateway.apis.thinking import restore, seal, sign
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, tokenize
 from warmkv.replicas.loading.load import load_tokenizer
@@ -477,15 +477,17 @@ def thoughts(text: str, signature: str) -> list[Any]:
 
 
 def test_thinking_of_another_service_is_left_out():
-    reading = Reading("5m", functools.partial(verify, secret=b"ours"))
+    reading = Reading("5m", functools.partial(restore, secret=b"ours"))
     ours = thoughts("so be it", sign("so be it", b"ours"))
     assert [turn.thinking for turn in reading.turns([], None, ours)] == ["", "so be it"]
+    omitted = thoughts("", seal("so be it", b"ours"))
+    assert [turn.thinking for turn in reading.turns([], None, omitted)] == ["", "so be it"]
     for text, signature in (("so be it!", sign("so be it", b"ours")), ("so be it", "x"), ("so", sign("so", b"theirs"))):
         assert [turn.thinking for turn in reading.turns([], None, thoughts(text, signature))] == ["", ""]
 
 
 def test_an_answer_that_was_cut_off_while_it_thought_may_come_back():
-    reading = Reading("5m", functools.partial(verify, secret=b"ours"))
+    reading = Reading("5m", functools.partial(restore, secret=b"ours"))
     question, answer = thoughts("so be it", sign("so be it", b"ours"))
     cut_off = answer.model_copy(update={"content": answer.content[:1]})
     assert [turn.thinking for turn in reading.turns([], None, [question, cut_off, question])] == ["", "so be it", ""]

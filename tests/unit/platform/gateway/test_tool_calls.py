@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.unit.platform.exchanges import STARTED, Exchange, Gateway, chat, message
-from warmkv.platform.gateway.apis.thinking import verify
+from warmkv.platform.gateway.apis.thinking import restore, verify
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, FinishReason, GenerateRequest
@@ -192,6 +192,17 @@ def test_thinking_is_signed_by_the_service(tmp_path):
     events = gateway.events("/v1/messages", message(gateway))
     signature = next(event["delta"]["signature"] for event in events if "signature" in event.get("delta", {}))
     assert verify("Hm, a word.", signature, b"secret")
+
+
+def test_thinking_that_is_to_be_omitted_is_in_the_signature_alone(tmp_path):
+    """As Claude Code asks for it; when it comes back, the template gets it all the same."""
+    omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    thinking, called = Scripted(tmp_path, THOUGHT + call("a")).messages(**omitted).content
+    assert (thinking.thinking, called.name) == ("", "look_up")
+    assert restore("", thinking.signature, b"secret") == "Hm, a word."
+    gateway = Scripted(tmp_path, THOUGHT + "Yes.")
+    events = gateway.events("/v1/messages", message(gateway, **omitted))
+    assert not any(event.get("delta", {}).get("type") == "thinking_delta" for event in events)
 
 
 def test_reasoning_is_a_field_of_its_own(tmp_path):

@@ -45,6 +45,7 @@ class Answer:
     finding: Finding  # up to where the prompt was read, and why not further
     places: Sequence[Place]  # of its content blocks
     context_management: dict[str, Any] | None = None  # of the Messages API: what was cleared from the request
+    omit_thinking: bool = False  # from what its client is shown
     expected: ExpectedResponse | None = None  # what it is made of besides text
     satisfied: bool = False  # whether no more is wanted of it
     first_token: float = 0.0  # seconds from the arrival

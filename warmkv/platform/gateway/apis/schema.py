@@ -126,6 +126,7 @@ class ParsedRequest:
     echo: str = ""  # text that comes before them: the prompt
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
     context_management: dict[str, Any] | None = None  # edits that were applied, as the answer tells it
+    omit_thinking: bool = False  # from what the client is shown
     expected: ExpectedResponse | None = None  # what the answer is made of besides text
 
     @property

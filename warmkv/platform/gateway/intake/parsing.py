@@ -35,8 +35,8 @@ SLICE = 1 << 16  # characters that are tokenized at a time to count them
 class Parsing:
     """Parses, checks and tokenizes. What is longer than `max_context` tokens is refused; all raise ApiError (400, 404).
 
-    Methods take a request that came in, its body and a tokenizer that no other thread uses meanwhile. `signed` tells
-    thinking of this service by its signature.
+    Methods take a request that came in, its body and a tokenizer that no other thread uses meanwhile. `restore` returns
+    thinking of this service that comes back, by its signature.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Parsing:
         service: Service,
         tokenizer: Any,
         max_context: int,
-        signed: Callable[[str, str], bool] = lambda thinking, signature: False,
+        restore: Callable[[str, str], str | None] = lambda thinking, signature: None,
     ) -> None:
-        self._service, self._max_context, self._signed = service, max_context, signed
+        self._service, self._max_context, self._restore = service, max_context, restore
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._cache, self._cuts = TokenCache(), cuts_between_words(tokenizer)
@@ -70,6 +70,7 @@ class Parsing:
             choice,
             headers=left_out.headers,
             context_management=edited,
+            omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
         )
         one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         tools = [tool.definition for tool in body.tools] if choice != "none" else []
@@ -186,7 +187,7 @@ class Parsing:
         """
         config, taken = arrival.policy.config, variables(tokenizer, body.template_variables, chosen)
         cache = config.prefix_cache
-        reading = Reading(cache.default_ttl, self._signed, omit_billing_line=config.gateway.omit_billing_line)
+        reading = Reading(cache.default_ttl, self._restore, omit_billing_line=config.gateway.omit_billing_line)
 
         def prompt(said: Sequence[AnyMessage], most: int) -> Prompt:
             return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), taken, most)

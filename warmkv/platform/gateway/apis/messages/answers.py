@@ -10,7 +10,7 @@ from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall
 from warmkv.platform.gateway.apis.errors import anthropic_body
-from warmkv.platform.gateway.apis.thinking import sign
+from warmkv.platform.gateway.apis.thinking import seal, sign
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import FinishReason
@@ -85,9 +85,14 @@ def _block(answer: Answer, number: int, part: Part, secret: bytes) -> dict[str, 
         case Text():
             return {"type": "text", "text": part.text}
         case Thinking():
-            return {"type": "thinking", "thinking": part.text, "signature": sign(part.text, secret)}
+            shown = "" if answer.omit_thinking else part.text
+            return {"type": "thinking", "thinking": shown, "signature": _signature(answer, part.text, secret)}
         case ToolCall():
             return {**_call(answer, number, part), "input": json.loads(part.arguments)}
+
+
+def _signature(answer: Answer, thinking: str, secret: bytes) -> str:
+    return (seal if answer.omit_thinking else sign)(thinking, secret)
 
 
 def _call(answer: Answer, number: int, call: ToolCall) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class _BlockEvents:
             return b""
         signed = b""
         if self._open is Thinking:
-            signature = sign("".join(self._thinking), self._secret)
+            signature = _signature(self._answer, "".join(self._thinking), self._secret)
             signed, self._thinking = self._delta({"type": "signature_delta", "signature": signature}), []
         stop = _event({"type": "content_block_stop", "index": self._number})
         self._number, self._open = self._number + 1, None
@@ -128,9 +133,9 @@ class _BlockEvents:
                 )
             case Thinking():
                 self._thinking.append(part.text)
-                return self._begun(part, {"type": "thinking", "thinking": "", "signature": ""}) + self._delta(
-                    {"type": "thinking_delta", "thinking": part.text}
-                )
+                begun = self._begun(part, {"type": "thinking", "thinking": "", "signature": ""})
+                omitted = self._answer.omit_thinking
+                return begun if omitted else begun + self._delta({"type": "thinking_delta", "thinking": part.text})
             case ToolCall():
                 self.called = True
                 closed = self.close()

@@ -30,13 +30,13 @@ BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How requests are read: `default_ttl` of marks without one, `signed` tells thinking of ours by its signature.
+    """How requests are read: `default_ttl` of marks without one; `restore` returns thinking of ours by its signature.
 
     With `omit_billing_line` the line that changes with every request is left out of the system prompt.
     """
 
     default_ttl: str
-    signed: Callable[[str, str], bool] = lambda thinking, signature: False
+    restore: Callable[[str, str], str | None] = lambda thinking, signature: None
     omit_billing_line: bool = True
     tools: Mapping[str, Tool] = field(default_factory=dict)  # that results may refer to
 
@@ -117,8 +117,9 @@ class Reading:
                 blocks.append(ContentBlock(block.text, self._ttl(block), place=at))
             elif isinstance(block, ToolUseBlock):
                 blocks.append(ContentBlock.of_value(block.input, self._ttl(block), block.name, at, block.id))
-            elif isinstance(block, ThinkingBlock) and self.signed(block.thinking, block.signature):
-                thoughts.append(block.thinking.strip())
+            elif isinstance(block, ThinkingBlock):
+                thinking = self.restore(block.thinking, block.signature)
+                thoughts += [] if thinking is None else [thinking.strip()]
         if not blocks and thoughts:  # an answer that was cut off
             blocks.append(ContentBlock("", place=place))
         return Turn("assistant", _at_least_one(blocks, place), "\n".join(filter(None, thoughts)))
