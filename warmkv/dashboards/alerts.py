@@ -9,6 +9,9 @@ from warmkv import telemetry as t
 from warmkv.telemetry import Metric
 
 RUNBOOKS = "docs/operations.md"
+SLO_SECONDS = 2.5  # until the first token; a bound of the histogram's buckets
+SLO_SHARE = 0.05  # of the requests that may take longer
+SAVING = 0.1  # by a what-if candidate, from which on it is worth a look
 LIMITS = "requests_per_minute|tokens_per_minute|concurrent_requests|queue_share"
 """Reasons of refusals that a tenant's own limits gave."""
 
@@ -80,10 +83,36 @@ def _hit_rate(window: str) -> str:
     return f"({read} or 0 * {prompt}) / {prompt}"
 
 
+def _slow_share(window: str) -> str:
+    """Return the share of the requests whose first token came later than `SLO_SECONDS`."""
+    within, every = (
+        f'sum by (application) (rate({t.TTFT.exported}_bucket{{le="{bound}"}}[{window}]))'
+        for bound in (SLO_SECONDS, "+Inf")
+    )
+    return f"(1 - {within} / {every})"
+
+
+def _of_use(use: str) -> str:
+    return f'sum by (application, replica) ({t.KV_BYTES.exported}{{use="{use}"}})'
+
+
+def _now(metric: Metric) -> str:
+    return f'sum by (application) ({metric.exported}{{candidate="now"}})'
+
+
+def _best(metric: Metric) -> str:
+    """Return a figure of the what-if's first candidate, if that is another than the settings in force."""
+    other = f'{metric.exported}{{candidate!="now"}}'
+    first = f"({t.WHATIF_RANK.exported} == 1)"
+    return f"sum by (application) ({other} and on (application, candidate) {first})"
+
+
 def _for_each_request(events: str, minutes: int) -> str:
     """Return the query of events for each request; 1 where no request was counted."""
     return f"{events} / ({_rate(t.REQUESTS, minutes)} or {events})"
 
+
+_EVICTED = '{reason="evicted"}'
 
 ALERTS = (
     Alert(
@@ -129,12 +158,32 @@ ALERTS = (
         "token.",
     ),
     Alert(
+        "WarmkvSloBurns",
+        "critical",
+        "5m",
+        f"({_slow_share('5m')} > {6 * SLO_SHARE:g} and {_slow_share('1h')} > {6 * SLO_SHARE:g}) "
+        f"or ({_slow_share('30m')} > {2 * SLO_SHARE:g} and {_slow_share('6h')} > {2 * SLO_SHARE:g})",
+        "First tokens come later than the objective allows",
+        f"{{{{ $value | humanizePercentage }}}} of the requests of {{{{ $labels.application }}}} waited longer than "
+        f"{SLO_SECONDS:g} s for the first token; {SLO_SHARE:.0%} may, over a month.",
+    ),
+    Alert(
         "WarmkvQueues",
         "warning",
         "10m",
         f"{_quantile(0.95, t.QUEUE, 10)} > 5",
         "Requests wait for a slot",
         "5% of the requests of {{ $labels.application }} wait {{ $value | humanizeDuration }} or longer in a replica.",
+    ),
+    Alert(
+        "WarmkvMemoryShort",
+        "warning",
+        "10m",
+        f"({_of_use('slots')} + {_of_use('workspace')}) / {_sum(t.SLOT_LIMIT_BYTES, 'application, replica')} > 0.9 "
+        f"and on (application, replica) {_sum(t.WAITING, 'application, replica')} > 0",
+        "A replica's memory for slots is used up",
+        "Slots and workspaces of replica {{ $labels.replica }} of {{ $labels.application }} take "
+        "{{ $value | humanizePercentage }} of their memory, and requests wait.",
     ),
     Alert(
         "WarmkvReplicaFaults",
@@ -162,6 +211,27 @@ ALERTS = (
         "The cache hit rate has halved",
         "{{ $value | humanizePercentage }} of the prompt tokens of {{ $labels.application }} were read from the cache, "
         "less than half of the day's share.",
+    ),
+    Alert(
+        "WarmkvEvictsWithinTtl",
+        "warning",
+        "30m",
+        f"{_rate(t.EVICTED_BLOCKS, 30, _EVICTED)} / ({_rate(t.EVICTED_BLOCKS, 30, _EVICTED)} "
+        f"+ ({_rate(t.EXPIRED_BLOCKS, 30)} or 0 * {_rate(t.EVICTED_BLOCKS, 30, _EVICTED)})) > 0.5",
+        "Most prefixes are evicted before their TTL",
+        "{{ $value | humanizePercentage }} of the blocks that {{ $labels.application }} gave up for good were evicted "
+        "to make room, though clients were promised their TTL.",
+    ),
+    Alert(
+        "WarmkvWhatIfSaves",
+        "warning",
+        "1h",
+        f"1 - {_best(t.WHATIF_GPU_DOLLARS)} / {_now(t.WHATIF_GPU_DOLLARS)} > {SAVING:g} "
+        f"or 1 - {_best(t.WHATIF_DOLLARS)} / {_now(t.WHATIF_DOLLARS)} > {SAVING:g} "
+        f"or 1 - {_best(t.WHATIF_BYTES)} / {_now(t.WHATIF_BYTES)} > {SAVING:g}",
+        "Other settings would save",
+        "The first candidate of the what-if service of {{ $labels.application }} would save "
+        "{{ $value | humanizePercentage }} of the cost, the bill or the memory of prefixes.",
     ),
     Alert(
         "WarmkvIndexStale",

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests import grafana
 from tests.html import Page
 from warmkv.cli import app
 
@@ -82,6 +83,9 @@ def test_the_files_agree(done, files):
     quality = {row["policy"]: row["quality"] for row in table}
     assert quality["full"] == 1.0
     assert 0.75 < quality["snapkv@0.25"] < 0.9  # measured at 20% and 50% of the tokens; short prompts keep all
+    drawn = grafana.rows(grafana.tables()["Points of a sweep"], document)
+    assert [row["hit rate"] for row in drawn] == [point["figures"]["hit_rate_tokens"] for point in document["points"]]
+    assert all(None not in row.values() for row in drawn), "a column that results.json does not have"
     assert pq.read_schema(files / "run" / "results.parquet").field("ttl").type == pa.float64()
 
 

@@ -28,19 +28,20 @@ def series(metric: Metric, values: str, **labels: str) -> dict[str, str]:
     return {"series": f"{metric.exported}{{{pairs}}}", "values": values}
 
 
-def observed(histogram: Metric, seconds: float, per_minute: int = 60) -> list[dict[str, str]]:
-    """A histogram of observations that all take so long, minute by minute."""
+def observed(histogram: Metric, seconds: float, slower: float = 0.0) -> list[dict[str, str]]:
+    """A histogram of 60 observations a minute that take so long, and 2 that take longer if that is given."""
     found = []
     for bound in (*histogram.buckets, float("inf")):
         one = series(
             histogram,
-            f"0+{per_minute if bound >= seconds else 0}x180",
+            f"0+{60 * (bound >= seconds) + 2 * (bound >= slower > 0)}x180",
             le="+Inf" if bound == float("inf") else str(bound),
         )
         found.append({**one, "series": one["series"].replace("{", "_bucket{", 1)})
     return found
 
 
+FIGURES = (t.WHATIF_GPU_DOLLARS, t.WHATIF_DOLLARS, t.WHATIF_BYTES)
 HEALTHY = {
     "requests": [series(t.REQUESTS, "0+60x180", api="messages", status="ok", policy="full", model="m")],
     "version": [
@@ -62,6 +63,25 @@ HEALTHY = {
     "retried": [series(t.RETRIED, "0+1x180", when="waiting")],
     "failed": [series(t.FAILED, "0+1x180", fault="request"), series(t.FAILED, "4x180", fault="memory")],
     "tenants": [series(t.TENANTS_READ, "0+1x180", result="taken"), series(t.TENANTS_READ, "2x180", result="refused")],
+    "slots": [
+        series(t.KV_BYTES, "95x180", use="slots", replica="r1"),
+        series(t.KV_BYTES, "3x180", use="workspace", replica="r1"),
+        series(t.SLOT_LIMIT_BYTES, "100x180", replica="r1"),
+    ],
+    "waiting": [series(t.WAITING, "0x180", replica="r1"), series(t.WAITING, "4x180", replica="r2")],
+    "evicted": [
+        series(t.EVICTED_BLOCKS, "0+60x180", tier="device", reason="demoted"),
+        series(t.EVICTED_BLOCKS, "0+20x180", tier="host", reason="evicted"),
+        series(t.EXPIRED_BLOCKS, "0+30x180", tier="host"),
+    ],
+    "whatif": [
+        *(series(metric, "10x180", candidate="now") for metric in FIGURES),
+        *(series(metric, "9.5x180", candidate="best") for metric in FIGURES),
+        *(series(metric, "5x180", candidate="worse") for metric in FIGURES),  # by its quality, say
+        series(t.WHATIF_RANK, "1x180", candidate="best"),
+        series(t.WHATIF_RANK, "2x180", candidate="now"),
+        series(t.WHATIF_RANK, "3x180", candidate="worse"),
+    ],
     "lines": [series(t.DROPPED_LINES, "5x180", log="access"), series(t.DROPPED_LINES, "0+9x180", log="errors")],
 }
 """Series by the minute, by what they are about."""
@@ -71,7 +91,17 @@ SICK: dict[str, dict[str, list[dict[str, str]]]] = {
     "WarmkvNoReplicas": {"decoding": []},
     "WarmkvErrors": {"errors": [series(t.ERRORS, "0+3x180", type="api_error", status="500", api="messages")]},
     "WarmkvRefuses": {"rejected": [series(t.REJECTED, "0+6x180", reason="replica_queue")]},
-    "WarmkvSlow": {"ttft": observed(t.TTFT, 20)},
+    "WarmkvSlow": {"ttft": observed(t.TTFT, 0.2, slower=20)},
+    "WarmkvSloBurns": {"ttft": observed(t.TTFT, 3)},
+    "WarmkvMemoryShort": {"waiting": [series(t.WAITING, "1x180", replica="r1")]},
+    "WarmkvEvictsWithinTtl": {"evicted": [series(t.EVICTED_BLOCKS, "0+20x180", tier="device", reason="evicted")]},
+    "WarmkvWhatIfSaves": {
+        "whatif": [
+            series(t.WHATIF_GPU_DOLLARS, "10x180", candidate="now"),
+            series(t.WHATIF_GPU_DOLLARS, "8x180", candidate="best"),
+            series(t.WHATIF_RANK, "1x180", candidate="best"),
+        ]
+    },
     "WarmkvQueues": {"queue": observed(t.QUEUE, 20)},
     "WarmkvReplicaFaults": {"failed": [series(t.FAILED, "_x174 1x6", fault="device")]},
     "WarmkvRetries": {"retried": [series(t.RETRIED, "0+6x180", when="waiting")]},

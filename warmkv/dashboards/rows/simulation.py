@@ -12,11 +12,11 @@ SWEEP = Row(
             "Points that `warmkv sweep` replayed, with their figures and whether they are on the Pareto front. The "
             "variable Results is the address of its results.json.",
             "${results}",
-            "points.{'settings': $string(settings), 'front': front, 'hit rate': figures.hit_rate_tokens, "
+            "[points.{'settings': $string(settings), 'front': front, 'hit rate': figures.hit_rate_tokens, "
             "'stored': figures.resident_bytes_mean, 'slots': figures.slot_bytes_mean, 'TTFT p50': figures.ttft_p50, "
             "'TTFT p99': figures.ttft_p99, 'in SLO': figures.in_slo, "
             "'$ per M tokens': figures.dollars_per_million_tokens, "
-            "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality}",
+            "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality}]",
             (
                 Column("settings"),
                 Column("front", "bool"),

@@ -109,12 +109,12 @@ CANDIDATES = Row(
             "Candidates of the what-if service, the best first, and what each would do to the recent requests. Apply "
             "brings a candidate into force for all gateways; those that need a restart are refused.",
             "/v1/warmkv/whatif",
-            "($version := version; candidates.{"
+            "($version := version; [candidates.{"
             "'candidate': candidate, 'changes': $string(changes), 'hit rate': figures.hit_rate, "
             "'bytes': figures.bytes, 'TTFT p99': figures.ttft_p99, "
             "'$ per M tokens': figures.dollars_per_million_tokens, "
             "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality, "
-            "'pareto': pareto, 'restart': $string(restart), 'version': $version, 'actions': ''})",
+            "'pareto': pareto, 'restart': $join(restart, ', '), 'version': $version, 'actions': ''}])",
             (
                 Column("candidate"),
                 Column("changes"),
@@ -149,8 +149,8 @@ SETTINGS = Row(
             "Live settings",
             "Settings that a running service can change, as they are in force. TTLs are replaced as a whole.",
             "/v1/warmkv/policy",
-            "($version := version; $each(settings, function($value, $setting) "
-            "{{'setting': $setting, 'value': $string($value), 'version': $version}}))",
+            "($version := version; $each(settings, function($value, $setting) {"
+            "{'setting': $setting, 'value': $string($value), 'version': $version, 'actions': ''}}))",
             (Column("setting"), Column("value"), Column("version", "none")),
             (
                 Action(
@@ -178,8 +178,8 @@ SETTINGS = Row(
             "Versions of the live configuration, the newest first. Roll back brings the settings of a version into "
             "force anew.",
             "/v1/warmkv/policy/history",
-            "versions.{'version': version, 'when': when, 'who': who, 'why': why, 'changes': $string(changes), "
-            "'actions': ''}",
+            "[versions.{'version': version, 'when': when, 'who': who, 'why': why, 'changes': $string(changes), "
+            "'actions': ''}]",
             (Column("version", "none"), Column("when"), Column("who"), Column("why"), Column("changes")),
             (
                 Action(
@@ -188,6 +188,14 @@ SETTINGS = Row(
                     "/v1/warmkv/policy/rollback",
                     '{"to": ${__data.fields.version}, "why": "$why"}',
                     "Bring the settings of version ${__data.fields.version} into force again?",
+                    _WHY,
+                ),
+                Action(
+                    "Roll back to the start",
+                    "POST",
+                    "/v1/warmkv/policy/rollback",
+                    '{"to": 0, "why": "$why"}',
+                    "Bring the configuration that the service was started with into force again?",
                     _WHY,
                 ),
             ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import clocks
+from tests import clocks, grafana
 from tests.unit.platform.conftest import Counted
 from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
 from warmkv import telemetry
@@ -223,6 +223,9 @@ def test_the_table_and_the_metrics_show_each_candidate_and_forget_it():
         assert [row["rank"] for row in table["candidates"]] == list(range(1, len(rows) + 1))
         assert table["candidates"][0]["candidate"] == NOW  # a draw is no reason to change anything
         assert rows["1"]["difference"]["hit_rate"] == pytest.approx(0.1)
+        drawn = grafana.rows(grafana.tables()["What other settings would do"], table)
+        assert [row["candidate"] for row in drawn] == [row["candidate"] for row in table["candidates"]]
+        assert next(row for row in drawn if row["candidate"] == "1")["restart"] == "engine.max_slots"
         assert rows["1"]["pareto"]
         assert table["model_error"]["error"] == {"hit_rate": 0.01}
         assert table["window"]["replayed"]["requests"] == 40
