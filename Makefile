@@ -12,7 +12,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check lint types imports format dashboards docs pictures manifests clean
+.PHONY: help setup demo observe test soak check lint types imports format dashboards docs pictures manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -28,6 +28,9 @@ setup: $(STAMP) ## Make .venv and install everything, as pinned in constraints.t
 
 demo: $(STAMP) ## Start the service with the tiny model and show what warm prefixes save
 	@$(BIN)/warmkv demo
+
+observe: $(STAMP) ## Run the service under traffic with Prometheus (and Grafana, if installed) and the dashboards
+	@$(BIN)/warmkv observe
 
 test: $(STAMP) ## Run the tests that need no GPU
 ifeq ($(strip $(ARGS)),)

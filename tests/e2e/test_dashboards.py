@@ -1,0 +1,113 @@
+"""Every panel and alert against a real Prometheus that scrapes the session's Ray under load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.conftest import Cluster
+from tests.polling import PATIENCE, until
+from warmkv import telemetry
+from warmkv.dashboards.alerts import ALERTS, SLO_SECONDS
+from warmkv.dashboards.build import documents
+from warmkv.observe import prometheus_binary, ray_targets, scraping
+from warmkv.platform.whatif.candidates import NOW
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
+]
+
+TEXT = "for position in range(length):\n    total += position\n" * 30
+RARE = re.compile(
+    "|".join(
+        metric.exported
+        for metric in (
+            *(telemetry.FAILED, telemetry.PREEMPTED, telemetry.RETRIED, telemetry.REJECTED, telemetry.DROPPED_LINES),
+            *(telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, *telemetry.TRANSFER),
+        )
+    )
+)
+"""Series that appear with a fault, a full queue, a tenants file, little memory, or with blocks that are moved."""
+
+
+def ask(cluster: Cluster, text: str, policy: str) -> None:
+    marked = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    cluster.anthropic("dashboards").messages.create(
+        model=cluster.config.model.name,
+        max_tokens=3,
+        messages=[{"role": "user", "content": [marked, {"type": "text", "text": "?"}]}],
+        extra_body={"temperature": 0, "warmkv": {"policy": policy}},
+    )
+
+
+def record_whatif() -> telemetry.RayRecorder:
+    """Record what `test_whatif` sees the service record, from this process."""
+    recorder = telemetry.RayRecorder(*telemetry.WHATIF, application="dashboards")
+    for metric in (*telemetry.WHATIF_FIGURES.values(), telemetry.WHATIF_RANK):
+        recorder.set(metric, 1, candidate=NOW)
+        recorder.set(metric, 2, candidate="best")
+    recorder.set(telemetry.WHATIF_ERROR, 0.1, figure="hit_rate")
+    recorder.set(telemetry.WHATIF_WINDOW, 40)
+    recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
+    return recorder
+
+
+def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
+    """What needs faults or a full queue only has to be understood."""
+    boards = documents().values()
+    waiting = {
+        target["expr"]: f"{board['title']}: {panel['title']} {target['refId']}"
+        for board in boards
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+        if "expr" in target
+    }
+    events = {one["expr"] for board in boards for one in board["annotations"]["list"] if one.get("expr")}
+    turns, recorder = itertools.count(), record_whatif()
+    short = {"prefix_cache.ttls": {"5m": 1, "1h": 3600}}
+    scraped = scraping(prometheus_binary(), tmp_path / "prometheus", ray_targets(), seconds=1)
+    with cluster.changed(short), scraped as prometheus:
+
+        def value(expression: str) -> list[float]:
+            expression = re.sub(r"\$(application|policy|model|tenant)\b", ".*", expression)
+            query = {"query": expression.replace("$__rate_interval", "1m")}
+            answer: Any = requests.get(f"{prometheus}/api/v1/query", params=query, timeout=PATIENCE).json()
+            assert answer["status"] == "success", (expression, answer)
+            return [float(sample["value"][1]) for sample in answer["data"]["result"]]
+
+        def all_have_data() -> bool:
+            number = next(turns)
+            for _ in range(2):  # the second one is warm
+                ask(cluster, f"{number} {TEXT}", ("full", "snapkv@0.5")[number % 2])
+            if number % 4 == 3:
+                key = {"x-api-key": "dashboards"}
+                requests.delete(f"{cluster.url}/v1/warmkv/prefixes", headers=key, timeout=PATIENCE)
+            requests.get(f"{cluster.url}/nothing", timeout=PATIENCE)
+            recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
+            for expression in list(waiting):
+                found = value(expression)
+                if not all(math.isnan(one) for one in found) or RARE.search(expression):
+                    del waiting[expression]
+            return not waiting
+
+        try:
+            until(all_have_data, "every panel has data")
+        except AssertionError:
+            raise AssertionError(list(waiting.values())) from None
+        for expression in events:
+            value(expression)
+        known = {metric.exported for metric in telemetry.ALL}
+        for alert in ALERTS:
+            value(alert.expression)
+            for name in set(re.findall(r"ray_\w+", alert.expression)) & known:
+                assert value(f"count({name})") or RARE.search(name), (alert.name, name)
+        assert value(f'count({telemetry.TTFT.exported}_bucket{{le="{SLO_SECONDS}"}})')
+        rules = requests.get(f"{prometheus}/api/v1/rules", timeout=PATIENCE).json()["data"]["groups"]
+        assert [rule["name"] for group in rules for rule in group["rules"]] == [alert.name for alert in ALERTS]
