@@ -80,7 +80,7 @@ def observing(config: Config, rate: float, seed: int) -> Iterator[Observed]:
 def observable(config: Config, keys: Mapping[str, str], origin: str) -> Config:
     """Return the settings with tenants of these keys, a what-if service, and Grafana's origin allowed."""
     tenants = [TenantConfig(name=name, key_sha256=hash_key(key), rights=("policy",)) for name, key in keys.items()]
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "gateway": {"tenants": [tenant.model_dump(mode="json", exclude_unset=True) for tenant in tenants]},
         "control": {"whatif": {}, "allowed_origins": [origin]},
     }

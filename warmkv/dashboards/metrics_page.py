@@ -11,8 +11,9 @@ HEAD = """# Metrics
 
 Every metric of the service, as Prometheus sees it: Ray writes `ray_` before each name and `_total` behind a counter,
 and exports it on the metrics port of every node. Ray Serve adds the labels `application`, `deployment` and `replica`
-(the gateway or the replica that recorded it). A counter appears with its first event. The [dashboards](operations.md#dashboards)
-show all of them. This page is written by `make dashboards` from `warmkv/telemetry.py`.
+(the gateway or the replica that recorded it). A counter appears with its first event. The
+[dashboards](operations.md#dashboards) show all of them. This page is written by `make dashboards` from
+`warmkv/telemetry.py`.
 """
 SECTIONS: Sequence[tuple[str, Sequence[Metric]]] = (
     ("Requests, recorded by gateways", telemetry.GATEWAY),
