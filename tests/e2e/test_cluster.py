@@ -280,6 +280,8 @@ def test_metrics_are_exported_for_prometheus(cluster):
         telemetry.FAILED,
         telemetry.EVICTED_BLOCKS,
         telemetry.EXPIRED_BLOCKS,
+        telemetry.BLOCK_LIFETIME,
+        telemetry.BLOCK_IDLE,
         telemetry.TENANTS_READ,
     }
     assert requests.get(f"{cluster.url}/nothing", timeout=PATIENCE).status_code == 404  # an error to count
