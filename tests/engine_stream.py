@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 from tokenizers import Tokenizer
 
 from warmkv.config import Config
+from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.protocol import Event, Failed, Finished, GenerateRequest
@@ -15,6 +17,7 @@ from warmkv.replicas.protocol import Event, Failed, Finished, GenerateRequest
 BEAT = Config().gateway.beat_seconds
 
 _processors: dict[Engine, tuple[asyncio.AbstractEventLoop, OutputProcessor]] = {}
+_compilers: dict[Engine, Compiler] = {}
 
 
 async def stream(
@@ -26,7 +29,13 @@ async def stream(
         _processors[engine] = loop, OutputProcessor(engine, tokenizer, beat)
     processor = _processors[engine][1]
     events: asyncio.Queue[Event | None] = asyncio.Queue()
-    output = processor.submit(request, events.put_nowait)
+    matcher = None
+    if (constraint := request.sampling.constraint) is not None:
+        if engine not in _compilers:
+            source = SimpleNamespace(backend_tokenizer=tokenizer)
+            _compilers[engine] = Compiler(source, engine.model.vocabulary, engine.model.eos_ids)
+        matcher = _compilers[engine].matcher(constraint)
+    output = processor.submit(request, events.put_nowait, matcher=matcher)
     output.ended.add_done_callback(lambda _: events.put_nowait(None))
     try:
         while (event := await events.get()) is not None:

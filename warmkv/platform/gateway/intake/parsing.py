@@ -19,6 +19,7 @@ from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
+from warmkv.platform.gateway.apis.structured import Wanted, behind_thinking
 from warmkv.platform.gateway.apis.template_options import variables
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
@@ -26,6 +27,7 @@ from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import budgets
+from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
@@ -50,6 +52,7 @@ class Parsing:
         self._gateway, self._limits = service.config.gateway, BodyLimits.of(service.config.gateway)
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._cache, self._cuts = TokenCache(), cuts_between_words(tokenizer)
+        self._compiler = Compiler(tokenizer)
         self._format = ResponseFormat.of(tokenizer, service.config.model.response_template)
 
     def message(self, arrival: Arrival, data: bytes, tokenizer: Any) -> ParsedRequest:
@@ -74,7 +77,8 @@ class Parsing:
         )
         one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         tools = [tool.definition for tool in body.tools] if choice != "none" else []
-        return self._expecting(self._within_limits(arrival, asked), tools, parallel=not one_call)
+        expecting = self._expecting(self._within_limits(arrival, asked), tools, parallel=not one_call)
+        return self._constrained(expecting, body.wanted)
 
     def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
         """Parse a body of /v1/messages/count_tokens and count its tokens; return the answer and its headers."""
@@ -121,7 +125,8 @@ class Parsing:
         prompt = self._prompt(arrival, tokenizer, openai.turns(body), taken)
         asked = self._completion(arrival, body, prompt, left_out)
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
-        return self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
+        expecting = self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
+        return self._constrained(expecting, body.wanted)
 
     def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> list[ParsedRequest]:
         """Parse a body of /v1/completions, which may have several prompts."""
@@ -135,7 +140,7 @@ class Parsing:
             tokens += len(prompt.tokens)
             if asked and tokens > self._limits.values:
                 raise too_many("prompt", tokens, "tokens of all prompts", self._limits.values)
-            asked.append(self._completion(arrival, body, prompt, left_out))
+            asked.append(self._constrained(self._completion(arrival, body, prompt, left_out), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
         return asked
@@ -205,6 +210,20 @@ class Parsing:
         if (expected := format_.expected(asked.prompt.begun, tools, parallel=parallel)) is None:
             return asked
         return replace(asked, expected=expected, sampling=replace(asked.sampling, shown_ids=format_.shown_ids))
+
+    def _constrained(self, asked: ParsedRequest, wanted: Wanted | None) -> ParsedRequest:
+        """Constrain an answer. Raises ApiError (400) with the place of what no replica could compile."""
+        if wanted is None:
+            return asked
+        constraint = wanted.constraint
+        try:
+            self._compiler.matcher(constraint)
+            if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
+                constraint = behind_thinking(constraint, asked.prompt.begun, *thinking)
+                self._compiler.matcher(constraint)
+        except ConstraintError as error:
+            raise invalid(f"{wanted.place}: {error}") from None
+        return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
 
     def _prompt(
         self,

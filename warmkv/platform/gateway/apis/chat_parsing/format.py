@@ -22,6 +22,7 @@ class ResponseFormat:
     without_calls: Any
     undelimited: bool
     shown_ids: tuple[int, ...]  # special tokens that are delimiters
+    thinking: tuple[str, str] | None = None  # what opens and closes it, where these are texts
 
     @classmethod
     def of(cls, tokenizer: Any, named: ResponseTemplate | None = None) -> ResponseFormat | None:
@@ -43,6 +44,7 @@ class ResponseFormat:
             load_response_template({**family.template, "fields": others}) if others else None,
             family.undelimited,
             tuple(sorted(shown)),
+            _delimiters(fields.get("reasoning_content", {})),
         )
 
     @property
@@ -99,6 +101,11 @@ def _family(tokenizer: Any, named: ResponseTemplate | None) -> Family | None:
         return None
     fields = {name: field for name, field in family.template["fields"].items() if field.get("open", "") in chat}
     return replace(family, template={**family.template, "fields": fields})
+
+
+def _delimiters(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    opening, closing = field.get("open"), field.get("close")
+    return (opening, closing) if isinstance(opening, str) and isinstance(closing, str) else None
 
 
 def _texts(value: Any) -> Iterator[str]:

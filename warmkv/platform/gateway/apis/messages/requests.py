@@ -22,6 +22,7 @@ from warmkv.platform.gateway.apis.messages.context_edits import ContextManagemen
 from warmkv.platform.gateway.apis.messages.turns import Reading, mark_last
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.platform.gateway.apis.structured import OutputFormat, Wanted
 from warmkv.prefixes import breakpoints
 from warmkv.replicas.protocol import SamplingParams
 
@@ -51,8 +52,9 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
-    unsupported = MappingProxyType({"format": (), "task_budget": ()})
+    unsupported = MappingProxyType({"task_budget": ()})
 
+    format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -117,6 +119,12 @@ class MessagesRequest(CountRequest):
         if budget is not None and 0 < self.max_tokens <= budget:
             raise ValueError(f"thinking.budget_tokens: {budget} must be less than max_tokens")
         return self
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """Return the constraint of the answer."""
+        format_ = self.output_config.format if self.output_config is not None else None
+        return format_.wanted if format_ is not None else None
 
     def sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(

@@ -13,6 +13,7 @@ from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import ChatMessage, ChatTool
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions
+from warmkv.platform.gateway.apis.structured import StructuredFields
 from warmkv.replicas.protocol import SamplingParams
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
@@ -24,11 +25,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class CompletionBody(Body):
+class CompletionBody(StructuredFields):
     """What both endpoints take, by the names of OpenAI and, beyond it, of vLLM."""
 
     ignored = frozenset({
@@ -40,7 +37,7 @@ class CompletionBody(Body):
         "frequency_penalty": (0,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "logit_bias": ({},),
         "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
         "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,), "stop_token_ids": ([],), "structured_outputs": (),
+        "spaces_between_special_tokens": (True,), "stop_token_ids": ([],),
         "truncate_prompt_tokens": (), "use_beam_search": (False,),
     })  # fmt: skip
 
@@ -57,7 +54,6 @@ class CompletionBody(Body):
     chat_template_kwargs: TemplateVariables = Field({})
     stream: bool = False
     stream_options: StreamOptions | None = None
-    response_format: TextFormat | None = None
     prompt_cache_key: str = ""  # names the session, for routing
     warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
 

@@ -1,0 +1,146 @@
+"""Constrained answers: the fields by which the APIs, and vLLM, ask for them, and the constraint that they mean."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.schema import Body, Items
+from warmkv.replicas.constraints.compiler import WHITESPACE
+from warmkv.replicas.protocol import Constraint, ConstraintKind
+
+Schema = dict[str, Any] | str  # a text is JSON
+Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A constraint, and the field that asks for it."""
+
+    place: str
+    constraint: Constraint
+
+    @classmethod
+    def of(cls, place: str, kind: ConstraintKind, value: Schema | Sequence[str]) -> Wanted:
+        return cls(place, Constraint(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class Aliased(Body):
+    """A body with names that pydantic's models have for themselves; what is not declared changes nothing."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class NamedSchema(Aliased):
+    """A JSON schema of OpenAI's API. The answer keeps to it, `strict` or not."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class OutputFormat(Aliased):
+    """Format of an answer in the Messages API."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted.of("output_config.format.schema", "json_schema", self.json_schema)
+
+
+class StructuredOutputs(Aliased):
+    """What vLLM has under `structured_outputs`; one of them."""
+
+    structural_tag: None = None
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class StructuredFields(Body):
+    """The fields of OpenAI's API and of vLLM, whose older names begin with `guided_`."""
+
+    response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """Return the constraint of the answer. Raises ApiError (400) where there are two."""
+        found: list[Wanted] = []
+        chosen, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
+        if isinstance(chosen, JsonSchemaFormat):
+            found.append(Wanted.of("response_format.json_schema.schema", "json_schema", chosen.json_schema.json_schema))
+        elif isinstance(chosen, JsonObjectFormat):
+            found.append(Wanted.of("response_format", "json_object", ""))
+        if outputs.json_object:
+            found.append(Wanted.of("structured_outputs.json_object", "json_object", ""))
+        named: list[tuple[ConstraintKind, str, Any, Any]] = [
+            ("json_schema", "json", outputs.json_, self.guided_json),
+            ("regex", "regex", outputs.regex, self.guided_regex),
+            ("choice", "choice", outputs.choice, self.guided_choice),
+            ("grammar", "grammar", outputs.grammar, self.guided_grammar),
+        ]
+        for kind, name, new, old in named:
+            for place, value in ((f"structured_outputs.{name}", new), (f"guided_{name}", old)):
+                if value is not None:
+                    found.append(Wanted.of(place, kind, value))
+        if len(found) > 1:
+            raise invalid(f"{found[1].place}: the answer is constrained by {found[0].place} already")
+        return found[0] if found else None
+
+
+def behind_thinking(constraint: Constraint, begun: str, opening: str, closing: str) -> Constraint:
+    """Return the constraint of an answer whose thinking is free: it holds behind what closes it.
+
+    `begun` is the end of the prompt. Where that opens thinking it must be closed first; else it may come first.
+    """
+    rest = begun.rpartition(closing)[2]
+    if constraint.kind == "grammar" or (closing in begun and opening not in rest):
+        return constraint
+    if constraint.kind in ("json_schema", "json_object"):
+        schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
+        body = f"%json {schema_text(schema)}"
+    elif constraint.kind == "choice":
+        body = " | ".join(map(json.dumps, json.loads(constraint.text)))
+    else:
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", constraint.text, flags=re.DOTALL)
+        body = f"/{escaped}/"
+    before, option = ("", "") if opening in rest else (f"{json.dumps(opening)} ", "?")
+    return Constraint(
+        "grammar",
+        f"start: thinking{option} answer\nthinking: {before}thoughts /\\s*/\n"
+        f"thoughts[suffix={json.dumps(closing)}]: /(.|\\n)*/\nanswer: {body}",
+    )
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """Return a JSON schema as it stands within a grammar."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
