@@ -132,13 +132,14 @@ def test_a_deferred_tool_is_shown_where_a_result_refers_to_it(server):
                 {
                     "type": "tool_result",
                     "tool_use_id": "a",
-                    "content": [{"type": "tool_reference", "tool_name": "WebFetch"}],
+                    "content": [{"type": "tool_reference", "tool_name": "WebFetch"}] * 2,
                 }
             ],
         },
     ]
     second = ask(server, "deferred", tools=tools, messages=said).usage
     assert second.cache_read_input_tokens == first.cache_creation_input_tokens > 0
+    assert shown(server).count('"name": "WebFetch"') == 1
     found = shown(server).partition("<tools>")[2].partition("<tools>")[2].partition("</tools>")[0]
     assert json.loads(found)["function"]["name"] == "WebFetch"
 

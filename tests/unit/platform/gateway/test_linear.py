@@ -56,7 +56,7 @@ FIELDS = {
     "messages": ["model", "messages", "messages.0.role", "messages.0.content", "messages.0.extra", "system", "tools",
                  "tools.0.name", "tools.0.description", "tools.0.input_schema", "tool_choice", "cache_control",
                  "stop_sequences", "metadata", "max_tokens", "temperature", "warmkv", "warmkv.policy", "warmkv.replica",
-                 "extra"],
+                 "warmkv.chat_template_kwargs", "thinking", "context_management", "extra"],
     "chat": ["model", "messages", "messages.0.content", "messages.0.annotations", "stop", "logit_bias", "tools", "user",
              "response_format", "seed", "warmkv", "extra"],
     "completions": ["prompt", "stop", "extra"],
@@ -214,6 +214,21 @@ MANY: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "private use in many blocks": lambda n: {"messages": [said(*[{**TEXT, "text": "\ue000" * 9}] * n)]},
     "stop sequences": lambda n: {"stop_sequences": ["ab"] * n},
+    "references to a large tool": lambda n: {
+        "tools": [tool(0), {**tool(1), "description": "long " * n, "defer_loading": True}],
+        "messages": [
+            said(TEXT),
+            said(*calls(1), role="assistant"),
+            said({**next(iter(results(1))), "content": [{"type": "tool_reference", "tool_name": tool(1)["name"]}] * n}),
+        ],
+    },
+    "calls that are cleared": lambda n: {
+        "context_management": {
+            "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}}]
+        },
+        "messages": [said(TEXT), said(*calls(n), role="assistant"), said(*results(n))],
+    },
+    "system messages": lambda n: {"messages": [said(TEXT), said(TEXT, role="system")] * n},
     "turns": lambda n: {"messages": [said(TEXT), said(TEXT, role="assistant")] * n},
 }
 

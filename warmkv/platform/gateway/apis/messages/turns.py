@@ -39,6 +39,7 @@ class Reading:
     restore: Callable[[str, str], str | None] = lambda thinking, signature: None
     omit_billing_line: bool = True
     tools: Mapping[str, Tool] = field(default_factory=dict)  # that results may refer to
+    shown: set[str] = field(default_factory=set)  # names of those that one has referred to
 
     def turns(
         self, tools: Sequence[Tool], system: str | Sequence[TextBlock] | None, messages: Sequence[AnyMessage]
@@ -49,7 +50,7 @@ class Reading:
         own. Tools with defer_loading are left out, until a result refers to them.
         """
         check_results(messages)
-        reading = replace(self, tools={tool.name: tool for tool in tools})
+        reading = replace(self, tools={tool.name: tool for tool in tools}, shown=set())
         found = []
         if loaded := [(number, tool) for number, tool in enumerate(tools) if not tool.defer_loading]:
             blocks = (
@@ -101,7 +102,9 @@ class Reading:
                         raise invalid(
                             f"{place_name(place)}.content.{number}.tool_name: no tool is named {part.tool_name!r}"
                         )
-                    parts.append(f"<tools>\n{to_json(tool.definition)}\n</tools>")
+                    new = tool.name not in self.shown  # once, or the prompt could be far longer than the request
+                    self.shown.add(tool.name)
+                    parts.append(f"<tools>\n{to_json(tool.definition)}\n</tools>" if new else tool.name)
                 elif isinstance(part, SubText):
                     parts.append(part.text)
             text = "\n".join(parts)
