@@ -271,11 +271,10 @@ def test_a_round_trip_of_a_conversation(tmp_path):
         for block in answer.content
         if block.type == "tool_use"
     ]
-    said = [block for block in answer.content if block.type != "text" or block is answer.content[0]]
     gateway.text = "Done."
     history = [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": [block.model_dump() for block in said]},
+        {"role": "assistant", "content": [block.model_dump() for block in answer.content]},
         {"role": "user", "content": results},
     ]
     assert gateway.messages(messages=history).content[0].text == "Done."
@@ -292,6 +291,51 @@ def test_a_round_trip_of_a_conversation(tmp_path):
     prompt = load_tokenizer(gateway.config.model).decode(ids)
     assert '{"name": "look_up", "arguments": {"word": "a"}}' in prompt
     assert prompt.count("<|im_start|>tool\nfound<|im_end|>") == 2
+
+
+def test_text_behind_calls_of_a_response_does_not_part_them_from_their_results(tmp_path):
+    gateway = Scripted(tmp_path, TWO_CALLS)
+    tool = {"type": "function", **FUNCTION["function"], "strict": False}
+
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        body: Any = {"model": gateway.config.model.name, "tools": [tool]}
+        first = await client.responses.create(**body, input="hello")
+        assert [item.type for item in first.output] == ["message", "function_call", "function_call", "message"]
+        gateway.text = "Done."
+        calls = [item.call_id for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": name, "output": "found"} for name in calls]
+        later = await client.responses.create(**body, input=results, previous_response_id=first.id)
+        assert later.output_text == "Done."
+        prompt = load_tokenizer(gateway.config.model).decode(gateway.requests[-1].token_ids)
+        assert "I look.\nWait." in prompt
+        assert prompt.count("<|im_start|>tool\nfound<|im_end|>") == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_the_sdk_calls_a_function_and_gets_its_answer(tmp_path, stream):
+    """It asks for a conversation that the server holds, and goes on without."""
+    gateway = Scripted(tmp_path, "I look.\n" + call("a"))
+    asked = []
+
+    @anthropic.beta_async_tool
+    async def look_up(word: str) -> str:
+        """Find a word."""
+        asked.append(word)
+        gateway.text = "It is there."
+        return "found"
+
+    async def run() -> None:
+        client = anthropic.AsyncAnthropic(base_url="http://test", api_key="a", http_client=gateway.http)
+        runner = client.beta.messages.tool_runner(**message(gateway, max_tokens=400), tools=[look_up], stream=stream)
+        last = await runner.until_done()
+        assert [block.text for block in last.content] == ["It is there."]
+
+    asyncio.run(run())
+    assert asked == ["a"]
+    assert len(gateway.requests) == 2
 
 
 A_CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}

@@ -45,7 +45,8 @@ class ApiError(Exception):
 
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
     so there are few of them and none comes from a client. `retry_after` is the time in seconds after which the client
-    should try again, `final` says that it is of no use. `status` overrides that of the type.
+    should try again, `final` says that it is of no use. `status` overrides that of the type. `details` are what SDKs of
+    the Messages API look for in an error.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class ApiError(Exception):
         retry_after: float | None = None,
         final: bool = False,
         status: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         message = clipped(message)  # it may quote the request, which may be megabytes
         super().__init__(message)
         self.type, self.message, self.status, self.reason = type_, message, status or STATUS[type_], reason
-        self.retry_after, self.final = retry_after, final
+        self.retry_after, self.final, self.details = retry_after, final, details
 
 
 class ReplicaFailedError(Exception):
@@ -149,7 +151,10 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": error.type, "message": error.message}, "request_id": request_id}
+    fields: dict[str, Any] = {"type": error.type, "message": error.message}
+    if error.details is not None:
+        fields["details"] = error.details
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
 def openai_body(error: ApiError, request_id: str) -> dict[str, Any]:

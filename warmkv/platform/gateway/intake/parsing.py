@@ -62,6 +62,7 @@ class Parsing:
         self._service.check_model(body.model)
         if body.max_tokens == 0 and body.stream:
             raise invalid("stream: must be false when max_tokens is 0")
+        messages.check_thread(body)
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
         prompt, edited = self._message_prompt(arrival, tokenizer, body, body.warmkv.chat_template_kwargs)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.messages.content import (
     AnyMessage,
     CacheControl,
@@ -111,6 +111,7 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    thread: dict[str, Any] | None = None  # a conversation that the server is to hold
     warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
 
     @model_validator(mode="after")
@@ -135,6 +136,16 @@ class MessagesRequest(CountRequest):
             seed=seed,
             stop=tuple(self.stop_sequences),
             ignore_eos=self.warmkv.ignore_eos,
+        )
+
+
+def check_thread(body: MessagesRequest) -> None:
+    """Refuse to hold a conversation. Raises ApiError (400), with details at which the SDK sends all of it."""
+    if body.thread is not None:
+        raise ApiError(
+            "invalid_request_error",
+            "thread: this server holds no conversations; send all messages",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
         )
 
 

@@ -140,12 +140,16 @@ class ResponsesRequest(Body):
 
 
 def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation: the calls of an assistant's turn belong to one message."""
+    """Return the messages of a conversation: calls of an assistant's turn, and texts around them, are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item["type"]:
             case "message":
-                messages.append({"role": item["role"], "content": _text(item["content"])})
+                if item["role"] == "assistant" and messages and messages[-1].get("tool_calls"):
+                    said = messages[-1].get("content", [])
+                    messages[-1]["content"] = [*_parts(said), *_parts(_text(item["content"]))]
+                else:
+                    messages.append({"role": item["role"], "content": _text(item["content"])})
             case "function_call":
                 call = {"name": item["name"], "arguments": item["arguments"]}
                 if not messages or messages[-1]["role"] != "assistant":
@@ -161,6 +165,10 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 def _text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return content as chat completions have it."""
     return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _format(chosen: dict[str, Any]) -> dict[str, Any]:
