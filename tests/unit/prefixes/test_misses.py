@@ -103,6 +103,7 @@ def test_what_is_changed_is_named():
     assert said(cache.ask("TVRaxc", "Rc", head=3)) == (30, {"changed": 30}, 4)
     assert said(cache.ask("TVRz", "Rz", head=3)) == (30, {"never_written": 10}, 3)
     assert said(cache.ask("XVRaxc", "Rc", head=3)) == (0, {"changed": 60}, 0)
+    assert said(cache.ask("TWdef", "Wf", head=2)) == (0, {"changed": 50}, 1)
     assert said(cache.ask("nothing", "g")) == (0, {"never_written": 70}, 0)
 
 
