@@ -105,7 +105,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool's name with a blank": (user(text(), tools=[TOOL | {"name": "look here"}]), "name"),
     "two tools of one name": (user(text(), tools=[TOOL, TOOL]), "names must be unique"),
     "a tool choice without tools": (user(text(), tool_choice={"type": "auto"}), "only allowed with tools"),
-    "a forced call": (user(text(), tools=[TOOL], tool_choice={"type": "any"}), "this server has auto and none"),
+    "a forced call of no tool": (
+        user(text(), tools=[TOOL], tool_choice={"type": "tool", "name": "absent"}),
+        "tool_choice: there is no tool 'absent'",
+    ),
     "a forced tool": (user(text(), tools=[TOOL], tool_choice={"type": "tool", "name": "look"}), "auto and none"),
     # conversations
     "a call without a result": (

@@ -116,13 +116,13 @@ class StructuredFields(Body):
         return found[0] if found else None
 
 
-def behind_thinking(constraint: Constraint, begun: str, opening: str, closing: str) -> Constraint:
+def behind_thinking(constraint: Constraint, begun: str, thinking: tuple[str, str]) -> Constraint:
     """Return the constraint of an answer whose thinking is free: it holds behind what closes it.
 
-    `begun` is the end of the prompt. Where that opens thinking it must be closed first; else it may come first.
+    `begun` is the end of the prompt, `thinking` what opens and closes it. A grammar stays as it is.
     """
-    rest = begun.rpartition(closing)[2]
-    if constraint.kind == "grammar" or (closing in begun and opening not in rest):
+    first, rules = thinking_rules(begun, thinking)
+    if constraint.kind == "grammar" or not first:
         return constraint
     if constraint.kind in ("json_schema", "json_object"):
         schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
@@ -132,15 +132,26 @@ def behind_thinking(constraint: Constraint, begun: str, opening: str, closing: s
     else:
         escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", constraint.text, flags=re.DOTALL)
         body = f"/{escaped}/"
-    before, option = ("", "") if opening in rest else (f"{json.dumps(opening)} ", "?")
-    return Constraint(
-        "grammar",
-        f"start: thinking{option} answer\nthinking: {before}thoughts /\\s*/\n"
-        f"thoughts[suffix={json.dumps(closing)}]: /(.|\\n)*/\nanswer: {body}",
-    )
+    return Constraint("grammar", "\n".join([f"start: {first}answer", f"answer: {body}", *rules]))
 
 
-def schema_text(schema: dict[str, Any]) -> str:
-    """Return a JSON schema as it stands within a grammar."""
-    options = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+def thinking_rules(begun: str, thinking: tuple[str, str] | None) -> tuple[str, list[str]]:
+    """Return what stands before an answer in its grammar, and the rules for it.
+
+    Where the prompt opens thinking it must be closed first; where it closes it there is none; else it may come first.
+    """
+    if thinking is None:
+        return "", []
+    opening, closing = thinking
+    is_open = opening in begun.rpartition(closing)[2]
+    if closing in begun and not is_open:
+        return "", []
+    before = "" if is_open else f"{json.dumps(opening)} "
+    rules = [f"thinking: {before}thoughts /\\s*/", f"thoughts[suffix={json.dumps(closing)}]: /(.|\\n)*/"]
+    return ("thinking " if is_open else "thinking? "), rules
+
+
+def schema_text(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    """Return a JSON schema as it stands within a grammar; a lenient one without what cannot be held to."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": lenient}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

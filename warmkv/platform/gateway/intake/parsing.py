@@ -11,6 +11,7 @@ from typing import Any
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
+from warmkv.platform.gateway.apis.forced_calls import constraint_for_tools
 from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.messages.content import AnyMessage
 from warmkv.platform.gateway.apis.messages.turns import Reading
@@ -28,6 +29,7 @@ from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import budgets
 from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
+from warmkv.replicas.protocol import Constraint
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
@@ -79,6 +81,8 @@ class Parsing:
         one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         tools = [tool.definition for tool in body.tools] if choice != "none" else []
         expecting = self._expecting(self._within_limits(arrival, asked), tools, parallel=not one_call)
+        if body.tool_choice is not None and choice in ("any", "tool"):
+            return self._forced(expecting, tools, body.tool_choice.name, body.wanted)
         return self._constrained(expecting, body.wanted)
 
     def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
@@ -127,6 +131,10 @@ class Parsing:
         asked = self._completion(arrival, body, prompt, left_out)
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         expecting = self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
+        if isinstance(body.tool_choice, openai.NamedChoice):
+            return self._forced(expecting, tools, body.tool_choice.function.name, body.wanted)
+        if body.tool_choice == "required":
+            return self._forced(expecting, tools, None, body.wanted)
         return self._constrained(expecting, body.wanted)
 
     def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> list[ParsedRequest]:
@@ -217,14 +225,42 @@ class Parsing:
         if wanted is None:
             return asked
         constraint = wanted.constraint
+        self._check_constraint(wanted.place, constraint)
+        if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
+            constraint = behind_thinking(constraint, asked.prompt.begun, thinking)
+            self._check_constraint(wanted.place, constraint)
+        return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
+
+    def _forced(
+        self, asked: ParsedRequest, tools: Sequence[Mapping[str, Any]], name: str | None, wanted: Wanted | None
+    ) -> ParsedRequest:
+        """Constrain an answer to calls of tools, or one call of a tool. Raises ApiError (400) where it cannot be."""
+        if wanted is not None:
+            raise invalid(f"tool_choice: the answer is constrained by {wanted.place} already")
+        chosen = [tool for tool in tools if name in (None, tool["function"]["name"])]
+        if not chosen:
+            raise invalid(f"tool_choice: there is no tool {name!r}" if tools else "tool_choice: there are no tools")
+        if asked.expected is None or (syntax := asked.expected.format.forced) is None:
+            raise invalid("tool_choice: this model's calls cannot be forced; auto and none are possible")
+        format_, parallel = asked.expected.format, asked.expected.parallel and name is None
+        begun, thinking = asked.prompt.begun, format_.thinking
+        constraint = constraint_for_tools(
+            syntax, chosen, format_.special, parallel=parallel, begun=begun, thinking=thinking
+        )
         try:
             self._compiler.matcher(constraint)
-            if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
-                constraint = behind_thinking(constraint, asked.prompt.begun, *thinking)
-                self._compiler.matcher(constraint)
-        except ConstraintError as error:
-            raise invalid(f"{wanted.place}: {error}") from None
+        except ConstraintError:
+            for number, tool in enumerate(tools):
+                one = constraint_for_tools(syntax, [tool], format_.special, parallel=False)
+                self._check_constraint(f"tools.{number}", one)
+            self._check_constraint("tool_choice", constraint)
         return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
+
+    def _check_constraint(self, place: str, constraint: Constraint) -> None:
+        try:
+            self._compiler.matcher(constraint)
+        except ConstraintError as error:
+            raise invalid(f"{place}: {error}") from None
 
     def _prompt(
         self,

@@ -15,15 +15,31 @@ from warmkv.config.model import ResponseTemplate
 
 
 @dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """What stands around the JSON of a call's arguments, with `{name}` for the tool's, and around all calls.
+
+    Calls that are forced are written so. Without `between` there is one.
+    """
+
+    before: str
+    behind: str = ""
+    between: str = ""
+    first: str = ""
+    last: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How models of a family write calls and thinking. `signs` are all found in its chat templates.
 
-    Where calls are `undelimited`, only those that name a tool of the request are calls.
+    Where calls are `undelimited`, only those that name a tool of the request are calls. Without `forced` they cannot
+    be forced: their arguments are not JSON.
     """
 
     template: Mapping[str, Any]
     signs: tuple[str, ...]
     undelimited: bool = False
+    forced: CallSyntax | None = None
 
 
 NAME = "(?P<name>[A-Za-z0-9_.-]+)"
@@ -64,6 +80,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("<|channel|>", "<|message|>"),
+        forced=CallSyntax("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
     ),
     # <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
     "glm4_moe": Family(
@@ -121,6 +138,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("<tool_call>",),
+        forced=CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),
     ),
     # <start_function_call>call:f{k:<escape>v<escape>}<end_function_call>
     "function_gemma": Family(
@@ -163,6 +181,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("[TOOL_CALLS]",),
+        forced=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
     ),
     # {"name": "f", "parameters": {...}} as the whole answer, or several with semicolons between them
     "llama3": Family(
@@ -179,6 +198,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("<|start_header_id|>", "tool"),
+        forced=CallSyntax('{"name": "{name}", "parameters": ', "}", "; "),
         undelimited=True,
     ),
     # f\n{...}, every further call behind <|assistant|>
@@ -197,6 +217,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("<|observation|>",),
+        forced=CallSyntax("{name}\n"),
         undelimited=True,
     ),
     # {"name": "f", "parameters": {...}}, alone or in a fenced block, as Google's guide has the model asked for it
@@ -215,6 +236,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             },
         },
         signs=("<start_of_turn>",),
+        forced=CallSyntax('```tool_call\n{"name": "{name}", "parameters": ', "}\n```", "\n"),
         undelimited=True,
     ),
     # <think>...</think> and text

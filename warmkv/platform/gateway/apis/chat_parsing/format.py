@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from warmkv.config.model import ResponseTemplate
-from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, Family, family_of
+from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, CallSyntax, Family, family_of
 from warmkv.platform.gateway.apis.tokens import Piece
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ class ResponseFormat:
     undelimited: bool
     shown_ids: tuple[int, ...]  # special tokens that are delimiters
     thinking: tuple[str, str] | None = None  # what opens and closes it, where these are texts
+    forced: CallSyntax | None = None  # of calls that must be written
+    special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens
 
     @classmethod
     def of(cls, tokenizer: Any, named: ResponseTemplate | None = None) -> ResponseFormat | None:
@@ -45,6 +47,8 @@ class ResponseFormat:
             family.undelimited,
             tuple(sorted(shown)),
             _delimiters(fields.get("reasoning_content", {})),
+            family.forced,
+            {token.content: number for number, token in added.items() if token.special},
         )
 
     @property

@@ -219,14 +219,14 @@ class Tool(Markable):
 
 
 class ToolChoice(Body):
-    """The model is free to call tools or not, or is not to; it cannot be made to."""
+    """The model is free to call tools or not, is not to, must call some, or must call the one of a `name`."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool = False
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _no_force(cls, value: Any) -> Any:
-        if value in ("any", "tool"):
-            raise ValueError(f"{value!r} needs a model that can be made to call a tool; this server has auto and none")
-        return value
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name: goes with type 'tool', which needs it")
+        return self

@@ -93,6 +93,17 @@ class CompletionBody(StructuredFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class ChosenFunction(Body):
+    name: str
+
+
+class NamedChoice(Body):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class ChatRequest(CompletionBody):
     """Body of /v1/chat/completions."""
 
@@ -107,7 +118,7 @@ class ChatRequest(CompletionBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Items[ChatTool] = Field([])
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
