@@ -109,7 +109,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         user(text(), tools=[TOOL], tool_choice={"type": "tool", "name": "absent"}),
         "tool_choice: there is no tool 'absent'",
     ),
-    "a forced tool": (user(text(), tools=[TOOL], tool_choice={"type": "tool", "name": "look"}), "auto and none"),
     # conversations
     "a call without a result": (
         {"messages": answered(CALL)},

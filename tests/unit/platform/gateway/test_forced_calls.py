@@ -75,7 +75,7 @@ def test_what_cannot_be_forced_is_refused_with_its_place(server):
         *MESSAGES,
         {"name": "bad", "input_schema": {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}},
     ]
-    with pytest.raises(anthropic.BadRequestError, match="tools.2: .*b"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\.2: .*b"):
         message(server, {"type": "any"}, tools=broken)
 
 
