@@ -154,7 +154,7 @@ def create_app(
         return await complete("completions", arrival, await intake.take(request, partial(parsing.completion, arrival)))
 
     async def complete(api: str, arrival: Arrival, prompts: list[ParsedRequest]) -> Response:
-        choices = Choices(service, api, arrival, prompts)
+        choices = Choices(service, api, arrival, prompts, lambda token: tokenizer.decode([token]))
         await choices.queued()
         if choices.asked.stream:
             written = partial(openai.stream, choices)

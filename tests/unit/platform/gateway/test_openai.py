@@ -90,8 +90,16 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
     ("options", "message"),
     [
         ({"n": 129}, "n"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logprobs": True}, "logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"top_logprobs": 2}, "top_logprobs: only allowed when logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"16777216": 1}}, "logit_bias: 16777216 is not a token"),
+        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids"),
+        ({"extra_body": {"min_tokens": 7}}, "min_tokens: 7 are more than max_tokens, 6"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"extra_body": {"truncate_prompt_tokens": 5}}, "truncate_prompt_tokens: this server does not support it"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream"),
@@ -101,6 +109,49 @@ def test_an_answer_can_be_sent_back_as_it_came(server):
 def test_what_is_refused(server, options, message):
     with pytest.raises(openai.BadRequestError, match=message):
         chat(server, "x", **options)
+
+
+def test_sampling_fields_reach_the_replica(server):
+    fields = {"min_p": 0.1, "repetition_penalty": 1.1, "top_k": 5, "min_tokens": 2, "stop_token_ids": [3]}
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"7": -100}}
+    chat(server, "def main():", **penalties, extra_body={**fields, "ignore_eos": True})
+    sampling = server.requests[-1].sampling
+    assert {name: getattr(sampling, name) for name in ("min_p", "repetition_penalty", "top_k", "min_tokens")} == {
+        name: value for name, value in fields.items() if name != "stop_token_ids"
+    }
+    assert (sampling.stop_token_ids, sampling.logit_bias, sampling.ignore_eos) == ((3,), ((7, -100.0),), True)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(server, stream):
+    options = {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}
+    made = chat(server, "def main():", stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in made] if stream else made.choices
+    found = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    text = chat(server, "def main():", max_tokens=5).choices[0].message.content
+    assert "".join(token.token for token in found).startswith(text)
+    for token in found:  # greedy
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+        assert (token.token, token.bytes) == (token.top_logprobs[0].token, list(token.token.encode()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_text(server, stream):
+    client, prompt = server.openai(), "import os\nimport "
+    options = {"model": server.config.model.name, "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    made = client.completions.create(**options, logprobs=1, stream=stream)
+    choices = [chunk.choices[0] for chunk in made] if stream else made.choices
+    found = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens, offsets = [token for one in found for token in one.tokens], [at for one in found for at in one.text_offset]
+    assert "".join(tokens).startswith(client.completions.create(**options).choices[0].text)
+    assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
+    for one in found:
+        for token, logprob, top in zip(one.tokens, one.token_logprobs, one.top_logprobs, strict=True):
+            assert top == {token: logprob}
+    with pytest.raises(openai.BadRequestError, match="echo: not with logprobs"):
+        client.completions.create(**options, logprobs=1, echo=True)
 
 
 @pytest.mark.parametrize(

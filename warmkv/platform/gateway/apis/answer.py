@@ -16,7 +16,7 @@ from warmkv.platform.gateway.streams import EventWriter
 from warmkv.policies.pricing import Price
 from warmkv.prefixes.misses import Finding
 from warmkv.prefixes.usage import Usage
-from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started
+from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started, TokenLogprobs
 
 Status = Literal["ok", "error", "cancelled"]
 
@@ -53,6 +53,7 @@ class Answer:
     output_tokens: int = 0
     over: bool = False
     error: str = ""  # type of the error that ended it
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # not taken yet
     end: Finished = field(default_factory=lambda: Finished("cancelled", 0))
 
     @property
@@ -70,11 +71,11 @@ class Answer:
         try:
             event = await anext(self.events, None)
             if isinstance(event, Delta):
-                self._count(event.output_tokens)
+                self._count(event)
                 return event
             if not isinstance(event, Finished):
                 raise ApiError("api_error", "The replica ended the answer early.")
-            self._count(event.output_tokens)
+            self._count(event)
             self.end = event
             self._ended("ok")
             await self.events.aclose()
@@ -93,7 +94,7 @@ class Answer:
         parts: list[str] = []
 
         def take(delta: Delta) -> None:
-            self._count(delta.output_tokens)
+            self._count(delta)
             parts.append(delta.text)
 
         self.sink.take = take
@@ -109,7 +110,7 @@ class Answer:
         parser, found = self.expected.parser(), list[Part]()
 
         def take(delta: Delta) -> None:
-            self._count(delta.output_tokens)
+            self._count(delta)
             found.extend(parser.feed(delta.text))
             if parser.done:
                 self.sink.take = None
@@ -130,7 +131,7 @@ class Answer:
         """
 
         def take(delta: Delta) -> None:
-            self._count(delta.output_tokens)
+            self._count(delta)
             if data := event(delta.text):
                 out.write(data)
             if out.is_behind or self.satisfied:
@@ -218,8 +219,15 @@ class Answer:
         named = {name: None if block is None else place_name(self.places[block]) for name, block in places.items()}
         return {**named, "reason": finding.reason, "missed_tokens": dict(finding.missed)}
 
-    def _count(self, output_tokens: int) -> None:
-        self.last_token, self.output_tokens = self.clock() - self.begun, output_tokens
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Return the log-probabilities of tokens that came since the last call."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def _count(self, event: Delta | Finished) -> None:
+        self.last_token, self.output_tokens = self.clock() - self.begun, event.output_tokens
+        if event.logprobs:
+            self._logprobs += event.logprobs
 
 
 TEXT = "\0"

@@ -9,6 +9,7 @@ from typing import Any
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall
 from warmkv.platform.gateway.apis.errors import openai_body
+from warmkv.platform.gateway.apis.openai import logprobs
 from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
@@ -32,14 +33,15 @@ async def respond(choices: Choices) -> dict[str, Any]:
     found: dict[int, dict[str, Any]] = {}
 
     async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
-        deltas = _Deltas(answer)
+        deltas, told = _Deltas(answer), _Logprobs(choices, answer)
         body: dict[str, Any]
         if choices.chat and answer.expected is not None:
             body = {"message": deltas.whole(await answer.parts())}
         else:
             text = asked.echo + await answer.text()
             body = {"message": {"role": "assistant", "content": text}} if choices.chat else {"text": text}
-        found[index] = {"index": index, **body, "finish_reason": deltas.finish_reason(), "logprobs": None}
+        reason = deltas.finish_reason()
+        found[index] = {"index": index, **body, "finish_reason": reason, "logprobs": told.taken()}
 
     await choices.run(take)
     listed = [found[index] for index in sorted(found)]
@@ -51,9 +53,11 @@ async def stream(choices: Choices, out: EventWriter) -> None:
     head = _head(choices, chunk=True)
 
     async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
+        told = _Logprobs(choices, answer)
+
         def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
             body = {"delta": delta} if choices.chat else {"text": delta.get("content", "")}
-            choice = {"index": index, **body, "finish_reason": reason, "logprobs": None}
+            choice = {"index": index, **body, "finish_reason": reason, "logprobs": told.taken()}
             return _event({**head, "choices": [choice]})
 
         if choices.chat or asked.echo:
@@ -61,6 +65,8 @@ async def stream(choices: Choices, out: EventWriter) -> None:
         deltas = _Deltas(answer)
         if answer.expected is not None:
             await answer.write_parts(out, lambda parts: b"".join(map(chunk, deltas.of(parts))))
+        elif asked.sampling.logprobs is not None:
+            await answer.write(out, lambda text: chunk({"content": text}))
         else:
             await answer.write(out, event_of_text(chunk({"content": TEXT})))
         await out.send(chunk({}, deltas.finish_reason()))
@@ -72,6 +78,22 @@ async def stream(choices: Choices, out: EventWriter) -> None:
         await out.send(b"data: [DONE]\n\n")
     except Exception as error:
         await out.send(_event(openai_body(choices.failed(error), choices.id)))
+
+
+class _Logprobs:
+    """The log-probabilities of an answer's tokens, piece by piece."""
+
+    def __init__(self, choices: Choices, answer: Answer) -> None:
+        self._choices, self._answer, self._offset = choices, answer, 0
+
+    def taken(self) -> dict[str, Any] | None:
+        """Return those that came since the last call; None if there are none, or the request wants none."""
+        if not (found := self._answer.take_logprobs()):
+            return None
+        if self._choices.chat:
+            return logprobs.of_chat(found, self._choices.decode)
+        told, self._offset = logprobs.of_text(found, self._choices.decode, self._offset)
+        return told
 
 
 class _Deltas:

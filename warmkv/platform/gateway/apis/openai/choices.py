@@ -21,11 +21,19 @@ class Choices:
     """The answers to a request in the order of their indices: n to the first prompt, n to the second.
 
     The first answer to a prompt is begun before the others, which are sent to the same replica and read its full
-    blocks there. All together are billed for the prompt once.
+    blocks there. All together are billed for the prompt once. `decode` returns the text of a token.
     """
 
-    def __init__(self, service: Service, api: str, arrival: Arrival, prompts: Sequence[ParsedRequest]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        api: str,
+        arrival: Arrival,
+        prompts: Sequence[ParsedRequest],
+        decode: Callable[[int], str],
+    ) -> None:
         self.id, self.arrival, self.prompts, self.chat = arrival.id, arrival, prompts, api == "chat"
+        self.decode = decode
         self.answers: dict[int, Answer] = {}
         self._service, self._api = service, api
         self._first: SubmittedRequest | None = None

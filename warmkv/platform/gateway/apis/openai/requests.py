@@ -18,6 +18,11 @@ from warmkv.replicas.protocol import SamplingParams
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 MOST_ANSWERS = 1024  # to one request: its prompts, times n
+MOST_LOGPROBS = 20  # tokens that are told beside each drawn one
+MOST_BIASES = 1024  # tokens of logit_bias, and of stop_token_ids
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Body):
@@ -34,11 +39,9 @@ class CompletionBody(StructuredFields):
     })  # fmt: skip
     unsupported = MappingProxyType({
         "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],),
-        "frequency_penalty": (0,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "logit_bias": ({},),
-        "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
+        "include_stop_str_in_output": (False,), "length_penalty": (1,), "prompt_logprobs": (),
         "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,), "stop_token_ids": ([],),
-        "truncate_prompt_tokens": (), "use_beam_search": (False,),
+        "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (), "use_beam_search": (False,),
     })  # fmt: skip
 
     model: str
@@ -48,8 +51,15 @@ class CompletionBody(StructuredFields):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # -1 is another way to say all
+    min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] = Field({})
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] = Field([], max_length=MOST_BIASES)
+    min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     chat_template_kwargs: TemplateVariables = Field({})
     stream: bool = False
@@ -63,6 +73,8 @@ class CompletionBody(StructuredFields):
             raise ValueError("stream_options: only allowed when stream is true")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of: this server returns all answers, so it must be n")
+        if self.token_limit is not None and self.min_tokens > self.token_limit:
+            raise ValueError(f"min_tokens: {self.min_tokens} are more than max_tokens, {self.token_limit}")
         return self
 
     def sampling(self, seed: int, default_tokens: int) -> SamplingParams:
@@ -77,11 +89,24 @@ class CompletionBody(StructuredFields):
             seed=(seed if self.seed is None else self.seed) % 2**63,
             stop=tuple(stop),
             ignore_eos=self.options.ignore_eos,
+            min_p=self.min_p,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            logprobs=self.num_logprobs,
         )
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many of the most probable tokens are told beside each drawn one; None if none are told."""
+        return None
 
     @property
     def options(self) -> WarmkvOptions:
@@ -110,12 +135,14 @@ class ChatRequest(CompletionBody):
     unsupported = MappingProxyType({
         **CompletionBody.unsupported,
         "add_generation_prompt": (True,), "audio": (), "chat_template": (), "continue_final_message": (False,),
-        "documents": ([],), "echo": (False,), "function_call": ("none",), "functions": ([],), "logprobs": (False,),
-        "mm_processor_kwargs": ({},), "modalities": (["text"],), "top_logprobs": (0,), "web_search_options": (),
+        "documents": ([],), "echo": (False,), "function_call": ("none",), "functions": ([],),
+        "mm_processor_kwargs": ({},), "modalities": (["text"],), "web_search_options": (),
     })  # fmt: skip
 
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Items[ChatTool] = Field([])
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
@@ -126,7 +153,14 @@ class ChatRequest(CompletionBody):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: names must be unique")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed when logprobs is true")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many of the most probable tokens are told beside each drawn one; None if none are told."""
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -150,11 +184,17 @@ Text = Annotated[str, Field(min_length=1)]
 class CompletionRequest(CompletionBody):
     """Body of /v1/completions."""
 
-    unsupported = MappingProxyType({**CompletionBody.unsupported, "logprobs": (), "suffix": ("",)})
+    unsupported = MappingProxyType({**CompletionBody.unsupported, "suffix": ("",)})
 
     prompt: Text | TokenIds | Annotated[Items[Text] | Items[TokenIds], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many of the most probable tokens are told beside each drawn one; None if none are told."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | array[int]]:
@@ -165,6 +205,8 @@ class CompletionRequest(CompletionBody):
 
     @model_validator(mode="after")
     def _check_answers(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with logprobs, which this server has of answers only")
         if (answers := len(self.prompts) * self.n) > MOST_ANSWERS:
             raise ValueError(f"prompt: {answers} answers (prompts times n) are more than {MOST_ANSWERS}")
         return self
