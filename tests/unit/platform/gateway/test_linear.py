@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from warmkv.config import GatewayConfig, LimitsConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _places
+from warmkv.platform.gateway.apis.responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
@@ -59,7 +61,9 @@ FIELDS = {
                  "warmkv.chat_template_kwargs", "thinking", "context_management", "extra"],
     "chat": ["model", "messages", "messages.0.content", "messages.0.annotations", "stop", "logit_bias", "tools", "user",
              "response_format", "seed", "warmkv", "extra"],
-    "completions": ["prompt", "stop", "extra"],
+    "completions": ["prompt", "stop", "stop_token_ids", "extra"],
+    "responses": ["input", "input.0.content", "input.0.extra", "instructions", "previous_response_id", "metadata",
+                  "text", "tools", "extra"],
     "change": ["changes", "why", "version", "extra"],
     "rollback": ["to", "why", "extra"],
 }  # fmt: skip
@@ -103,6 +107,7 @@ def understand(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Call
         "count": parsed(parsing.count),
         "chat": parsed(parsing.chat),
         "completions": parsed(parsing.completion),
+        "responses": parsed(partial(parsing.response, ResponseStore(lambda: 0.0))),
         "change": lambda data: parse(data, ChangeBody, limits),
         "rollback": lambda data: parse(data, RollbackBody, limits),
     }
@@ -120,6 +125,8 @@ def whole(api: str) -> dict[str, Any]:
         return {**said, "max_tokens": 1, "tools": [tool], "warmkv": {}}
     if api == "change":
         return {"changes": {"routing.x": 1}, "why": "x"}
+    if api == "responses":
+        return {"model": "tiny", "input": said["messages"]}
     return {"chat": {**said, "warmkv": {}}, "completions": {"model": "tiny", "prompt": "x"}, "rollback": {"why": "x"}}[
         api
     ]
