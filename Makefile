@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := build/clients
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Set these on the command line, as in `make setup PYTHON=python3.12`.
@@ -12,7 +13,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo observe test soak check lint types imports format dashboards docs pictures manifests clean
+.PHONY: help setup demo observe test soak clients check lint types imports format dashboards docs pictures manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -41,6 +42,12 @@ endif
 
 soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, properties; MINUTES each
 	@$(BIN)/python -m tests.side_by_side -m "not gpu" --soak-minutes $(MINUTES)
+
+clients: $(STAMP) ## Run packages that people use as clients, unmodified, against the service
+	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
+	  langchain-anthropic langchain-openai litellm openai-agents
+	@WARMKV_CLIENTS_PYTHON=$(CLIENTS)/bin/python $(BIN)/python -m pytest tests/client_packages
 
 check: lint types imports ## Run what CI runs before the tests: format, lint, types, import rules
 
