@@ -15,6 +15,7 @@ from warmkv.replicas.loading.load import load_tokenizer
 from warmkv.replicas.protocol import GenerateRequest
 
 MESSAGES, CHAT, COMPLETIONS = "/v1/messages", "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 class Asked(Gateway):
@@ -39,6 +40,8 @@ def with_template(tokenizer: Any, template: str) -> Any:
 
 
 def body(gateway: Gateway, path: str, **more: Any) -> dict[str, Any]:
+    if path == RESPONSES:
+        return {"model": gateway.config.model.name, **more}
     if path == COMPLETIONS:
         return {"model": gateway.config.model.name, "prompt": "hello", **more}
     return (message if path == MESSAGES else chat)(gateway, **more)
@@ -52,6 +55,65 @@ def ask(tmp_path: Path, flags: tuple[str, ...], *requests: tuple[str, dict[str, 
         return gateway, [await Exchange(gateway, path, body(gateway, path, **more)).whole() for path, more in requests]
 
     return asyncio.run(run())
+
+
+USER = {"role": "user", "content": "Hello"}
+SAID = {
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
+}
+OFF = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None, "logprobs": None, "seed": None, "best_of": 1}
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "langchain-openai, a plain completion": (COMPLETIONS, {"prompt": ["Hello"], "n": 1, "top_p": 1, **OFF}),
+    "langchain-openai, an answer sent back": (RESPONSES, {"input": [USER, SAID, USER]}),
+    "openai-agents": (
+        RESPONSES,
+        {
+            "input": [USER],
+            "instructions": "Be brief.",
+            "include": [],
+            "tools": [],
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"verbosity": "low"},
+            "store": False,
+            "metadata": {},
+        },
+    ),
+    "litellm": (CHAT, {"n": 2, "seed": 3, "user": "a", "metadata": {"b": "c"}, "stream_options": None}),
+    "load generators": (
+        CHAT,
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_completion_tokens": 8,
+            "min_tokens": 8,
+            "ignore_eos": True,
+            "stop": None,
+        },
+    ),
+    "lm-eval": (COMPLETIONS, {"prompt": [[1, 2], [3]], "max_tokens": 8, "temperature": 0, "stop": ["a"], "seed": 1}),
+    "the OpenAI SDK, what does not change the answer": (
+        CHAT,
+        {
+            "service_tier": "auto",
+            "store": True,
+            "safety_identifier": "x",
+            "prompt_cache_retention": "24h",
+            "verbosity": "low",
+            "modalities": ["text"],
+            "prediction": {"type": "content", "content": "x"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_clients_send_is_taken_even_by_a_strict_gateway(tmp_path, client):
+    _, (answer,) = ask(tmp_path, ("gateway.strict=true",), CLIENTS[client])
+    assert answer.status == 200, answer.error
 
 
 def test_unknown_fields_are_left_out_and_listed(tmp_path):
