@@ -203,6 +203,17 @@ def test_calls_and_thinking_are_items_whole_and_streamed(tmp_path):
     assert whole.output[2].call_id != whole.output[3].call_id
 
 
+def test_a_text_format_is_the_constraint_of_the_answer(tmp_path):
+    gateway = Scripted(tmp_path, '{"word": "a"}')
+    text = {"format": {"type": "json_schema", "name": "found", "schema": SCHEMA, "strict": True}}
+    (answer,), _ = both_ways(gateway, {"input": "Find a.", "tools": [], "text": text})
+    assert answer.text.format.name == "found"
+    same = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA, "strict": True}}
+    gateway.chat(tools=[], response_format=same)
+    assert gateway.requests[0].sampling.constraint is not None
+    assert gateway.requests[0].sampling.constraint == gateway.requests[-1].sampling.constraint
+
+
 def test_a_result_goes_on_from_its_call(tmp_path):
     gateway = Scripted(tmp_path, call("a"))
     first = both_ways(gateway, {"input": "Find a."})[0][0].output[0]
