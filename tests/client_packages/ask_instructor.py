@@ -1,0 +1,25 @@
+"""instructor: a pydantic answer, by the schema that the answer is held to."""
+
+from typing import Literal
+
+import instructor
+import openai
+from pydantic import BaseModel
+
+
+class Found(BaseModel):
+    """Two words, so that no limit cuts the answer."""
+
+    place: Literal["here", "there"]
+    sure: bool
+
+
+client = instructor.from_openai(openai.OpenAI(max_retries=0), mode=instructor.Mode.JSON_SCHEMA)
+found = client.chat.completions.create(
+    model="gpt-5",
+    response_model=Found,
+    max_retries=1,
+    max_tokens=200,
+    messages=[{"role": "user", "content": "Where is it?"}],
+)
+assert found.place in ("here", "there")
