@@ -122,7 +122,7 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster):
         "downscale_delay_seconds": 2,
     }
     with application(cluster, "scaling", **OWN | {"cluster": OWN["cluster"] | {"autoscaling": scaling}}) as scaled:
-        assert scaled.running() == 1
+        until(lambda: scaled.running() == 1, "the application has settled at one replica")
         enough, done = threading.Event(), threading.Event()
 
         def load(text: str, share: float, end: threading.Event) -> int:
