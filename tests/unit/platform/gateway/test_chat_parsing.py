@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from warmkv.config import ConfigError
 from warmkv.config.model import ResponseTemplate
 from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, family_of
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
@@ -367,6 +368,13 @@ def test_the_tokenizers_own_template_comes_first_and_a_named_one_before_it():
     assert ResponseFormat.of(tokenizer(chat)).template.fields["tool_calls"].close_literals == ["</tool_call>"]
     assert ResponseFormat.of(tokenizer(chat, own), "mistral").template.fields["tool_calls"].close_literals is None
     assert ResponseFormat.of(tokenizer(chat, own), "none") is None
+
+
+@pytest.mark.parametrize("own", [{}, {"fields": {"content": {}}}, {"start_anchor": "A", "fields": {"x": {"open": ""}}}])
+def test_a_template_of_the_tokenizer_that_is_none_is_refused_with_a_way_out(own):
+    with pytest.raises(ConfigError, match=r"model\.response_template"):
+        ResponseFormat.of(tokenizer("x", own))
+    assert ResponseFormat.of(tokenizer("x", own), "hermes") is not None
 
 
 def test_only_models_that_think_are_read_without_tools():

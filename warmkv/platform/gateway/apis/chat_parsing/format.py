@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from warmkv.config import ConfigError
 from warmkv.config.model import ResponseTemplate
 from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, CallSyntax, Family, family_of
 from warmkv.platform.gateway.apis.tokens import Piece
@@ -30,19 +31,25 @@ class ResponseFormat:
     def of(cls, tokenizer: Any, named: ResponseTemplate | None = None) -> ResponseFormat | None:
         """Return the format that is named, else the tokenizer's own, else its family's; None if there is none.
 
-        Raises ValueError for a template of the tokenizer that transformers cannot load.
+        Raises ConfigError for a template of the tokenizer that transformers cannot load.
         """
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         if (family := _family(tokenizer, named)) is None:
             return None
-        fields = family.template["fields"]
+        fields = family.template.get("fields") or {}
         others = {name: field for name, field in fields.items() if not name.startswith("tool_calls")}
         delimiters = "\n".join(_texts(family.template)).replace("\\", "")
         added = getattr(tokenizer, "added_tokens_decoder", {})
         shown = (number for number, token in added.items() if token.special and token.content in delimiters)
+        try:
+            loaded = load_response_template(dict(family.template))
+        except ValueError as error:
+            raise ConfigError(
+                f"response_template of the model's tokenizer: {error}; name a family with model.response_template"
+            ) from None
         return cls(
-            load_response_template(dict(family.template)),
+            loaded,
             load_response_template({**family.template, "fields": others}) if others else None,
             family.undelimited,
             tuple(sorted(shown)),
