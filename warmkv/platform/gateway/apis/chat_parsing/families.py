@@ -2,7 +2,8 @@
 
 They are in the format of transformers (`tokenizer.response_template`). Fields whose name begins with `tool_calls` hold
 calls, `reasoning_content` thinking, all others text. A call's name and `arguments`, or `parameters`, are under
-`function`. Delimiters that are special tokens of a tokenizer are shown to the parser.
+`function`. Delimiters that are special tokens of a tokenizer are shown to the parser. Whitespace between parts is
+dropped there; expressions are bounded, so that text which might go on to match is short.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ class Family:
     forced: CallSyntax | None = None
 
 
-NAME = "(?P<name>[A-Za-z0-9_.-]+)"
+NAME = "(?P<name>[A-Za-z0-9_.-]{1,128})"
+SPACE = r"\s{0,16}"
 THINK = {"open": "<think>", "close": "</think>"}
 TEXT = {"content": "text"}
 WHOLE_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 ARGUMENTS = {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
 CHATML = r"<\|im_start\|>assistant\n"
-JSON_CALL = r'(?=\{\s*"name"\s*:)'
+JSON_CALL = rf'(?=\{{{SPACE}"name"{SPACE}:)'
 
 FAMILIES: Mapping[ResponseTemplate, Family] = {
     # <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
@@ -58,22 +60,22 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "start_anchor": "<|start|>assistant",
             "fields": {
                 "reasoning_content": {
-                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>analysis\s*<\|message\|>",
+                    "open_pattern": rf"(?:<\|start\|>assistant{SPACE})?<\|channel\|>analysis{SPACE}<\|message\|>",
                     "close": ["<|end|>", "<|return|>"],
                 },
                 "tool_calls": {
-                    "open_pattern": r"(?:<\|start\|>assistant)?\s*(?:"
-                    rf"to=functions\.{NAME}\s*<\|channel\|>(?:commentary|analysis)"
-                    rf"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.{NAME}"
-                    r")[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                    "open_pattern": rf"(?:<\|start\|>assistant{SPACE})?(?:"
+                    rf"to=functions\.{NAME}{SPACE}<\|channel\|>(?:commentary|analysis)"
+                    rf"|<\|channel\|>(?:commentary|analysis){SPACE}to=functions\.{NAME}"
+                    r")[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
                     "close": ["<|call|>", "<|end|>"],
                     "repeats": True,
                     "content": "json",
                     **ARGUMENTS,
                 },
                 "final": {
-                    "open_pattern": r"(?:<\|start\|>assistant)?\s*<\|channel\|>(?:final|commentary)\s*"
-                    r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                    "open_pattern": rf"(?:<\|start\|>assistant{SPACE})?<\|channel\|>(?:final|commentary){SPACE}"
+                    r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
                     "close": ["<|end|>", "<|return|>"],
                 },
                 "content": TEXT,
@@ -89,7 +91,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "fields": {
                 "reasoning_content": THINK,
                 "tool_calls": {
-                    "open_pattern": rf"\s*<tool_call>\s*{NAME}\s*(?=<arg_key>|</tool_call>)",
+                    "open_pattern": rf"<tool_call>{SPACE}{NAME}{SPACE}(?=<arg_key>|</tool_call>)",
                     "close": "</tool_call>",
                     "repeats": True,
                     "content": "xml-inline",
@@ -110,8 +112,8 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "fields": {
                 "reasoning_content": THINK,
                 "tool_calls": {
-                    "open_pattern": rf"\s*<tool_call>\s*<function={NAME}>",
-                    "close_pattern": r"</function>\s*</tool_call>",
+                    "open_pattern": rf"<tool_call>{SPACE}<function={NAME}>",
+                    "close_pattern": rf"</function>{SPACE}</tool_call>",
                     "repeats": True,
                     "content": "xml-inline",
                     "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
@@ -129,7 +131,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "fields": {
                 "reasoning_content": THINK,
                 "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>",
+                    "open": "<tool_call>",
                     "close": "</tool_call>",
                     "repeats": True,
                     **WHOLE_CALL,
@@ -146,7 +148,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "start_anchor": "<start_of_turn>model\n",
             "fields": {
                 "tool_calls": {
-                    "open_pattern": rf"\s*<start_function_call>\s*call:{NAME}",
+                    "open_pattern": rf"<start_function_call>{SPACE}call:{NAME}",
                     "close": "<end_function_call>",
                     "repeats": True,
                     "content": "json",
@@ -165,13 +167,14 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "fields": {
                 "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
                 "tool_calls": {
-                    "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)",
+                    "open_pattern": rf"\[TOOL_CALLS\]{SPACE}(?=\[{SPACE}\{{)",
                     "content": "json",
                     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
                     "transform_each": True,
                 },
                 "tool_calls_named": {
-                    "open_pattern": rf"\s*\[TOOL_CALLS\]\s*{NAME}(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)",
+                    "open_pattern": rf"\[TOOL_CALLS\]{SPACE}{NAME}"
+                    rf"(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?{SPACE}(?=\{{)",
                     "close_pattern": r"(?=\[TOOL_CALLS\])",
                     "repeats": True,
                     "content": "json",
@@ -189,8 +192,8 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
             "fields": {
                 "tool_calls": {
-                    "open_pattern": rf"(?:\A\s*(?:<\|python_tag\|>)?|(?<=\}})\s*;)\s*{JSON_CALL}",
-                    "close_pattern": rf"(?=\s*;\s*{JSON_CALL})",
+                    "open_pattern": rf"(?:\A{SPACE}(?:<\|python_tag\|>)?|(?<=\}}{SPACE});){SPACE}{JSON_CALL}",
+                    "close_pattern": rf"(?={SPACE};{SPACE}{JSON_CALL})",
                     "repeats": True,
                     **WHOLE_CALL,
                 },
@@ -207,7 +210,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "start_anchor": "<|assistant|>",
             "fields": {
                 "tool_calls": {
-                    "open_pattern": rf"(?:\A|<\|assistant\|>)\s*{NAME}\n\s*(?=\{{)",
+                    "open_pattern": rf"(?:\A|<\|assistant\|>){SPACE}{NAME}\n{SPACE}(?=\{{)",
                     "close_pattern": r"(?=<\|assistant\|>)|<\|observation\|>",
                     "repeats": True,
                     "content": "json",
@@ -226,12 +229,12 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
             "start_anchor": "<start_of_turn>model\n",
             "fields": {
                 "tool_calls": {
-                    "open_pattern": rf"\s*```(?:json|tool_call|tool_code)?\s*{JSON_CALL}",
+                    "open_pattern": rf"```(?:json|tool_call|tool_code)?{SPACE}{JSON_CALL}",
                     "close": "```",
                     "repeats": True,
                     **WHOLE_CALL,
                 },
-                "tool_calls_alone": {"open_pattern": rf"\A\s*{JSON_CALL}", "repeats": True, **WHOLE_CALL},
+                "tool_calls_alone": {"open_pattern": rf"\A{SPACE}{JSON_CALL}", "repeats": True, **WHOLE_CALL},
                 "content": TEXT,
             },
         },

@@ -18,6 +18,7 @@ from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking
 CALLABLE = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = "tool_calls"  # what their names begin with
+READ, KEPT = 4096, 256  # characters behind which the buffer is cut, and those that stay for what looks back
 
 
 class PartParser:
@@ -96,13 +97,25 @@ class _Regions(ResponseParser):
     Events of calls have them as `calls`. Those of what the prompt has begun are left out.
     """
 
+    _buffer: str
+    _pos: int
+
     def __init__(
         self, template: Any, prefix: str, tools: Sequence[Mapping[str, Any]], names: Collection[str] | None
     ) -> None:
         self._names, self._complete = names, True
-        self._opened_at = self._body_at = self._said_from = 0  # places in the buffer, which is never cut
+        self._opened_at = self._body_at = self._said_from = 0  # places in the buffer
         super().__init__(template, prefix=prefix, tools=list(tools))
         self._said_from = len(self._buffer)
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Add text, and forget what was told long ago; a call may have to be told as text."""
+        if self._pos > READ and not (self._current is not None and _is_call(self._current)):
+            cut = self._pos - KEPT
+            self._buffer, self._pos = self._buffer[cut:], KEPT
+            self._said_from -= cut
+        events: list[dict[str, Any]] = super().feed(text)
+        return events
 
     def end(self, complete: bool) -> list[dict[str, Any]]:
         """Return the events of the end. Calls that are not closed are so where the model has ended the answer."""
@@ -120,6 +133,8 @@ class _Regions(ResponseParser):
         super()._accumulate(events, text)
         if len(events) > before:
             events[-1]["text"] = text[max(0, self._said_from - at) :]
+        if self._current is not None and not _is_call(self._current):
+            self._body = ""  # is told already
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         field = self._spec.fields.get(self._current)
