@@ -29,6 +29,11 @@ POLICIES = ("full", "snapkv@0.2", "streaming_llm@0.4")
 DOCUMENT_TOKENS = 1800
 QUESTIONS = 3
 ANSWER_TOKENS = 8
+TOOL: dict[str, Any] = {
+    "name": "read_notes",
+    "description": "Read the notes in which codes, ports and numbers stand.",
+    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +87,34 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoResult:
-    rows: list[DemoRow]
-    conversation: Conversation
+class ToolRound:
+    """A tool that was called for a document, and the questions that its result answers."""
+
+    called: str
+    right: list[bool]
+    read: int  # prompt tokens of the last question, from the cache
 
     @property
     def passed(self) -> bool:
-        return all(row.passed for row in self.rows) and self.conversation.passed
+        return self.called == TOOL["name"] and all(self.right) and self.read > 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    rows: list[DemoRow]
+    conversation: Conversation
+    tools: ToolRound
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows) and self.conversation.passed and self.tools.passed
 
     def to_json(self) -> dict[str, Any]:
         rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
         return {
             "rows": rows,
             "conversation": {**asdict(self.conversation), "passed": self.conversation.passed},
+            "tools": {**asdict(self.tools), "passed": self.tools.passed},
             "passed": self.passed,
         }
 
@@ -104,7 +124,7 @@ def run(config: Config, seed: int) -> DemoResult:
     cluster = config.cluster.model_copy(update={"replicas": max(2, config.cluster.replicas)})
     routing = config.routing.model_copy(update={"transfer": False})  # to show what it is to be on the wrong replica
     config = config.model_copy(update={"cluster": cluster, "routing": routing})
-    with steps(len(POLICIES) * 2 * QUESTIONS + 4) as progress:
+    with steps(len(POLICIES) * 2 * QUESTIONS + 5) as progress:
         progress("starting Ray and two replicas", 1)
         check_model(config.model)
         document, questions = make_document(config, seed)
@@ -119,8 +139,10 @@ def run(config: Config, seed: int) -> DemoResult:
                 for policy in POLICIES
             ]
             conversation = converse(service.url, service.operator_key, config, document, questions)
-            progress("", 3)
-    return DemoResult(rows, conversation)
+            progress("a tool", 3)
+            tools = call_tool(service.url, config, document, questions)
+            progress("", 1)
+    return DemoResult(rows, conversation, tools)
 
 
 def make_document(config: Config, seed: int) -> tuple[str, list[Question]]:
@@ -272,6 +294,41 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
     return Conversation(home, warm.details["replica"], warm, elsewhere)
 
 
+def call_tool(url: str, config: Config, document: str, questions: Sequence[Question]) -> ToolRound:
+    """Have the model call a tool whose result is the document, and ask about it in two turns.
+
+    The small model has not learned to call tools: its call is constrained. What it answers by the result is its own.
+    """
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key="demo-tools", max_retries=0)
+
+    def say(**options: Any) -> Any:
+        return client.messages.create(
+            model=config.model.name, messages=history, tools=tools, extra_body={"temperature": 0}, **options
+        )
+
+    tools: Any = [TOOL]
+    history: list[Any] = [{"role": "user", "content": questions[0].text}]
+    answer = say(max_tokens=64, tool_choice={"type": "any"})
+    call = next(block for block in answer.content if block.type == "tool_use")
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": document,
+        "cache_control": {"type": "ephemeral"},
+    }
+    history += [{"role": "assistant", "content": answer.content}]
+    right, content = [], [result]
+    for question in questions[:2]:
+        history.append({"role": "user", "content": [*content, {"type": "text", "text": question.text}]})
+        answer, content = say(max_tokens=ANSWER_TOKENS), []
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        right.append(text.strip() == question.answer)
+        history.append({"role": "assistant", "content": text})
+    return ToolRound(call.name, right, answer.usage.cache_read_input_tokens or 0)
+
+
 def show(result: DemoResult, config: Config, console: Console) -> None:
     """Print the table and what follows from it in plain words."""
     heads = ("SDK", "policy", "right", "cold", "warm", "read", "KV", "price", "saved")
@@ -302,6 +359,11 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
         f"Second turn of a conversation: landed on {talk.second_replica}, the first on {talk.first_replica}; "
         f"{here['cached_tokens']} tokens reused, prefill {here['prefill_seconds'] * 1000:.0f} ms. "
         f"On the other replica: {there['cached_tokens']} reused, {there['prefill_seconds'] * 1000:.0f} ms."
+    )
+    tools = result.tools
+    answers = "both answers right" if all(tools.right) else "wrong answers"
+    console.print(
+        f"Called the tool {tools.called}: {answers} by its result, {tools.read} tokens of it read from the cache."
     )
     console.print("passed" if result.passed else "failed", style="green" if result.passed else "red")
 
