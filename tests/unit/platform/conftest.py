@@ -170,7 +170,7 @@ class Server:
         gate = threading.Event()
         submit = self.engine.submit
 
-        def submit_and_stop(request: GenerateRequest, emit: Callable[[Any], None]) -> None:
+        def submit_and_stop(request: GenerateRequest, emit: Callable[[Any], None], matcher: Any = None) -> None:
             drawn = itertools.count(1)
 
             def emit_and_stop(event: Any) -> None:
@@ -178,7 +178,7 @@ class Server:
                 if isinstance(event, int) and next(drawn) == tokens:
                     gate.wait()
 
-            submit(request, emit_and_stop)
+            submit(request, emit_and_stop, matcher)
 
         if tokens:
             self.engine.submit = submit_and_stop  # type: ignore[method-assign]

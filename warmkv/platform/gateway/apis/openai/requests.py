@@ -6,7 +6,7 @@ from array import array
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
@@ -55,7 +55,7 @@ class CompletionBody(StructuredFields):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] = Field({})
+    logit_bias: dict[TokenId, Bias] = Field({})
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Items[str] | None = None
     stop_token_ids: Items[TokenId] = Field([], max_length=MOST_BIASES)
@@ -66,6 +66,14 @@ class CompletionBody(StructuredFields):
     stream_options: StreamOptions | None = None
     prompt_cache_key: str = ""  # names the session, for routing
     warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        """Refuse too many at once: the fault of each would cost a kilobyte."""
+        if isinstance(value, dict) and len(value) > MOST_BIASES:
+            raise ValueError(f"at most {MOST_BIASES} tokens, not {len(value)}")
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionBody:
