@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {
             "threads": options.threads,
             "replicas": options.replicas,
+            "compile": options.compile,
             "repeats": options.repeats,
             "vllm": bool(options.vllm),
             "url": options.url,
@@ -112,7 +113,9 @@ def _servers(options: argparse.Namespace, stack: ExitStack, say: Callable[[str],
         return [Server("server", options.url, options.name, {}, dict, ())]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model = servers.longer(options.model, folder / "model")
-    started = [stack.enter_context(servers.warmkv(model, options.threads, options.replicas, KV_BYTES, say))]
+    started = [
+        stack.enter_context(servers.warmkv(model, options.threads, options.replicas, options.compile, KV_BYTES, say))
+    ]
     if options.vllm:
         port = free_port("127.0.0.1")
         started.append(stack.enter_context(servers.vllm(options.vllm, model, port, KV_BYTES, folder / "vllm.log")))
@@ -167,6 +170,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of every load and server, in turn (1)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of a replica (1)")
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="of ours, which share the machine (1)")
+    parser.add_argument("--compile", action="store_true", help="compile the decode steps of ours, as vLLM does its own")
     parser.add_argument("--model", type=Path, default=PATH, metavar="FOLDER", help="served by both (the shipped one)")
     parser.add_argument(
         "--vllm", type=Path, metavar="COMMAND", help="race vLLM too: what `peers.sh vllm` has installed"

@@ -34,14 +34,20 @@ def longer(model: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def warmkv(model: Path, threads: int, replicas: int, kv_bytes: int, say: Callable[[str], None]) -> Iterator[Server]:
+def warmkv(
+    model: Path, threads: int, replicas: int, compiled: bool, kv_bytes: int, say: Callable[[str], None]
+) -> Iterator[Server]:
     """Start warmkv on a local Ray of this process; replicas share `kv_bytes` for slots, and as many for prefixes."""
     from warmkv.config import parse
     from warmkv.platform.local import running
 
     settings = {
         "model": {"path": str(model), "served_name": "raced"},
-        "engine": {"threads": threads, "kv_bytes": kv_bytes // replicas},
+        "engine": {
+            "threads": threads,
+            "kv_bytes": kv_bytes // replicas,
+            "compile": "on" if compiled else "off",
+        },
         "prefix_cache": {"memory_bytes": kv_bytes // replicas},
         "cluster": {"replicas": replicas},
         "gateway": {"port": 0},
