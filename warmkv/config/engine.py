@@ -45,7 +45,7 @@ class EngineConfig(Section):
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
-        "On a CPU packed weights, which cannot be compiled, are faster",
+        "On a CPU packed weights, which cannot be compiled, are faster for all but small models",
     )
     self_check: bool = Field(
         True,
