@@ -18,7 +18,7 @@ State = Literal["ok", "missing", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at."""
 
     what: str
@@ -26,18 +26,18 @@ class Finding:
     detail: str
 
 
-def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
+def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[DoctorFinding]:
     """Look at the installation, the device and the configured model, in this process and without Ray.
 
     What cannot be looked at because something before it is missing or failed is left out. `say` is told what is done
     next.
     """
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     servable = True
     for extra, modules in EXTRAS.items():
         lacking = [module for module in modules if find_spec(module) is None]
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
-        yield Finding(f"extra {extra}", "missing" if lacking else "ok", said)
+        yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
         servable = servable and not (extra == "serve" and lacking)
     if servable:
         yield from _examine_model(config, say)
@@ -53,7 +53,7 @@ def _versions(modules: tuple[str, ...]) -> str:
     return ", ".join(found)
 
 
-def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Finding]:
+def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[DoctorFinding]:
     import torch
     from transformers.utils import logging
 
@@ -65,30 +65,32 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Findi
     logging.disable_progress_bar()
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    yield Finding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
+    yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
     try:
         say(f"loading {config.model.name}")
         share = device_memory.share_of(config.cluster, device)
         device_memory.check_before_loading(config, share)
         model = load_model(config.model, packed=config.engine.compile != "on")
     except (OSError, ValueError) as error:
-        yield Finding("model", "failed", str(error))
+        yield DoctorFinding("model", "failed", str(error))
         return
     shape = model.kv_shape
-    yield Finding("model", "ok", f"{config.model.path}: {shape.layers} layers, context {model.max_context:,} tokens")
+    yield DoctorFinding(
+        "model", "ok", f"{config.model.path}: {shape.layers} layers, context {model.max_context:,} tokens"
+    )
     try:
         say("planning memory")
         memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, share)
         memory.check()
     except UserError as error:
-        yield Finding("memory plan", "failed", str(error))
+        yield DoctorFinding("memory plan", "failed", str(error))
         return
-    yield Finding("memory plan", "ok", memory.summary)
+    yield DoctorFinding("memory plan", "ok", memory.summary)
     try:
         engine = Engine(model, config.engine, config.prefix_cache, clock=time.monotonic, memory=memory)
         engine.warm_up(say)
         check_engine(engine, say)
     except (RuntimeError, ValueError) as error:
-        yield Finding("self-check", "failed", str(error))
+        yield DoctorFinding("self-check", "failed", str(error))
         return
-    yield Finding("self-check", "ok", "logits of prompts and decode steps are those of the model's own forward")
+    yield DoctorFinding("self-check", "ok", "logits of prompts and decode steps are those of the model's own forward")

@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.dashboard import (
 
 from warmkv import telemetry
 from warmkv.dashboards import events
-from warmkv.dashboards.panels import DATASOURCE, INFINITY, Row, Text
+from warmkv.dashboards.panels import DATASOURCE, INFINITY, PanelRow, TextPanel
 from warmkv.dashboards.rows import memory, money, prefix_cache, routing, simulation, traffic, tuning
 
 TAG = "warmkv"  # of the dashboards, and of the annotations they show
@@ -37,7 +37,7 @@ class Board:
     title: str
     description: str
     healthy: str  # Markdown: what a healthy picture looks like
-    rows: Sequence[Row]
+    rows: Sequence[PanelRow]
 
     def build(self) -> Any:
         """Return the dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
@@ -72,7 +72,7 @@ class Board:
         for event in events.EVENTS:
             board.annotation(event.build())
         numbers = count(1)
-        board.with_panel(Text("What a healthy picture looks like", self.healthy).build(next(numbers)))
+        board.with_panel(TextPanel("What a healthy picture looks like", self.healthy).build(next(numbers)))
         for row in self.rows:
             row.add_to(board, numbers)
         return board.build()

@@ -81,7 +81,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPanel:
     """Markdown without a frame."""
 
     title: str
@@ -196,7 +196,7 @@ ACTIONS = "actions"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
     """A heading and its panels."""
 
     title: str

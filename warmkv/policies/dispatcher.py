@@ -113,7 +113,7 @@ class Recent:
             self._unit, self.amounts = 1.0, {name: share for name, share in shares.items() if share > 1 / _LARGE}
 
 
-class Choice(NamedTuple):
+class RoutingDecision(NamedTuple):
     """Replicas from best to worst. The first is booked; `matched` blocks of the prompt are taken to be warm there.
 
     Whichever gets the request may fetch what it lacks as `fetch` says. `expected` counts the blocks that need not be
@@ -156,7 +156,7 @@ class Dispatcher:
         leaves: int = 0,
         config: RoutingConfig | None = None,
         session: bytes = b"",
-    ) -> Choice:
+    ) -> RoutingDecision:
         """Rank the replicas, at least one, for a request and book the best.
 
         `warm` is what is held where, if another index than its own tells.
@@ -220,13 +220,13 @@ class Dispatcher:
         if leaves > matched:
             self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
         self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
-        return Choice(order, reason, matched, fetch, known)
+        return RoutingDecision(order, reason, matched, fetch, known)
 
     def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""
         self.breaker.ended(request, replica, outcome)
 
-    def mend(self, choice: Choice, hashes: Sequence[bytes]) -> None:
+    def mend(self, choice: RoutingDecision, hashes: Sequence[bytes]) -> None:
         """Check a part of the match that a choice relied on; for after the decision."""
         if choice.matched:
             self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))

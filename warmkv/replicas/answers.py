@@ -36,7 +36,7 @@ class Fetching(Protocol):
     def started(self, request: GenerateRequest, started: Started) -> None: ...
 
 
-class Answer:
+class OngoingRequest:
     """One of them. While its prefix is fetched, or its constraint compiled, it has a task in place of an output."""
 
     __slots__ = ("output", "preparing")
@@ -62,7 +62,7 @@ class Answers:
     ) -> None:
         self._outputs, self._transfers, self._check, self._most = outputs, transfers, check, most
         self._compiler = compiler
-        self._open: dict[tuple[Link, int], Answer] = {}
+        self._open: dict[tuple[Link, int], OngoingRequest] = {}
         self._drained: asyncio.Event | None = None  # once it is stopped
 
     @property
@@ -78,7 +78,7 @@ class Answers:
         if self._drained is not None or len(self._open) >= self._most:
             link.send(stream, Refused("busy"))
             return
-        self._open[link, stream] = answer = Answer()
+        self._open[link, stream] = answer = OngoingRequest()
         with logs.about(request.context):
             if self._transfers.helps(request) or request.sampling.constraint is not None:
                 answer.preparing = asyncio.create_task(self._prepare(link, stream, request, answer))
@@ -96,7 +96,7 @@ class Answers:
         if self._open:
             await self._drained.wait()
 
-    async def _prepare(self, link: Link, stream: int, request: GenerateRequest, answer: Answer) -> None:
+    async def _prepare(self, link: Link, stream: int, request: GenerateRequest, answer: OngoingRequest) -> None:
         matcher: LLMatcher | Exception | None = None
         if (constraint := request.sampling.constraint) is not None and self._compiler is not None:
             try:
@@ -116,7 +116,7 @@ class Answers:
         link: Link,
         stream: int,
         request: GenerateRequest,
-        answer: Answer,
+        answer: OngoingRequest,
         matcher: LLMatcher | Exception | None = None,
     ) -> None:
         """Submit a request with the matcher of its constraint, or refuse it with what went wrong with that."""

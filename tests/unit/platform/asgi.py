@@ -12,7 +12,7 @@ from typing import Any
 from tests.unit.platform.conftest import Counted
 from warmkv.config import load
 from warmkv.platform.control import Control
-from warmkv.platform.gateway.access.audit import Action
+from warmkv.platform.gateway.access.audit import OperatorAction
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
@@ -47,7 +47,7 @@ class Gateway:
         self.asked = 0  # requests that reached the replica
         self.leaves = False  # whether the client goes as soon as its answer begins
         self.dropped: list[str] = []
-        self.actions: list[Action] = []  # the lines of the audit log
+        self.actions: list[OperatorAction] = []  # the lines of the audit log
         self.metrics = Counted()
         self.model = config.model.name
 

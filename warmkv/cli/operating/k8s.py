@@ -16,8 +16,8 @@ from warmkv.cli.options import JsonOptions
 from warmkv.terminal import console
 
 if TYPE_CHECKING:
-    from warmkv.platform.kubernetes.rendered import Rendered
-    from warmkv.platform.kubernetes.rules import Finding
+    from warmkv.platform.kubernetes.rendered import RenderedManifests
+    from warmkv.platform.kubernetes.rules import RuleFinding
 
 STANDARD_INPUT = Path("-")
 CRDS = Path("crds")
@@ -72,7 +72,7 @@ def check(
     raise typer.Exit(int(any(strict or finding.level == "error" for finding in findings)))
 
 
-def _show(manifests: Rendered, findings: Sequence[Finding]) -> None:
+def _show(manifests: RenderedManifests, findings: Sequence[RuleFinding]) -> None:
     for finding in findings:
         console.print(f"{finding.level}: ", style="red" if finding.level == "error" else "yellow", end="")
         console.print(f"{finding.what}\n    where: {finding.where}\n    to do: {finding.todo}")

@@ -18,9 +18,9 @@ def doctor(options: SettingsOptions, output: JsonOptions) -> None:
 
     Exits 1 if something that `warmkv serve` needs is missing or fails. Example: `warmkv doctor --set model.path=FOLDER`
     """
-    from warmkv.doctor import Finding, examine
+    from warmkv.doctor import DoctorFinding, examine
 
-    settings, found = options.read(), list[Finding]()
+    settings, found = options.read(), list[DoctorFinding]()
     with errors.status("looking") as shown:
         for finding in examine(settings, lambda what: shown.update(Text(what))):
             found.append(finding)

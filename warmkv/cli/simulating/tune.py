@@ -17,7 +17,7 @@ from warmkv.simulator.studies import grid as grids
 from warmkv.terminal import bar, console, plain_table, show_table
 
 if TYPE_CHECKING:
-    from warmkv.simulator.studies.tune import Constraint, Trial
+    from warmkv.simulator.studies.tune import Trial, TuneConstraint
 
 ROOTS_NOT_TUNED = {
     "simulator": "it describes the machine, and is not a choice",
@@ -109,7 +109,7 @@ def _show(
     chosen: Trial,
     before: dict[str, float | None],
     minimize: str,
-    limits: Sequence[Constraint],
+    limits: Sequence[TuneConstraint],
     tried: int,
     size: int,
 ) -> None:

@@ -17,7 +17,7 @@ from warmkv.terminal import errors
 CHAT = PRESETS["chat"]
 
 
-class OutputFormat(StrEnum):
+class WorkloadFormat(StrEnum):
     WARMKV = "warmkv"
     MOONCAKE = "mooncake"
 
@@ -52,8 +52,8 @@ def workload(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")] = 0,
     format: Annotated[
-        OutputFormat, typer.Option(help="An access log, or a trace that other tools read, too.")
-    ] = OutputFormat.WARMKV,
+        WorkloadFormat, typer.Option(help="An access log, or a trace that other tools read, too.")
+    ] = WorkloadFormat.WARMKV,
     *,
     options: SettingsOptions,
 ) -> None:
@@ -87,7 +87,7 @@ def workload(
     else:
         records = generator.mix(parts, source, settings)
     with writing(out):
-        if format is OutputFormat.MOONCAKE:
+        if format is WorkloadFormat.MOONCAKE:
             count = mooncake.write(trace_of(records), out)
         else:
             count = generator.write(records, out)

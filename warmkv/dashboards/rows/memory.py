@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import slots_used
-from warmkv.dashboards.panels import Graph, Row
+from warmkv.dashboards.panels import Graph, PanelRow
 from warmkv.dashboards.queries import level, rate
 
 _POLICY = ("policy",)
 
-KV_MEMORY = Row(
+KV_MEMORY = PanelRow(
     "KV memory",
     (
         Graph(
@@ -34,7 +34,7 @@ KV_MEMORY = Row(
     ),
 )
 
-LIMITS = Row(
+LIMITS = PanelRow(
     "Room",
     (
         Graph(
@@ -54,7 +54,7 @@ LIMITS = Row(
     ),
 )
 
-COMPRESSION = Row(
+COMPRESSION = PanelRow(
     "Compression",
     (
         Graph(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate, saved, with_cache, without_cache
-from warmkv.dashboards.panels import Graph, Row
+from warmkv.dashboards.panels import Graph, PanelRow
 from warmkv.dashboards.queries import rate
 
-MONEY = Row(
+MONEY = PanelRow(
     "Money",
     (
         Graph(
@@ -36,7 +36,7 @@ MONEY = Row(
 
 _TENANT = ("application", "tenant")
 
-TENANTS = Row(
+TENANTS = PanelRow(
     "Tenants",
     (
         Graph(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate
-from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Row
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, PanelRow
 from warmkv.dashboards.queries import level, observed, percentiles, rate
 
-PREFIX_CACHE = Row(
+PREFIX_CACHE = PanelRow(
     "Prefix cache",
     (
         Graph(
@@ -51,7 +51,7 @@ PREFIX_CACHE = Row(
     ),
 )
 
-REUSE = Row(
+REUSE = PanelRow(
     "Reads and writes",
     (
         Graph(
@@ -79,7 +79,7 @@ REUSE = Row(
     ),
 )
 
-MISSES = Row(
+MISSES = PanelRow(
     "Misses",
     (
         Graph(
@@ -100,7 +100,7 @@ MISSES = Row(
     ),
 )
 
-RESIDENCY = Row(
+RESIDENCY = PanelRow(
     "Residency",
     (
         Graph(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from warmkv import telemetry as t
-from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Row
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, PanelRow
 from warmkv.dashboards.queries import level, mean, percentiles, rate
 
 _ROUTED = rate(t.ROUTED, ("reason",))
 
-ROUTING = Row(
+ROUTING = PanelRow(
     "Routing",
     (
         Graph(
@@ -63,7 +63,7 @@ ROUTING = Row(
     ),
 )
 
-PREDICTION = Row(
+PREDICTION = PanelRow(
     "Expected and found",
     (
         Graph(
@@ -94,7 +94,7 @@ PREDICTION = Row(
     ),
 )
 
-REPLICAS = Row(
+REPLICAS = PanelRow(
     "Replicas",
     (
         Graph(
@@ -124,7 +124,7 @@ REPLICAS = Row(
     ),
 )
 
-TRANSFER = Row(
+TRANSFER = PanelRow(
     "Transfer",
     (
         Graph(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from warmkv.dashboards.panels import Column, Row, Table
+from warmkv.dashboards.panels import Column, PanelRow, Table
 
-SWEEP = Row(
+SWEEP = PanelRow(
     "Sweep",
     (
         Table(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate, saved
-from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Number, Row
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, Number, PanelRow
 from warmkv.dashboards.queries import level, percentiles, quantile, rate
 
-AT_A_GLANCE = Row(
+AT_A_GLANCE = PanelRow(
     "At a glance",
     (
         Number("Requests", "Requests answered per second.", "reqps", rate(t.REQUESTS)),
@@ -24,7 +24,7 @@ AT_A_GLANCE = Row(
     ),
 )
 
-TRAFFIC = Row(
+TRAFFIC = PanelRow(
     "Traffic",
     (
         Graph(
@@ -85,7 +85,7 @@ TRAFFIC = Row(
     ),
 )
 
-ERRORS = Row(
+ERRORS = PanelRow(
     "Errors",
     (
         Graph(
@@ -127,7 +127,7 @@ ERRORS = Row(
     ),
 )
 
-LATENCY = Row(
+LATENCY = PanelRow(
     "Latency",
     (
         Graph(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate
-from warmkv.dashboards.panels import Action, Column, Graph, Row, Table
+from warmkv.dashboards.panels import Action, Column, Graph, PanelRow, Table
 from warmkv.dashboards.queries import level, rate
 
-LIVE_CONFIGURATION = Row(
+LIVE_CONFIGURATION = PanelRow(
     "Live configuration",
     (
         Graph(
@@ -26,7 +26,7 @@ LIVE_CONFIGURATION = Row(
     ),
 )
 
-WHAT_IF = Row(
+WHAT_IF = PanelRow(
     "What-if",
     (
         Graph(
@@ -101,7 +101,7 @@ WHAT_IF = Row(
 
 _WHY = {"why": "Reason, kept with the version"}
 
-CANDIDATES = Row(
+CANDIDATES = PanelRow(
     "Candidates",
     (
         Table(
@@ -142,7 +142,7 @@ CANDIDATES = Row(
     ),
 )
 
-SETTINGS = Row(
+SETTINGS = PanelRow(
     "Settings in force",
     (
         Table(

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
-from warmkv.platform.gateway.access.audit import Action, Audit, came_of
+from warmkv.platform.gateway.access.audit import Audit, OperatorAction, came_of
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.access.browsers import OperatorsCors
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
@@ -57,7 +57,7 @@ def create_app(
     name: str,
     taking: Callable[[], int],
     whatif: WhatIfControl | None = None,
-    keep_action: Callable[[Action], None] | None = None,
+    keep_action: Callable[[OperatorAction], None] | None = None,
 ) -> FastAPI:
     """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
 

@@ -30,7 +30,7 @@ class Ended:
     saved: float = 0.0  # what the same tokens cost without a cache, less what was billed
 
 
-class Recent:
+class RecentRequests:
     """The latest requests of a gateway."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -55,7 +55,7 @@ class Sink:
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class AnswerProgress:
     """What the client has of an answer, and what the attempts have made of it."""
 
     sent: int = 0  # characters
@@ -114,7 +114,7 @@ async def resumed(
     QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
     clock = asyncio.get_running_loop().time
-    admitted, started, progress = False, False, Progress()
+    admitted, started, progress = False, False, AnswerProgress()
 
     def take(delta: Delta) -> bool:
         if sink is None or sink.take is None:
@@ -183,7 +183,7 @@ def _room_after(error: Exception) -> float:
     return math.inf if seconds is None else seconds
 
 
-async def _next(events: Events, progress: Progress, silence: float, deadline: float) -> Event:
+async def _next(events: Events, progress: AnswerProgress, silence: float, deadline: float) -> Event:
     """Return the next event.
 
     Raises ReplicaFailedError where there is none, or nothing comes within `silence` seconds, RequestFailedError where

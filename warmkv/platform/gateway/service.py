@@ -21,7 +21,7 @@ from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
-from warmkv.platform.gateway.live import Recent
+from warmkv.platform.gateway.live import RecentRequests
 from warmkv.platform.gateway.resume import Send, Sink, resumed
 from warmkv.platform.live_config import Version, in_force
 from warmkv.policies import budgets, pricing
@@ -96,7 +96,7 @@ class Service:
         self.history = PromptHistory()
         self.backlog = Backlog(clock)  # requests without a first token
         self.faults = ErrorLog(recorder, config.gateway, clock)
-        self.recent = Recent(clock)
+        self.recent = RecentRequests(clock)
         self.take(Version())
 
     @property

@@ -116,7 +116,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Service:
+class RenderedService:
     """A RayService: its groups, and the configuration inside its Serve document."""
 
     resource: Object
@@ -182,7 +182,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedManifests:
     """All objects that are about to be applied, the fields that each kind has, and the model's sizes where known."""
 
     objects: tuple[Object, ...]
@@ -190,8 +190,8 @@ class Rendered:
     model: ModelShape | None = None
 
     @cached_property
-    def services(self) -> tuple[Service, ...]:
-        return tuple(Service(one, name_of(one)) for one in self.objects if one["kind"] == "RayService")
+    def services(self) -> tuple[RenderedService, ...]:
+        return tuple(RenderedService(one, name_of(one)) for one in self.objects if one["kind"] == "RayService")
 
     @cached_property
     def pods(self) -> tuple[Pods, ...]:
@@ -239,7 +239,7 @@ def render(source: Path) -> str:
     return done.stdout
 
 
-def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = None) -> Rendered:
+def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = None) -> RenderedManifests:
     """Read rendered YAML. Raises RenderError where it holds no Kubernetes objects."""
     try:
         found = [one for one in yaml.safe_load_all(text) if one is not None]
@@ -257,10 +257,10 @@ def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = Non
             raise RenderError(f"a {one['kind']} has no metadata.name")
         if one["kind"] == "Kustomization":
             raise RenderError("this is a Kustomization, which is not rendered yet: give its folder")
-    return Rendered(tuple(objects), fields, model)
+    return RenderedManifests(tuple(objects), fields, model)
 
 
-def with_model(rendered: Rendered, name: str | None = None) -> Rendered:
+def with_model(rendered: RenderedManifests, name: str | None = None) -> RenderedManifests:
     """Add the sizes of a model, else of the one that the first RayService serves, where they can be found here.
 
     Raises ModelShapeError where a named model's cannot.

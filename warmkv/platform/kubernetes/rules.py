@@ -16,7 +16,15 @@ from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
-from warmkv.platform.kubernetes.rendered import GPU, Group, Object, Rendered, Service, name_of, quantity
+from warmkv.platform.kubernetes.rendered import (
+    GPU,
+    Group,
+    Object,
+    RenderedManifests,
+    RenderedService,
+    name_of,
+    quantity,
+)
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
@@ -27,7 +35,7 @@ OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RuleFinding:
     """Something about manifests. An error must be mended; a note says what is not set yet, or could not be checked."""
 
     rule: str
@@ -40,24 +48,24 @@ class Finding:
 Told = Iterator[tuple[str, str, str] | tuple[str, str, str, Literal["error", "note"]]]
 """Where, what is wrong, what to do, and the level where it is a note."""
 
-Rule = Callable[[Rendered], Told]
+Rule = Callable[[RenderedManifests], Told]
 
 
-def check(rendered: Rendered) -> list[Finding]:
+def check(rendered: RenderedManifests) -> list[RuleFinding]:
     """Return what all rules find, errors first. The others must be able to read what they judge: types come before."""
     if mistaken := list(_found(wrong_types, rendered)):
         todo = "mend the types, and check again"
-        rest = Finding(wrong_types.__name__, "all objects", "nothing else was checked yet", todo, "note")
+        rest = RuleFinding(wrong_types.__name__, "all objects", "nothing else was checked yet", todo, "note")
         return [*mistaken, rest]
     found = [finding for rule in RULES for finding in _found(rule, rendered)]
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-def _found(rule: Rule, rendered: Rendered) -> Iterator[Finding]:
-    return (Finding(rule.__name__, *told) for told in rule(rendered))
+def _found(rule: Rule, rendered: RenderedManifests) -> Iterator[RuleFinding]:
+    return (RuleFinding(rule.__name__, *told) for told in rule(rendered))
 
 
-def _configured(rendered: Rendered) -> Iterator[tuple[Service, Config]]:
+def _configured(rendered: RenderedManifests) -> Iterator[tuple[RenderedService, Config]]:
     for service in rendered.services:
         if (config := service.known_config) is not None:
             yield service, config
@@ -66,7 +74,7 @@ def _configured(rendered: Rendered) -> Iterator[tuple[Service, Config]]:
 # --- fields, and what the document says
 
 
-def unknown_fields(rendered: Rendered) -> Told:
+def unknown_fields(rendered: RenderedManifests) -> Told:
     """Find fields that a kind does not have, and say which kinds no schema was given for."""
     for one in rendered.objects:
         for place, what, todo in fields.faults(one, rendered.fields.get(one["kind"])):
@@ -77,7 +85,7 @@ def unknown_fields(rendered: Rendered) -> Told:
         yield kind, "its fields were not checked: no schema of it is known", todo, "note"
 
 
-def wrong_types(rendered: Rendered) -> Told:
+def wrong_types(rendered: RenderedManifests) -> Told:
     """Find values of another type than their field, as a number in quotes."""
     for one in rendered.objects:
         for place, what, todo in fields.faults(one, rendered.fields.get(one["kind"])):
@@ -85,7 +93,7 @@ def wrong_types(rendered: Rendered) -> Told:
                 yield f"{name_of(one)}: {place}", what, todo
 
 
-def quantities(rendered: Rendered) -> Told:
+def quantities(rendered: RenderedManifests) -> Told:
     """Find amounts of resources that Kubernetes cannot read."""
     for pods in rendered.pods:
         for where, box in pods.containers():
@@ -95,7 +103,7 @@ def quantities(rendered: Rendered) -> Told:
                         yield f"{where}.resources.{bound}.{resource}", f"{text!r} is no quantity", "write it as in 16Gi"
 
 
-def serve_document(rendered: Rendered) -> Told:
+def serve_document(rendered: RenderedManifests) -> Told:
     """Find a RayService whose Serve document warmkv could not start from."""
     if not rendered.services:
         yield "all objects", "there is no RayService, so nothing would serve", "render an overlay, not a part of one"
@@ -111,7 +119,7 @@ def serve_document(rendered: Rendered) -> Told:
 # --- references
 
 
-def references(rendered: Rendered) -> Told:
+def references(rendered: RenderedManifests) -> Told:
     """Find Secrets, ConfigMaps and others that pods name and that nothing here brings."""
     seen = set()
     for pods in rendered.pods:
@@ -142,7 +150,7 @@ def _missing(ref: Reference, namespace: str) -> tuple[str, str, str, Literal["er
     return ref.where, f"there is no {ref.kind} {ref.name}", todo, "error"
 
 
-def selectors(rendered: Rendered) -> Told:
+def selectors(rendered: RenderedManifests) -> Told:
     """Find budgets, monitors, policies and services that select no pod."""
     for one in rendered.objects:
         spec = one.get("spec") or {}
@@ -159,7 +167,7 @@ def selectors(rendered: Rendered) -> Told:
             yield name_of(one), f"it selects no pod: none has {wanted}", "use the labels of the pods' template"
 
 
-def images(rendered: Rendered) -> Told:
+def images(rendered: RenderedManifests) -> Told:
     """Find images whose content may change from one start to the next."""
     for pods in rendered.pods:
         for where, box in pods.containers():
@@ -175,7 +183,7 @@ def images(rendered: Rendered) -> Told:
 # --- room
 
 
-def gpu_workers(rendered: Rendered) -> Told:
+def gpu_workers(rendered: RenderedManifests) -> Told:
     """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
     for service, config in _configured(rendered):
         asked = config.cluster.gpus_per_replica
@@ -192,7 +200,7 @@ def gpu_workers(rendered: Rendered) -> Told:
                 yield group.where, what, "set cluster.gpus_per_replica to 1 in warmkv.yaml, and render again"
 
 
-def group_sizes(rendered: Rendered) -> Told:
+def group_sizes(rendered: RenderedManifests) -> Told:
     """Find worker groups whose numbers contradict each other."""
     for service in rendered.services:
         for group in service.workers:
@@ -204,7 +212,7 @@ def group_sizes(rendered: Rendered) -> Told:
                 yield where, what, "none may be less than the one before it"
 
 
-def replicas_fit(rendered: Rendered) -> Told:
+def replicas_fit(rendered: RenderedManifests) -> Told:
     """Find more replicas than the worker groups hold."""
     for service, config in _configured(rendered):
         cluster = config.cluster
@@ -227,7 +235,7 @@ def replicas_fit(rendered: Rendered) -> Told:
             )
 
 
-def memory_fits(rendered: Rendered) -> Told:
+def memory_fits(rendered: RenderedManifests) -> Told:
     """Find pods and GPUs without memory for the model, slots and tiers, by the replicas' own plan."""
     for service, config in _configured(rendered):
         if rendered.model is None:
@@ -257,7 +265,7 @@ def memory_fits(rendered: Rendered) -> Told:
             yield from _on_gpu(group, config, rendered)
 
 
-def _on_gpu(group: Group, config: Config, rendered: Rendered) -> Told:
+def _on_gpu(group: Group, config: Config, rendered: RenderedManifests) -> Told:
     """Plan the memory of the GPU that the pods' node selector names, if it is in the catalogue."""
     product = (group.pods.spec.get("nodeSelector") or {}).get(GPU_PRODUCT)
     name = next((name for name, label in PRODUCTS.items() if label == product), None)
@@ -274,7 +282,7 @@ def _whole(size: float) -> int:
     return -(-int(size) // GIB)
 
 
-def disk_tier(rendered: Rendered) -> Told:
+def disk_tier(rendered: RenderedManifests) -> Told:
     """Find a disk tier whose folder is not mounted, or has no room for it."""
     for service, config in _configured(rendered):
         disk = config.prefix_cache.disk
@@ -315,7 +323,7 @@ def _mounted(group: Group, path: str) -> Object | None:
 # --- ends and access
 
 
-def grace_periods(rendered: Rendered) -> Told:
+def grace_periods(rendered: RenderedManifests) -> Told:
     """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
     for service, config in _configured(rendered):
         drain = config.cluster.drain_seconds
@@ -340,7 +348,7 @@ def grace_periods(rendered: Rendered) -> Told:
                 )
 
 
-def tenants(rendered: Rendered) -> Told:
+def tenants(rendered: RenderedManifests) -> Told:
     """Find a service that lets nobody in, or everybody."""
     for service, config in _configured(rendered):
         at, gateway = f"{service.where}: spec.serveConfigV2, gateway", config.gateway
@@ -361,7 +369,7 @@ def tenants(rendered: Rendered) -> Told:
                     yield group.where, f"gateway.tenants_file is {file}, and nothing is mounted there", todo
 
 
-def salt(rendered: Rendered) -> Told:
+def salt(rendered: RenderedManifests) -> Told:
     """Find pods without the secret that salts prefix hashes, or with one in plain sight."""
     for service in rendered.services:
         for group in service.groups:

@@ -38,7 +38,7 @@ class UnknownCandidateError(LookupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WhatIfCandidate:
     """Changes of the settings in force. `proposed` ones come and go with those."""
 
     name: str
@@ -64,13 +64,13 @@ def check(config: Config, changes: Mapping[str, Any]) -> Config:
     return changed(config, changes)
 
 
-def proposals(config: Config) -> list[Candidate]:
+def proposals(config: Config) -> list[WhatIfCandidate]:
     """Return the neighbours of a configuration, whose sizes are resolved; those that do not fit are left out."""
     found = []
     for name, changes in _neighbours(config):
         try:
             if check(config, changes) != config:
-                found.append(Candidate(name, changes, proposed=True))
+                found.append(WhatIfCandidate(name, changes, proposed=True))
         except ConfigError:
             continue  # as an order of eviction that goes with no tier of this service
     return found
@@ -113,16 +113,16 @@ class OperatorCandidates:
     """The candidates of operators, by the lowest number that is free: names label metrics, and stay few."""
 
     def __init__(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._held = {name: Candidate(name, dict(changes)) for name, changes in (kept or {}).items()}
+        self._held = {name: WhatIfCandidate(name, dict(changes)) for name, changes in (kept or {}).items()}
 
-    def all(self) -> Sequence[Candidate]:
+    def all(self) -> Sequence[WhatIfCandidate]:
         return list(self._held.values())
 
     def kept(self) -> dict[str, Mapping[str, Any]]:
         """Return the changes of each, by its name."""
         return {name: candidate.changes for name, candidate in self._held.items()}
 
-    def add(self, changes: Mapping[str, Any]) -> Candidate:
+    def add(self, changes: Mapping[str, Any]) -> WhatIfCandidate:
         """Add changes, which are checked already; the same changes are there once. Raises TooManyCandidatesError."""
         for known in self._held.values():
             if known.changes == changes:
@@ -130,7 +130,7 @@ class OperatorCandidates:
         free = next((str(n) for n in range(1, MOST_CANDIDATES + 1) if str(n) not in self._held), None)
         if free is None:
             raise TooManyCandidatesError(f"there are {MOST_CANDIDATES} candidates already; take one away first")
-        self._held[free] = Candidate(free, dict(changes))
+        self._held[free] = WhatIfCandidate(free, dict(changes))
         return self._held[free]
 
     def remove(self, name: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from warmkv.config import Config
 from warmkv.faults import UserError
-from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, check, combined
+from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check, combined
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies import log_fit, sweep_quality
@@ -41,7 +41,7 @@ class Round:
     now: Config
     defaults: Sequence[Default]  # by time, the first since always
     changed: float  # Unix time since which `now` is in force; 0: since the start
-    candidates: Sequence[Candidate]
+    candidates: Sequence[WhatIfCandidate]
     stored_bytes: int | None = None  # of prefixes in all replicas, when the records were taken; None if unknown
     quality: Path | None = None
 
@@ -61,7 +61,7 @@ class Basis:
 class Replayed:
     """A candidate's figures, or why it has none. Of the settings in force also what was measured, and the error."""
 
-    candidate: Candidate
+    candidate: WhatIfCandidate
     prediction: Prediction | None = None
     now: Prediction | None = None  # the settings in force, in the same round
     fault: str = ""
@@ -87,7 +87,7 @@ def replays(work: Round) -> Iterator[Basis | Replayed]:
     replayer = _Replayer(work, count, times, curves)
     now = replayer.predict(work.now)
     yield replayer.judged(now)
-    predictions, tried = {NOW: now}, dict[str, Candidate]()
+    predictions, tried = {NOW: now}, dict[str, WhatIfCandidate]()
     for candidate in work.candidates:
         done = replayer.replayed(candidate, now)
         if done.prediction is not None:
@@ -98,7 +98,7 @@ def replays(work: Round) -> Iterator[Basis | Replayed]:
 
 
 def _search(
-    replayer: _Replayer, now: Prediction, predictions: Mapping[str, Prediction], tried: Mapping[str, Candidate]
+    replayer: _Replayer, now: Prediction, predictions: Mapping[str, Prediction], tried: Mapping[str, WhatIfCandidate]
 ) -> Replayed | None:
     """Combine what is better than the present, the best first, as long as that makes it better still.
 
@@ -114,7 +114,7 @@ def _search(
         if joined is None or replayed == SEARCHED:
             continue
         replayed += 1
-        done = replayer.replayed(Candidate(BEST, joined, proposed=True), now)
+        done = replayer.replayed(WhatIfCandidate(BEST, joined, proposed=True), now)
         if done.prediction is not None:
             order = ranked({NOW: now, "before": prediction, "after": done.prediction}, NOW)
             if order.index("after") < order.index("before"):
@@ -151,7 +151,7 @@ class _Replayer:
             quality=lambda: sweep_quality.retention(self._curves, spec, self._prompts),
         )
 
-    def replayed(self, candidate: Candidate, now: Prediction) -> Replayed:
+    def replayed(self, candidate: WhatIfCandidate, now: Prediction) -> Replayed:
         """Return a candidate's figures, or its fault."""
         try:
             return Replayed(candidate, self.predict(check(self._work.now, candidate.changes)), now)
@@ -161,7 +161,7 @@ class _Replayer:
     def judged(self, now: Prediction) -> Replayed:
         """Compare present figures with measured ones, of requests that came since these settings are in force."""
         work, counted = self._work, self._counted
-        present = Replayed(Candidate(NOW, {}), now, now, measured=self._measured(counted))
+        present = Replayed(WhatIfCandidate(NOW, {}), now, now, measured=self._measured(counted))
         first = next((n for n in range(counted, len(work.records)) if work.records[n].arrival >= work.changed), None)
         judged = 0 if first is None else len(work.records) - first
         if first is None or judged < ENOUGH:

@@ -16,11 +16,11 @@ from warmkv import telemetry
 from warmkv.config import Config, ConfigError, WhatIfConfig
 from warmkv.platform.live_config import Version, in_force
 from warmkv.platform.live_config_store import StoreError
-from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, OperatorCandidates, check, proposals
+from warmkv.platform.whatif.candidates import BEST, NOW, OperatorCandidates, WhatIfCandidate, check, proposals
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round
 from warmkv.platform.whatif.sizes import Held, with_sizes
-from warmkv.platform.whatif.window import Window
+from warmkv.platform.whatif.window import RequestWindow
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.step_times import ENOUGH
 from warmkv.simulator.studies.whatif import differences, pareto, ranked
@@ -37,7 +37,7 @@ Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CandidateResult:
     """What was replayed last of a candidate."""
 
     replayed: Replayed
@@ -66,13 +66,13 @@ class WhatIf:
         self._start, self._settings, self._replay = start, settings, replay
         self._versions, self._held, self._recorder, self._memory = versions, held, recorder, memory
         self._clock, self._wall_clock = clock, wall_clock
-        self.window, self._own = Window(), OperatorCandidates(memory.kept.candidates)
+        self.window, self._own = RequestWindow(), OperatorCandidates(memory.kept.candidates)
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
         self._replicas = start.cluster.replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
         self._loaded = asyncio.Event()
         self._basis: Basis | None = None
-        self._results: dict[str, Result] = {}
+        self._results: dict[str, CandidateResult] = {}
         self._done: tuple[Any, ...] = ()  # what the last whole round was of
         self._replayed_at = 0  # requests seen by then
         self._version, self._rounds, self._state, self._fault = 0, 0, "waiting for requests", ""
@@ -260,7 +260,7 @@ class WhatIf:
     def _keep(self, replayed: Replayed) -> None:
         name, record = replayed.candidate.name, self._recorder
         self._forget(name)
-        self._results[name] = Result(replayed, self._wall_clock())
+        self._results[name] = CandidateResult(replayed, self._wall_clock())
         if replayed.prediction is not None:
             for figure, metric in telemetry.WHATIF_FIGURES.items():
                 value = replayed.prediction.figures.get(figure)
@@ -285,7 +285,7 @@ class WhatIf:
         if name == NOW:
             self._recorder.forget(telemetry.WHATIF_ERROR)
 
-    def _shown(self, candidate: Candidate) -> dict[str, Any]:
+    def _shown(self, candidate: WhatIfCandidate) -> dict[str, Any]:
         return {
             "candidate": candidate.name,
             "proposed": candidate.proposed,
@@ -293,7 +293,9 @@ class WhatIf:
             "restart": list(candidate.restart),
         }
 
-    def _row(self, candidate: Candidate, result: Result | None, rank: int | None, front: bool) -> dict[str, Any]:
+    def _row(
+        self, candidate: WhatIfCandidate, result: CandidateResult | None, rank: int | None, front: bool
+    ) -> dict[str, Any]:
         row = {**self._shown(candidate), "rank": rank, "pareto": front, "fault": None, "at": None}
         if result is None:
             return {**row, "requests": 0, "figures": None, "difference": None}

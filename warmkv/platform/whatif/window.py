@@ -13,7 +13,7 @@ REQUESTS, BYTES = 20_000, 64 << 20
 RECORD_BYTES, KEY_BYTES, MARK_BYTES = 1500, 80, 300  # of a record, a block hash, a breakpoint or candidate
 
 
-class Window:
+class RequestWindow:
     """Requests that succeeded, the latest ones; older ones go as new ones come."""
 
     def __init__(self, requests: int = REQUESTS, most_bytes: int = BYTES) -> None:

@@ -74,7 +74,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PassOutcome:
     """What came of a step: tokens, NO_TOKEN of prompts that go on; who failed with which error, and who was shed."""
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -92,7 +92,7 @@ def run(
     inv_freq: Tensor,
     leave: Callable[[Sequence, Exception], None],
     retrying: Callable[[], None],
-) -> Outcome:
+) -> PassOutcome:
     """Compute the chunks that prompts have begun, and draw a token for every sequence that decodes, in one pass.
 
     If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
@@ -100,7 +100,7 @@ def run(
     are ended by `leave` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
     token of every prompt and sequence of a pass. Raises errors after which the device cannot be used any more.
     """
-    outcome = Outcome()
+    outcome = PassOutcome()
 
     def end(sequence: Sequence, error: Exception) -> None:
         outcome.left.append(sequence)

@@ -77,7 +77,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlotPiece:
     """Rows of a slot that were taken out of a slab."""
 
     layers: range
@@ -93,7 +93,7 @@ class SwappedSlot:
     slot_request: SlotRequest
     tokens: int
     shift: int
-    pieces: list[Piece]
+    pieces: list[SlotPiece]
     slot_bytes: int  # that it takes in slabs
 
     @property
@@ -269,7 +269,7 @@ class SlotPool:
 
     def swap_out(self, slot: Slot) -> SwappedSlot:
         """Copy a slot that decodes to host memory, and free it."""
-        pieces = [Piece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
         swapped = SwappedSlot(slot.slot_request, slot.tokens, slot.shift, pieces, slot.resident_bytes)
         self.release(slot)
         return swapped
@@ -299,7 +299,7 @@ class SlotPool:
                         slab.put_in(mine, piece.state, piece.tensors, which)
         slot.tokens, slot.shift = swapped.tokens, swapped.shift
 
-    def _claim_again(self, slot: Slot, pieces: Sequence[Piece], limit: int) -> bool:
+    def _claim_again(self, slot: Slot, pieces: Sequence[SlotPiece], limit: int) -> bool:
         if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
             return self._claim_uniform(slot, pieces[0].kind, limit)
         heads: dict[tuple[range, RowKind], list[int]] = {}

@@ -17,7 +17,7 @@ from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Own
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, steps_until
 
 
-class SlotRequest(EngineRequest, Protocol):
+class WaitingSlot(EngineRequest, Protocol):
     """A request that decodes in a slot. The owner sets `costs`, `load` and `lead` when it begins."""
 
     passed: int  # how often another was admitted before it
@@ -33,8 +33,8 @@ class SlotRequest(EngineRequest, Protocol):
     def hashes(self) -> Sequence[bytes]: ...
 
 
-Request = TypeVar("Request", bound=SlotRequest)
-Told = TypeVar("Told", bound=SlotRequest, contravariant=True)
+Request = TypeVar("Request", bound=WaitingSlot)
+Told = TypeVar("Told", bound=WaitingSlot, contravariant=True)
 
 
 class StoringOwner(Owner[Told], Protocol[Told]):
@@ -177,11 +177,11 @@ class ShortestFirst(BatchFormation[Request]):
         self._owner.end(request, now)
 
 
-def _chunk(request: SlotRequest, tokens: int) -> Chunk:
+def _chunk(request: WaitingSlot, tokens: int) -> Chunk:
     return request.costs.prefill.roofline_terms, tokens, request.computed + tokens
 
 
-def _hand_off_seconds(request: SlotRequest) -> float:
+def _hand_off_seconds(request: WaitingSlot) -> float:
     if not request.capacity or request.costs.hand_off is FREE:
         return 0.0
     return request.costs.hand_off.seconds(request.kept, request.prompt)

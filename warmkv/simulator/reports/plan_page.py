@@ -15,8 +15,8 @@ from warmkv.simulator.cluster import memory
 from warmkv.simulator.reports.figure_text import figure_text
 from warmkv.simulator.studies.grid import Configure, label, point
 from warmkv.simulator.studies.peer_plan import PeerPlan
-from warmkv.simulator.studies.sizing import Machine, Sized, Trial, rows_of
-from warmkv.simulator.studies.tune import Constraint
+from warmkv.simulator.studies.sizing import Machine, Sized, SizingTrial, rows_of
+from warmkv.simulator.studies.tune import TuneConstraint
 from warmkv.simulator.workload.source import LoadedTrace
 from warmkv.terminal import plain_table, show_table
 
@@ -29,7 +29,7 @@ def document(
     configure: Configure,
     model: ModelShape,
     trace: LoadedTrace,
-    peers: Sequence[tuple[PeerPlan, Trial | None]] = (),
+    peers: Sequence[tuple[PeerPlan, SizingTrial | None]] = (),
 ) -> dict[str, Any]:
     """Return the plan as JSON has it, and those of a peer; what people see is made of this."""
     chosen = sized.chosen
@@ -67,7 +67,7 @@ def _of_gpu(sized: Sized, one: Machine) -> dict[str, Any]:
     }
 
 
-def _memory(trial: Trial, configure: Configure, model: ModelShape) -> dict[str, Any]:
+def _memory(trial: SizingTrial, configure: Configure, model: ModelShape) -> dict[str, Any]:
     """Return the memory plan of a replica, and what its lower tiers take."""
     config = point(trial.settings, configure).config
     planned = memory.plan(config, model, config.simulator.gpu)
@@ -75,7 +75,7 @@ def _memory(trial: Trial, configure: Configure, model: ModelShape) -> dict[str, 
     return {**planned.to_json(), "tiers": tiers}
 
 
-def misses(trial: Trial, limits: Sequence[Constraint]) -> list[str]:
+def misses(trial: SizingTrial, limits: Sequence[TuneConstraint]) -> list[str]:
     """Return every limit that a trial misses, with its figure; of a policy of lower quality that, limited or not."""
     missed = [limit for limit in limits if not limit.met(trial.figures)]
     said = [f"{_figure(trial, limit)} (limit {limit.sign} {limit.bound:g})" for limit in missed]
@@ -84,11 +84,11 @@ def misses(trial: Trial, limits: Sequence[Constraint]) -> list[str]:
     return said
 
 
-def _figure(trial: Trial, limit: Constraint) -> str:
+def _figure(trial: SizingTrial, limit: TuneConstraint) -> str:
     return f"{limit.name} {figure_text(limit.name, trial.figures.get(limit.name))}"
 
 
-def named(trial: Trial) -> str:
+def named(trial: SizingTrial) -> str:
     """Name a deployment in a few words."""
     choice = f" with {label(trial.choice)}" if trial.choice else ""
     return f"{trial.replicas} x {trial.gpu}{choice}"
@@ -136,7 +136,7 @@ def _beside(sized: Sized, one: Machine) -> str:
     )
 
 
-def peer_text(planned: PeerPlan, trial: Trial | None, limits: Sequence[Constraint]) -> str:
+def peer_text(planned: PeerPlan, trial: SizingTrial | None, limits: Sequence[TuneConstraint]) -> str:
     """Return what a peer plans, and what a replay makes of as many replicas of this engine."""
     begin = "AIConfigurator, for vLLM and the means of the trace"
     if planned.refused:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.gpus import Gpu
-from warmkv.simulator.studies.sizing import HOURS, Search, Sized, Trial
-from warmkv.simulator.studies.tune import Constraint
+from warmkv.simulator.studies.sizing import HOURS, Search, Sized, SizingTrial
+from warmkv.simulator.studies.tune import TuneConstraint
 from warmkv.simulator.workload.requests import Requests
 
 COMMAND = "aiconfigurator"
@@ -61,14 +61,14 @@ def means_of(requests: Requests, hit_rate: float) -> Means:
     return Means(max(1, round(prompt)), max(2, round(answer)), round(hit_rate * prompt), count / max(seconds, 1.0))
 
 
-def beside(search: Search, sized: Sized, requests: Requests, model: Path) -> list[tuple[PeerPlan, Trial | None]]:
+def beside(search: Search, sized: Sized, requests: Requests, model: Path) -> list[tuple[PeerPlan, SizingTrial | None]]:
     """Return the peer's plan for every GPU that the model fits, and the trial with as many replicas of one GPU.
 
     `model` is a folder with a config.json.
     """
     shown = sized.chosen or sized.nearest()
     hits = 0.0 if shown is None else shown.figures["hit_rate_tokens"] or 0.0
-    found: list[tuple[PeerPlan, Trial | None]] = []
+    found: list[tuple[PeerPlan, SizingTrial | None]] = []
     for one in sized.machines:
         if not one.refused:
             planned = plan(model, one.gpu, means_of(requests, hits), sized.limits)
@@ -77,7 +77,7 @@ def beside(search: Search, sized: Sized, requests: Requests, model: Path) -> lis
     return found
 
 
-def plan(model: Path, gpu: Gpu, means: Means, limits: Sequence[Constraint]) -> PeerPlan:
+def plan(model: Path, gpu: Gpu, means: Means, limits: Sequence[TuneConstraint]) -> PeerPlan:
     """Ask the peer for the fewest GPUs that serve the means of a trace within the limits on TTFT and TPOT."""
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -23,7 +23,7 @@ from warmkv.simulator.studies.grid import Configure, GridPoint, Settings, digest
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.sweep import SweepRow, prompt_lengths
 from warmkv.simulator.studies.sweep_quality import Quality
-from warmkv.simulator.studies.tune import Constraint, constraints_of
+from warmkv.simulator.studies.tune import TuneConstraint, constraints_of
 from warmkv.simulator.workload.source import LoadedTrace
 
 HOURS = 730  # of a month
@@ -59,7 +59,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizingTrial:
     """A deployment that was replayed."""
 
     gpu: str
@@ -84,25 +84,25 @@ class Trial:
 class Sized:
     """What was found."""
 
-    limits: tuple[Constraint, ...]
+    limits: tuple[TuneConstraint, ...]
     machines: tuple[Machine, ...]
-    trials: tuple[Trial, ...]  # in the order they were replayed
-    best: Mapping[str, Trial | None]  # by GPU: the cheapest within the limits
+    trials: tuple[SizingTrial, ...]  # in the order they were replayed
+    best: Mapping[str, SizingTrial | None]  # by GPU: the cheapest within the limits
     saved: Mapping[str, tuple[tuple[Settings, int], ...]]  # by GPU: choices, and the replicas that each saved
-    lower: tuple[Trial, ...] = ()  # with policies of lower or unknown quality, within all other limits
+    lower: tuple[SizingTrial, ...] = ()  # with policies of lower or unknown quality, within all other limits
 
     @property
-    def chosen(self) -> Trial | None:
+    def chosen(self) -> SizingTrial | None:
         """Return the cheapest deployment within the limits; None if there is none."""
         found = [trial for trial in self.best.values() if trial is not None]
         return min(found, key=lambda trial: trial.dollars, default=None)
 
-    def nearest(self, gpu: str | None = None) -> Trial | None:
+    def nearest(self, gpu: str | None = None) -> SizingTrial | None:
         """Return the cheapest trial, on a GPU if it is named, of those that exceed limits least; None without one."""
         of = [trial for trial in self.trials if gpu in (None, trial.gpu)]
         return min(of, key=lambda trial: (trial.excess, trial.dollars), default=None)
 
-    def cheaper(self) -> list[Trial]:
+    def cheaper(self) -> list[SizingTrial]:
         """Return what costs less than the choice: what misses limits, none of it both dearer and worse than another.
 
         After those, what keeps all limits but that of quality by another policy.
@@ -138,7 +138,7 @@ def dollars_month(config: Config) -> float:
     return config.cluster.replicas * gpus_per_replica(config) * config.simulator.gpu.dollars * HOURS
 
 
-def limits_of(slo: str, config: Config, measured: bool) -> tuple[Constraint, ...]:
+def limits_of(slo: str, config: Config, measured: bool) -> tuple[TuneConstraint, ...]:
     """Read the limits of an SLO. Without one on them, no request may be refused. Raises TuneError and SizingError."""
     known = [*sweep.known_figures([config]), "dollars_month"]
     limits = constraints_of(slo, known, "--slo")
@@ -148,9 +148,9 @@ def limits_of(slo: str, config: Config, measured: bool) -> tuple[Constraint, ...
     if "quality" in names and not measured:
         raise SizingError("--slo limits quality, which is unknown without results of `warmkv eval`: give --eval FOLDER")
     if not {"refused", "in_slo", "goodput"} & set(names):
-        limits.append(Constraint("refused", "<=", 0.0))
+        limits.append(TuneConstraint("refused", "<=", 0.0))
     if measured and "quality" not in names:
-        limits.append(Constraint("quality", ">=", LEAST_QUALITY))
+        limits.append(TuneConstraint("quality", ">=", LEAST_QUALITY))
     return tuple(limits)
 
 
@@ -223,10 +223,10 @@ class Search:
     """The replays so far, and what they are searched with."""
 
     evaluate: Evaluate
-    limits: tuple[Constraint, ...]
+    limits: tuple[TuneConstraint, ...]
     most: int = MOST_REPLICAS
     progress: Callable[[int], None] = lambda done: None
-    trials: dict[str, Trial] = field(default_factory=dict)
+    trials: dict[str, SizingTrial] = field(default_factory=dict)
     saved: dict[str, list[tuple[Settings, int]]] = field(default_factory=dict)
     lowered: bool = False  # what is tried now is of lower or unknown quality
 
@@ -237,17 +237,17 @@ class Search:
         lower: Sequence[str] = (),
     ) -> Sized:
         """Search every machine that has room for the model, then what policies of lower quality would save."""
-        best: dict[str, Trial | None] = {}
+        best: dict[str, SizingTrial | None] = {}
         for one in machines:
             best[one.gpu.name] = None if one.refused else self._on(one, choices_of(one))
         found = [(one, trial) for one in machines if (trial := best[one.gpu.name]) is not None]
-        lowered: tuple[Trial, ...] = ()
+        lowered: tuple[SizingTrial, ...] = ()
         if found:
             lowered = self._lower(*min(found, key=lambda pair: pair[1].dollars), lower)
         saved = {gpu: tuple(steps) for gpu, steps in self.saved.items()}
         return Sized(self.limits, tuple(machines), tuple(self.trials.values()), best, saved, lowered)
 
-    def _lower(self, one: Machine, chosen: Trial, policies: Sequence[str]) -> tuple[Trial, ...]:
+    def _lower(self, one: Machine, chosen: SizingTrial, policies: Sequence[str]) -> tuple[SizingTrial, ...]:
         """Replay what policies of lower or unknown quality would save, within all limits but that of quality."""
         search = replace(self, limits=tuple(limit for limit in self.limits if limit.name != "quality"), lowered=True)
         found = []
@@ -256,7 +256,7 @@ class Search:
             found.append(search._fewest(one, choice, chosen.replicas - 1, chosen.replicas - 1))
         return tuple(trial for trial in found if trial is not None)
 
-    def attempt(self, one: Machine, replicas: int, choice: Settings) -> Trial:
+    def attempt(self, one: Machine, replicas: int, choice: Settings) -> SizingTrial:
         """Replay a deployment, once."""
         settings = {**one.settings, REPLICAS: replicas, **choice}
         key = digest(settings)
@@ -264,11 +264,11 @@ class Search:
             figures = self.evaluate(settings)
             excess = sum(max(0.0, limit.excess(figures)) for limit in self.limits)
             met = all(limit.met(figures) for limit in self.limits)
-            self.trials[key] = Trial(one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered)
+            self.trials[key] = SizingTrial(one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered)
             self.progress(len(self.trials))
         return self.trials[key]
 
-    def _on(self, one: Machine, alternatives: Sequence[Settings]) -> Trial | None:
+    def _on(self, one: Machine, alternatives: Sequence[Settings]) -> SizingTrial | None:
         choice: Settings = {}
         best = self._fewest(one, choice, 1, self.most)
         for settings in alternatives:
@@ -290,11 +290,11 @@ class Search:
             best = self._fewest(one, choice, self._nearest(one).replicas, self.most)
         return best
 
-    def _nearest(self, one: Machine) -> Trial:
+    def _nearest(self, one: Machine) -> SizingTrial:
         own = [trial for trial in self.trials.values() if trial.gpu == one.gpu.name]
         return min(own, key=lambda trial: trial.excess)
 
-    def _improves(self, before: Trial, after: Trial) -> bool:
+    def _improves(self, before: SizingTrial, after: SizingTrial) -> bool:
         """Return True if a limit that was missed is nearer now."""
         pairs = [(limit.excess(before.figures), limit.excess(after.figures)) for limit in self.limits]
         return any(then > 0 and now < IMPROVING * then for then, now in pairs)
@@ -305,7 +305,7 @@ class Search:
         choice: Settings,
         first: int,
         most: int,
-    ) -> Trial | None:
+    ) -> SizingTrial | None:
         """Return the trial with the fewest replicas, up to `most`, that is within the limits; None if none is.
 
         Begins with `first`, doubles while that helps, then halves what lies between the last outside and the first

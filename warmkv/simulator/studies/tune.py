@@ -31,7 +31,7 @@ class TuneError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class TuneConstraint:
     """A limit on a figure."""
 
     name: str
@@ -76,7 +76,7 @@ class Trial:
 Evaluate = Callable[[Sequence[Settings]], Sequence[dict[str, float | None]]]
 
 
-def constraints_of(text: str, known: Sequence[str], option: str = "--subject-to") -> list[Constraint]:
+def constraints_of(text: str, known: Sequence[str], option: str = "--subject-to") -> list[TuneConstraint]:
     """Read `ttft_p99<2,quality>0.95`, as an option has it. Raises TuneError."""
     found = []
     for piece in filter(str.strip, text.split(",")):
@@ -89,7 +89,7 @@ def constraints_of(text: str, known: Sequence[str], option: str = "--subject-to"
                 f"{option} {piece.strip()!r}: write FIGURE<NUMBER, with <, <=, > or >=, as in ttft_p99<2"
             ) from None
         check_figure(option, name, known)
-        found.append(Constraint(name, sign, bound))
+        found.append(TuneConstraint(name, sign, bound))
     return found
 
 
@@ -109,7 +109,7 @@ def search(
     axes: Mapping[str, Sequence[Any]],
     evaluate: Evaluate,
     minimize: str,
-    constraints: Sequence[Constraint],
+    constraints: Sequence[TuneConstraint],
     *,
     trials: int,
     seed: int,
@@ -150,7 +150,7 @@ def _estimate(
     attempt: Callable[[Sequence[Settings]], None],
     tried: Mapping[str, Trial],
     minimize: str,
-    constraints: Sequence[Constraint],
+    constraints: Sequence[TuneConstraint],
     trials: int,
     seed: int,
 ) -> None:

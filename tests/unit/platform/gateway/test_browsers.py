@@ -159,7 +159,7 @@ def test_actions_are_in_a_folder_beside_the_access_log(tmp_path: Path) -> None:
     assert audit.opened(tmp_path / "pipe", print) is None  # no file: as a terminal
     written = audit.opened(tmp_path / "access.jsonl", print)
     assert written is not None
-    action = audit.Action("now", "req_1", "ann", "PUT x", "{}", "why\n", 200, "version 1")
+    action = audit.OperatorAction("now", "req_1", "ann", "PUT x", "{}", "why\n", 200, "version 1")
     written.write(action)
     written.close()
     text = (tmp_path / "audit" / "audit.jsonl").read_text()

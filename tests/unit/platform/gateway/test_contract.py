@@ -13,7 +13,7 @@ import requests
 
 from tests.polling import PATIENCE, until
 from warmkv.platform.gateway.apis.messages.content import AssistantMessage, Tool, UserMessage
-from warmkv.platform.gateway.apis.messages.turns import Reading
+from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.tenants import open_tenant
 
 ROOT = Path(__file__).parents[4]
@@ -164,7 +164,7 @@ def test_results_and_documents_as_the_prompt_shows_them():
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "b", "name": "f", "input": {"ü": 1}}]}
 
     tool = Tool.model_validate({"name": "f", "input_schema": {"type": "object", "additionalProperties": False}})
-    found = Reading("5m").turns(
+    found = MessageReading("5m").turns(
         [tool],
         None,
         [AssistantMessage.model_validate(called), UserMessage.model_validate({"role": "user", "content": content})],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from warmkv.config import ModelConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.content import AssistantMessage, UserMessage
-from warmkv.platform.gateway.apis.messages.turns import Reading
+from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
 from warmkv.platform.gateway.apis.template_options import variables, variables_of
 from warmkv.platform.gateway.apis.thinking import restore, seal, sign
@@ -477,7 +477,7 @@ def thoughts(text: str, signature: str) -> list[Any]:
 
 
 def test_thinking_of_another_service_is_left_out():
-    reading = Reading("5m", functools.partial(restore, secret=b"ours"))
+    reading = MessageReading("5m", functools.partial(restore, secret=b"ours"))
     ours = thoughts("so be it", sign("so be it", b"ours"))
     assert [turn.thinking for turn in reading.turns([], None, ours)] == ["", "so be it"]
     omitted = thoughts("", seal("so be it", b"ours"))
@@ -487,7 +487,7 @@ def test_thinking_of_another_service_is_left_out():
 
 
 def test_an_answer_that_was_cut_off_while_it_thought_may_come_back():
-    reading = Reading("5m", functools.partial(restore, secret=b"ours"))
+    reading = MessageReading("5m", functools.partial(restore, secret=b"ours"))
     question, answer = thoughts("so be it", sign("so be it", b"ours"))
     cut_off = answer.model_copy(update={"content": answer.content[:1]})
     assert [turn.thinking for turn in reading.turns([], None, [question, cut_off, question])] == ["", "so be it", ""]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.platform.gateway.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
 from warmkv.platform.gateway.apis.responses import store as responses
-from warmkv.platform.gateway.apis.responses.store import ResponseStore, Stored
+from warmkv.platform.gateway.apis.responses.store import ResponseStore, StoredResponse
 from warmkv.replicas.loading.load import load_tokenizer
 
 LONG = "for position in range(length):\n    total += position\n" * 40
@@ -240,8 +240,8 @@ def test_a_result_goes_on_from_its_call(tmp_path):
     assert "It is here." in load_tokenizer(gateway.config.model).decode(by_items)
 
 
-def kept(name: str, previous: str | None = None, size: int = 0) -> Stored:
-    return Stored({"id": name}, [{"name": name, "text": "x" * size}], previous)
+def kept(name: str, previous: str | None = None, size: int = 0) -> StoredResponse:
+    return StoredResponse({"id": name}, [{"name": name, "text": "x" * size}], previous)
 
 
 def test_a_conversation_leaves_the_store_from_its_end(monkeypatch):

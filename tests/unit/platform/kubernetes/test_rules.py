@@ -10,18 +10,18 @@ import pytest
 
 from tests.unit.platform.kubernetes.good import Overlay
 from warmkv.platform.kubernetes import fields, rules
-from warmkv.platform.kubernetes.rendered import Rendered, read, render, with_model
-from warmkv.platform.kubernetes.rules import RULES, Finding, check
+from warmkv.platform.kubernetes.rendered import RenderedManifests, read, render, with_model
+from warmkv.platform.kubernetes.rules import RULES, RuleFinding, check
 
 ROOT = Path(__file__).parents[4]
 KINDS = fields.known()
 
 
-def rendered(overlay: Overlay) -> Rendered:
+def rendered(overlay: Overlay) -> RenderedManifests:
     return with_model(read(overlay.text, KINDS))
 
 
-def told(overlay: Overlay) -> list[Finding]:
+def told(overlay: Overlay) -> list[RuleFinding]:
     return check(rendered(overlay))
 
 

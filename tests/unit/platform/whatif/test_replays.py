@@ -13,7 +13,7 @@ import pytest
 from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
 from tests.unit.simulator.conversations import run
 from warmkv.config import Config, load
-from warmkv.platform.whatif.candidates import BEST, NOW, Candidate, proposals
+from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.whatif import Prediction, measure, ranked, warm_up
@@ -25,7 +25,7 @@ TTL = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
 def replayed(
     log: Sequence[RequestRecord],
     now: Config,
-    candidates: Sequence[Candidate] | None = None,
+    candidates: Sequence[WhatIfCandidate] | None = None,
     *,
     defaults: Sequence[Default] = ALWAYS_FULL,
     changed: float = 0.0,
@@ -134,7 +134,7 @@ def test_requests_that_named_a_policy_keep_it():
     assert named_no_policy(log, switched) == [(n % 2 == 0) if n < 31 else (n % 2 == 1) for n in range(60)]
     now = settings("prefix_cache.enabled=false")
     served = logged(log, now)
-    policy = [Candidate("1", {"compression.policy": "streaming_llm@0.2"})]
+    policy = [WhatIfCandidate("1", {"compression.policy": "streaming_llm@0.2"})]
     all_free = figure(replayed(logged(prompts()[:60], now), now, policy)[1], "1", "slot_bytes")
     half_free = figure(replayed(served, now, policy)[1], "1", "slot_bytes")
     assert all_free < half_free < figure(replayed(served, now, policy)[1], NOW, "slot_bytes")
@@ -143,7 +143,7 @@ def test_requests_that_named_a_policy_keep_it():
 def test_what_cannot_be_replayed_is_a_fault_of_its_candidate_alone():
     now = settings()
     log = logged(prompts()[:60], now)
-    wrong, right = Candidate("1", {"prefix_cache.default_ttl": "2m"}), Candidate("2", TTL)
+    wrong, right = WhatIfCandidate("1", {"prefix_cache.default_ttl": "2m"}), WhatIfCandidate("2", TTL)
     _, results = replayed(log, now, [wrong, right])
     assert "default_ttl" in results["1"].fault
     assert results["1"].prediction is None
@@ -153,8 +153,8 @@ def test_what_cannot_be_replayed_is_a_fault_of_its_candidate_alone():
 def test_the_search_combines_what_is_better_alone():
     now = settings("compression.policy=streaming_llm@0.8")
     log = logged([replace(line, policy="streaming_llm@0.8") for line in prompts()], now)
-    price = Candidate("1", {"pricing.output": 5.0})
-    _, results = replayed(log, now, [Candidate("2", TTL), price], defaults=[Default(0.0, "streaming_llm@0.8")])
+    price = WhatIfCandidate("1", {"pricing.output": 5.0})
+    _, results = replayed(log, now, [WhatIfCandidate("2", TTL), price], defaults=[Default(0.0, "streaming_llm@0.8")])
     assert order(results)[0] == BEST
     assert results[BEST].candidate.changes == {**TTL, "pricing.output": 5.0}
 

@@ -22,9 +22,9 @@ from warmkv.platform.whatif.candidates import (
     MOST_CANDIDATES,
     NOW,
     RESTART,
-    Candidate,
     TooManyCandidatesError,
     UnknownCandidateError,
+    WhatIfCandidate,
     check,
     proposals,
 )
@@ -33,7 +33,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held, with_sizes
-from warmkv.platform.whatif.window import BYTES, REQUESTS, Window, size_of
+from warmkv.platform.whatif.window import BYTES, REQUESTS, RequestWindow, size_of
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.whatif import Prediction
 
@@ -101,7 +101,7 @@ class Bench:
         try:
             yield Basis(len(work.records), 0, 1.0, "the test")
             present = Prediction("full", dict(FIGURES), 20)
-            yield Replayed(Candidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
+            yield Replayed(WhatIfCandidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
             for candidate in work.candidates:
                 await asyncio.sleep(1)
                 found = Prediction("full", {**FIGURES, "hit_rate": 0.6}, 20)
@@ -348,12 +348,12 @@ def test_proposals_are_neighbours_and_few():
 
 
 def test_the_window_is_bounded_by_requests_and_by_bytes():
-    window = Window(requests=100)
+    window = RequestWindow(requests=100)
     window.add([*records(150), replace(records(1)[0], status="error")])
     assert (len(window), window.seen) == (100, 150)
     assert window.records()[0].arrival == records(51)[-1].arrival
     assert window.bytes == 100 * size_of(records(1)[0])
-    small = Window(1000, most_bytes=10 * size_of(records(1)[0]))
+    small = RequestWindow(1000, most_bytes=10 * size_of(records(1)[0]))
     small.add(records(150))
     assert len(small) == 10
     assert REQUESTS * size_of(records(1)[0]) < 2 * BYTES  # with few blocks their number is what counts

@@ -15,11 +15,15 @@ from warmkv.simulator.reports import plan_page
 from warmkv.simulator.studies import peer_plan
 from warmkv.simulator.studies.peer_plan import Means, PeerPlan, beside, means_of, plan
 from warmkv.simulator.studies.sizing import Machine, Search
-from warmkv.simulator.studies.tune import Constraint
+from warmkv.simulator.studies.tune import TuneConstraint
 from warmkv.simulator.workload.requests import Requests
 
 H100 = Gpu.model_validate("H100-SXM")
-LIMITS = (Constraint("ttft_p99", "<", 2.0), Constraint("ttft_p50", "<", 1.0), Constraint("refused", "<=", 0.0))
+LIMITS = (
+    TuneConstraint("ttft_p99", "<", 2.0),
+    TuneConstraint("ttft_p50", "<", 1.0),
+    TuneConstraint("refused", "<=", 0.0),
+)
 TABLE = "ttft,tpot,tp,replicas_needed,total_gpus_needed\n1015.3,49.8,1,3,3\n377.7,46.9,2,1,2\n"
 MEANS = Means(1000, 100, 250, 2.5)
 
@@ -95,7 +99,7 @@ def test_as_many_replicas_are_replayed(peer: Any, tmp_path: Path) -> None:
         late = 8.0 / settings["cluster.replicas"]
         return {"ttft_p99": late, "refused": 0.0, "dollars_month": late, "hit_rate_tokens": 0.5, "quality": 1.0}
 
-    limits = (Constraint("ttft_p99", "<", 1.0),)
+    limits = (TuneConstraint("ttft_p99", "<", 1.0),)
     search, one = Search(evaluate, limits), Machine(H100, {"simulator.gpu": "H100"})
     small = Machine(Gpu.model_validate("L4"), {"simulator.gpu": "L4"}, refused="too small")
     sized = search.run([one, small], lambda machine: [])

@@ -26,12 +26,12 @@ from warmkv.simulator.studies.sizing import (
     policies_of,
 )
 from warmkv.simulator.studies.sweep_quality import Curve
-from warmkv.simulator.studies.tune import Constraint, TuneError
+from warmkv.simulator.studies.tune import TuneConstraint, TuneError
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=128256, dtype_bytes=2
 )
-LIMITS = (Constraint("ttft_p99", "<", 1.0), Constraint("refused", "<=", 0.0))
+LIMITS = (TuneConstraint("ttft_p99", "<", 1.0), TuneConstraint("refused", "<=", 0.0))
 MACHINES = [Machine(Gpu.model_validate(name), {"simulator.gpu": name}) for name in ("H100-SXM", "L4")]
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from warmkv.cli import app
 from warmkv.config import load
-from warmkv.simulator.studies.tune import Constraint, TuneError, best_of, constraints_of, nearest_of, search
+from warmkv.simulator.studies.tune import TuneConstraint, TuneError, best_of, constraints_of, nearest_of, search
 
 KNOWN = ["dollars", "ttft_p99", "quality"]
 
@@ -23,9 +23,9 @@ def call(*arguments):
 def test_limits_are_read_strictly():
     found = constraints_of("ttft_p99 < 2, quality>=0.95,dollars<1e3", KNOWN)
     assert found == [
-        Constraint("ttft_p99", "<", 2.0),
-        Constraint("quality", ">=", 0.95),
-        Constraint("dollars", "<", 1000.0),
+        TuneConstraint("ttft_p99", "<", 2.0),
+        TuneConstraint("quality", ">=", 0.95),
+        TuneConstraint("dollars", "<", 1000.0),
     ]
     assert constraints_of("", KNOWN) == []
 
@@ -51,12 +51,12 @@ def test_a_limit_that_is_none_is_refused(text, says):
 
 def test_a_limit_is_met_on_its_side_and_never_by_the_unknown():
     for sign, met in [("<", (True, False, False)), ("<=", (True, True, False)), (">", (False, False, True))]:
-        limit = Constraint("x", sign, 2.0)
+        limit = TuneConstraint("x", sign, 2.0)
         assert tuple(limit.met({"x": value}) for value in (1.0, 2.0, 3.0)) == met
         assert not limit.met({"x": None})
         assert limit.excess({"x": None}) > 1e6
-    assert Constraint("x", ">", 2.0).excess({"x": 1.0}) == 0.5
-    assert Constraint("x", "<", 0.0).excess({"x": 3.0}) == 3.0
+    assert TuneConstraint("x", ">", 2.0).excess({"x": 1.0}) == 0.5
+    assert TuneConstraint("x", "<", 0.0).excess({"x": 3.0}) == 3.0
 
 
 AXES = {"a": list(range(12)), "b": list(range(12)), "kind": ["slow", "fast", "wrong"]}
@@ -75,7 +75,7 @@ def bowl(choices):
     ]
 
 
-LIMITS = [Constraint("time", "<", 2.5), Constraint("quality", ">", 0.5)]
+LIMITS = [TuneConstraint("time", "<", 2.5), TuneConstraint("quality", ">", 0.5)]
 
 
 def test_a_small_space_is_tried_in_full():

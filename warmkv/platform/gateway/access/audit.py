@@ -28,7 +28,7 @@ CHANGING = ("PUT", "POST", "DELETE", "PATCH")
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class OperatorAction:
     """What an operator did, or somebody tried. Texts of the request are cut to 1,000 characters."""
 
     time: str
@@ -55,7 +55,7 @@ class Audit:
     def __init__(
         self,
         app: ASGIApp,
-        keep: Callable[[Action], None] | None,
+        keep: Callable[[OperatorAction], None] | None,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -83,7 +83,7 @@ class Audit:
         if not known and self._strangers.take() is None:
             return
         what, why = getattr(state, "audited", ("", ""))
-        action = Action(
+        action = OperatorAction(
             datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(),
             state.context.id,
             caller.name if caller is not None else "",

@@ -14,7 +14,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.forced_calls import constraint_for_tools
 from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.messages.content import AnyMessage
-from warmkv.platform.gateway.apis.messages.turns import Reading
+from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
@@ -201,7 +201,7 @@ class Parsing:
         """
         config, taken = arrival.policy.config, variables(tokenizer, body.template_variables, chosen)
         cache = config.prefix_cache
-        reading = Reading(cache.default_ttl, self._restore, omit_billing_line=config.gateway.omit_billing_line)
+        reading = MessageReading(cache.default_ttl, self._restore, omit_billing_line=config.gateway.omit_billing_line)
 
         def prompt(said: Sequence[AnyMessage], most: int) -> Prompt:
             return self._prompt(arrival, tokenizer, messages.turns(body, said, cache, reading), taken, most)

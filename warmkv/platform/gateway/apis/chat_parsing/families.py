@@ -30,7 +30,7 @@ class CallSyntax:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """How models of a family write calls and thinking. `signs` are all found in its chat templates.
 
     Where calls are `undelimited`, only those that name a tool of the request are calls. Without `forced` they cannot
@@ -52,10 +52,10 @@ ARGUMENTS = {"transform": {"type": "function", "function": {"name": "{name}", "a
 CHATML = r"<\|im_start\|>assistant\n"
 JSON_CALL = rf'(?=\{{{SPACE}"name"{SPACE}:)'
 
-FAMILIES: Mapping[ResponseTemplate, Family] = {
+FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
     # <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
     # <|message|>{...}<|call|>; the recipient may stand before the channel.
-    "gpt_oss": Family(
+    "gpt_oss": ModelFamily(
         {
             "start_anchor": "<|start|>assistant",
             "fields": {
@@ -85,7 +85,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         forced=CallSyntax("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
     ),
     # <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
-    "glm4_moe": Family(
+    "glm4_moe": ModelFamily(
         {
             "start_anchor": "<|assistant|>",
             "fields": {
@@ -106,7 +106,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         signs=("<arg_key>", "<tool_call>"),
     ),
     # <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>
-    "qwen3_coder": Family(
+    "qwen3_coder": ModelFamily(
         {
             "start_anchor_pattern": CHATML,
             "fields": {
@@ -125,7 +125,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         signs=("<function=", "<tool_call>"),
     ),
     # <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM 3 and many more
-    "hermes": Family(
+    "hermes": ModelFamily(
         {
             "start_anchor_pattern": CHATML,
             "fields": {
@@ -143,7 +143,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         forced=CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),
     ),
     # <start_function_call>call:f{k:<escape>v<escape>}<end_function_call>
-    "function_gemma": Family(
+    "function_gemma": ModelFamily(
         {
             "start_anchor": "<start_of_turn>model\n",
             "fields": {
@@ -161,7 +161,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         signs=("<start_function_call>",),
     ),
     # [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], in later models [TOOL_CALLS]f[ARGS]{...} for each call
-    "mistral": Family(
+    "mistral": ModelFamily(
         {
             "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
             "fields": {
@@ -187,7 +187,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         forced=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
     ),
     # {"name": "f", "parameters": {...}} as the whole answer, or several with semicolons between them
-    "llama3": Family(
+    "llama3": ModelFamily(
         {
             "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
             "fields": {
@@ -205,7 +205,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         undelimited=True,
     ),
     # f\n{...}, every further call behind <|assistant|>
-    "glm4": Family(
+    "glm4": ModelFamily(
         {
             "start_anchor": "<|assistant|>",
             "fields": {
@@ -224,7 +224,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         undelimited=True,
     ),
     # {"name": "f", "parameters": {...}}, alone or in a fenced block, as Google's guide has the model asked for it
-    "gemma3": Family(
+    "gemma3": ModelFamily(
         {
             "start_anchor": "<start_of_turn>model\n",
             "fields": {
@@ -243,7 +243,7 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
         undelimited=True,
     ),
     # <think>...</think> and text
-    "think": Family(
+    "think": ModelFamily(
         {
             "start_anchor_pattern": CHATML + r"|<｜Assistant｜>",
             "fields": {"reasoning_content": THINK, "content": TEXT},
@@ -253,6 +253,6 @@ FAMILIES: Mapping[ResponseTemplate, Family] = {
 }
 
 
-def family_of(chat_template: str) -> Family | None:
+def family_of(chat_template: str) -> ModelFamily | None:
     """Return the first family all of whose signs are in a chat template; None if there is none."""
     return next((family for family in FAMILIES.values() if all(sign in chat_template for sign in family.signs)), None)

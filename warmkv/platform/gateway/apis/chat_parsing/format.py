@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmkv.config import ConfigError
 from warmkv.config.model import ResponseTemplate
-from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, CallSyntax, Family, family_of
+from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES, CallSyntax, ModelFamily, family_of
 from warmkv.platform.gateway.apis.tokens import Piece
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ class ExpectedResponse:
         return PartParser(template, self.begun, self.tools, names, self.parallel)
 
 
-def _family(tokenizer: Any, named: ResponseTemplate | None) -> Family | None:
+def _family(tokenizer: Any, named: ResponseTemplate | None) -> ModelFamily | None:
     if named is not None:
         return FAMILIES.get(named)
     if (own := getattr(tokenizer, "response_template", None)) is not None:
-        return Family(own, ())
+        return ModelFamily(own, ())
     chat = getattr(tokenizer, "chat_template", None) or ""
     chat = chat if isinstance(chat, str) else "\n".join(chat.values())
     if (family := family_of(chat)) is None:

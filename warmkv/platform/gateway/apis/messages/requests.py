@@ -19,7 +19,7 @@ from warmkv.platform.gateway.apis.messages.content import (
     ToolChoice,
 )
 from warmkv.platform.gateway.apis.messages.context_edits import ContextManagement
-from warmkv.platform.gateway.apis.messages.turns import Reading, mark_last
+from warmkv.platform.gateway.apis.messages.turns import MessageReading, mark_last
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import OutputFormat, Wanted
@@ -29,7 +29,7 @@ from warmkv.replicas.protocol import SamplingParams
 VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     """What of thinking the request wants; `adaptive` and `between_tools` are `enabled` where a template knows no more.
 
     `budget_tokens` and `block_binding` are taken and change nothing: what is thought counts towards max_tokens.
@@ -41,7 +41,7 @@ class Thinking(Body):
     block_binding: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Thinking:
+    def _check(self) -> ThinkingConfig:
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise ValueError("budget_tokens: goes with type 'enabled', which needs it")
         return self
@@ -70,7 +70,7 @@ class CountRequest(Body):
     tools: Items[Tool] = Field([])
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
 
@@ -149,7 +149,9 @@ def check_thread(body: MessagesRequest) -> None:
         )
 
 
-def turns(body: CountRequest, messages: Sequence[AnyMessage], cache: PrefixCacheConfig, reading: Reading) -> list[Turn]:
+def turns(
+    body: CountRequest, messages: Sequence[AnyMessage], cache: PrefixCacheConfig, reading: MessageReading
+) -> list[Turn]:
     """Return the conversation as the turns of a prompt, with the TTL of every mark; `messages` are those of the body.
 
     Raises ApiError (400), also for marks that the contract refuses.

@@ -29,7 +29,7 @@ BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MessageReading:
     """How requests are read: `default_ttl` of marks without one; `restore` returns thinking of ours by its signature.
 
     With `omit_billing_line` the line that changes with every request is left out of the system prompt.

@@ -25,7 +25,7 @@ class CalledFunction(Body):
     arguments: str = ""
 
 
-class ToolCall(Body):
+class ChatToolCall(Body):
     """A call in an earlier answer; `index` is what an answer's stream has of it."""
 
     type: Literal["function"] = "function"
@@ -40,7 +40,7 @@ class ChatMessage(Body):
     name: str | None = None
     tool_call_id: str | None = None
     # An answer of ours may be sent back as it came: these are what we, or the SDK, add to it.
-    tool_calls: Items[ToolCall] | None = None
+    tool_calls: Items[ChatToolCall] | None = None
     reasoning_content: str | None = None
     refusal: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
@@ -94,7 +94,7 @@ def turns(messages: Sequence[ChatMessage], tools: Sequence[ChatTool] = ()) -> li
     return found
 
 
-def _call(call: ToolCall, place: str) -> ContentBlock:
+def _call(call: ChatToolCall, place: str) -> ContentBlock:
     try:
         arguments = from_json(call.function.arguments.strip() or "{}")
     except ValueError as error:

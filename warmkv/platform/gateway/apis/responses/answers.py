@@ -11,7 +11,7 @@ from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, ToolCall
 from warmkv.platform.gateway.apis.errors import clipped
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
-from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, Stored
+from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, StoredResponse
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
 
@@ -81,14 +81,14 @@ class Exchange:
         response = self.response(status, output, answer.model, usage=told, incomplete_details=details)
         if self.body.store:
             items = [*self.body.items, *output]
-            self._store.keep(self._tenant, Stored(response, items, self.body.previous_response_id))
+            self._store.keep(self._tenant, StoredResponse(response, items, self.body.previous_response_id))
         return response
 
 
 async def respond(exchange: Exchange) -> dict[str, Any]:
     """Return the whole answer. Raises ApiError."""
     answer = await exchange.admission.begin()
-    output = Output(exchange.name, Numbered())
+    output = ResponseOutput(exchange.name, Numbered())
     output.events(await answer.parts())
     output.end(_status(answer))
     return exchange.ended(answer, output.items)
@@ -97,7 +97,7 @@ async def respond(exchange: Exchange) -> dict[str, Any]:
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
     """Write the answer as server-sent events. A fault after admission is the event `response.failed`."""
     numbered = Numbered()
-    output = Output(exchange.name, numbered)
+    output = ResponseOutput(exchange.name, numbered)
     try:
         answer = await exchange.admission.begin()
         begun = exchange.response("in_progress", [], model)
@@ -118,7 +118,7 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
         await out.send(numbered({"type": "response.failed", "response": failed}))
 
 
-class Output:
+class ResponseOutput:
     """The items that an answer is made of: its message, what it thought before, and calls; and their events."""
 
     def __init__(self, name: str, numbered: Numbered) -> None:

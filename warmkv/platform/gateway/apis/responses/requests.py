@@ -14,7 +14,7 @@ from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
 
 
-class TextPart(Body):
+class ResponseTextPart(Body):
     ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -24,7 +24,7 @@ class MessageItem(Body):
     ignored = frozenset({"id", "status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
+    content: str | Items[ResponseTextPart]
 
 
 class ReasoningItem(Body):
@@ -46,7 +46,7 @@ class OutputItem(Body):
     ignored = frozenset({"id", "status", "caller", "name", "namespace"})
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Items[TextPart]
+    output: str | Items[ResponseTextPart]
 
 
 def _type(value: Any) -> str:
@@ -63,7 +63,7 @@ InputItem = Annotated[
 ]
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     ignored = frozenset({"include_obfuscation"})
 
 
@@ -97,7 +97,7 @@ class ResponsesRequest(Body):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool = True
     metadata: dict[str, str] = Field({})
     text: TextOptions = TextOptions()

@@ -17,7 +17,7 @@ Item = dict[str, Any]  # of a conversation: a message, a call, or its output
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredResponse:
     """A response, the items that its request added and those that it wrote, and which one it went on from."""
 
     response: dict[str, Any]
@@ -35,9 +35,9 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._tenants: OrderedDict[bytes, OrderedDict[str, Stored]] = OrderedDict()
+        self._tenants: OrderedDict[bytes, OrderedDict[str, StoredResponse]] = OrderedDict()
 
-    def keep(self, tenant: bytes, stored: Stored) -> None:
+    def keep(self, tenant: bytes, stored: StoredResponse) -> None:
         """Keep a response. One that is larger than all may be is not kept."""
         stored.size = len(json.dumps([stored.response, stored.items]))
         stored.used = self._clock()
@@ -53,7 +53,7 @@ class ResponseStore:
             while len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)
 
-    def get(self, tenant: bytes, name: str) -> Stored | None:
+    def get(self, tenant: bytes, name: str) -> StoredResponse | None:
         """Return a response, or None if there is none any more."""
         with self._lock:
             return self._used(tenant, name)
@@ -75,7 +75,7 @@ class ResponseStore:
         with self._lock:
             return self._tenants.get(tenant, OrderedDict()).pop(name, None) is not None
 
-    def _used(self, tenant: bytes, name: str) -> Stored | None:
+    def _used(self, tenant: bytes, name: str) -> StoredResponse | None:
         """Return a response and note its use: what others go on from is used after them, and stays longer."""
         kept = self._tenants.get(tenant)
         if kept is None:
