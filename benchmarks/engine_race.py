@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.engine.arena import Arena
     from benchmarks.engine.setting import Setting
 
-WEIGHTS = {"decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "bandwidth": 3, "serving": 6}
+WEIGHTS = {"decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "bandwidth": 3, "serving": 6, "vllm": 8}
 """How the minutes are shared, where there is a limit. The races run in this order."""
 
 
@@ -32,14 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
-    from benchmarks.engine import decode, memory, prompts, serving
+    from benchmarks.engine import beside_vllm, decode, memory, prompts, serving
     from benchmarks.engine.arena import Arena
 
     races, figures = _chosen(options.only, parser)
+    if options.vllm is None:
+        races = [each for each in races if each != "vllm"]
     if options.threads:
         torch.set_num_threads(options.threads)
     gc.freeze()  # what was imported stays: no collection between two runs walks through it
-    arena = Arena(_setting(options, parser))
+    arena = Arena(_setting(options, parser), options.vllm)
     run = {
         "decode": decode.race,
         "memory": memory.race,
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "handoff": prompts.hand_off,
         "bandwidth": decode.bandwidth,
         "serving": serving.race,
+        "vllm": beside_vllm.race,
     }
     broken = False
     for at, race in enumerate(races, 1):
@@ -151,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="in which the repeats must begin; no limit by default")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch, for everybody; torch's choice by default")
     parser.add_argument("--seed", type=int, help="of weights, contexts and prompts (0)")
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="COMMAND",
+        help="race vLLM's engine, too: its command, as benchmarks/peers.sh vllm prints it",
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the peer with the static cache")
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=VALUE", help="a setting of warmkv's engine, repeatable"

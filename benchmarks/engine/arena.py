@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,9 @@ T = TypeVar("T")
 class Arena:
     """One run. Says on the error stream what begins, and the seconds since the start."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, vllm: Path | None = None) -> None:
         self.setting, self.results = setting, Results()
+        self.vllm = vllm  # its command, if it is raced
         self.machine = identity(torch.device(setting.device))  # with the load before this run made its own
         self._start = time.perf_counter()
         self._end = float("inf")

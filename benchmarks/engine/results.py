@@ -38,6 +38,12 @@ AIMS = {
     "bandwidth_full_batch": Aim("bandwidth", "higher", None, 0.70),
     "serving_snapkv_vs_continuous_batching": Aim("serving", "higher", 2.0, 3.0),
     "serving_snapkv_vs_full": Aim("serving", "higher"),
+    "decode_full_vs_vllm": Aim("vllm", "higher", 1.0, 1.0),
+    "decode_snapkv_vs_vllm": Aim("vllm", "higher", 3.0, 3.0),
+    "serving_snapkv_vs_vllm": Aim("vllm", "higher", 1.5, 1.5),
+    "ttft_cold_vs_vllm": Aim("vllm", "lower"),
+    "ttft_warm_vs_vllm": Aim("vllm", "lower"),
+    "short_prompts_vs_vllm": Aim("vllm", "higher"),
 }
 RACES = tuple(dict.fromkeys(aim.race for aim in AIMS.values()))
 PAIRS = {
@@ -58,6 +64,12 @@ PAIRS = {
         "requests_per_second_continuous_batching",
     ),
     "serving_snapkv_vs_full": ("requests_per_second_warmkv_snapkv", "requests_per_second_warmkv_full"),
+    "decode_full_vs_vllm": ("tokens_per_second_vllm_race_full", "tokens_per_second_vllm"),
+    "decode_snapkv_vs_vllm": ("tokens_per_second_vllm_race_snapkv", "tokens_per_second_vllm"),
+    "serving_snapkv_vs_vllm": ("requests_per_second_vllm_race_snapkv", "requests_per_second_vllm"),
+    "ttft_cold_vs_vllm": ("ttft_seconds_vllm_race_cold", "ttft_seconds_vllm_cold"),
+    "ttft_warm_vs_vllm": ("ttft_seconds_vllm_race_warm", "ttft_seconds_vllm_warm"),
+    "short_prompts_vs_vllm": ("short_prompts_per_second_warmkv", "short_prompts_per_second_vllm"),
 }
 """Figures that are ratios, pair by pair, of two measurements. The others are measured as they are."""
 

@@ -37,24 +37,24 @@ def race(arena: Arena) -> None:
     contestants: dict[str, Callable[[Requests], float]] = {}
     for name, policy in ours.items():
         running = engine(arena.models, setting, max_slots=load.requests, kv_bytes=limit, step_tokens=load.chunk)
-        contestants[name] = partial(_serve, running, policy)
+        contestants[name] = partial(serve, running, policy)
     contestants[PAGED] = partial(_serve_paged, arena)
-    for name, serve in list(contestants.items()):
+    for name, contestant in list(contestants.items()):
         arena.say(f"warming up serving: {name}")
-        if arena.attempt(f"serving: {name}", serve, _requests(arena, 0)[:SHORT]) is None:
+        if arena.attempt(f"serving: {name}", contestant, requests(arena, 0)[:SHORT]) is None:
             del contestants[name]
     for number, turn in enumerate(arena.repeats("serving"), 1):
-        requests = _requests(arena, number)
-        for name, serve in list(contestants.items()):
-            arena.say(f"{turn}: {name}, {len(requests)} requests")
-            seconds = arena.attempt(f"serving: {name}", serve, requests)
+        mix = requests(arena, number)
+        for name, contestant in list(contestants.items()):
+            arena.say(f"{turn}: {name}, {len(mix)} requests")
+            seconds = arena.attempt(f"serving: {name}", contestant, mix)
             if seconds is None:
                 del contestants[name]
             else:
-                results.add(f"requests_per_second_{name}", len(requests) / seconds)
+                results.add(f"requests_per_second_{name}", len(mix) / seconds)
 
 
-def _requests(arena: Arena, number: int) -> Requests:
+def requests(arena: Arena, number: int) -> Requests:
     """Return new prompts in every repeat, so that no prefix is shared; lengths of prompts and answers meet in all
     pairs.
     """
@@ -71,7 +71,7 @@ def _requests(arena: Arena, number: int) -> Requests:
     ]
 
 
-def _serve(running: Engine, policy: PolicySpec, requests: Requests) -> float:
+def serve(running: Engine, policy: PolicySpec, requests: Requests) -> float:
     """Return seconds that warmkv's engine takes. Raises RuntimeError if it does not answer all."""
     told: list[EngineEvent] = []
     watch = Stopwatch(running.model.device)

@@ -35,6 +35,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_quick_run_measures_every_figure_of_the_table(written: dict[str, Any]) -> None:
     figures = {each["name"]: each for each in written["figures"]}
     for name, aim in results.AIMS.items():
+        if aim.race == "vllm":  # raced only where its command is given
+            continue
         assert figures[name]["value"] > 0, written["notes"]
         assert figures[name]["target"] == aim.on_cpu
     assert figures["same_tokens_full_as_generate"]["value"] == 1.0
