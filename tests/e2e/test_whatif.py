@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import pytest
@@ -14,9 +15,17 @@ from tests.unit.platform.whatif.traffic import logged, prompts, settings
 from warmkv import telemetry
 from warmkv.platform import named_actors
 from warmkv.platform.control import control_name, start_control
-from warmkv.platform.whatif.actor import NICEST, RemoteWhatIf, replayed_on_ray, start_whatif, whatif_name
+from warmkv.platform.whatif.actor import (
+    NICEST,
+    RemoteWhatIf,
+    contents_of_replicas,
+    replayed_on_ray,
+    start_whatif,
+    whatif_name,
+)
 from warmkv.platform.whatif.candidates import NOW, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Round
+from warmkv.platform.whatif.warm_start import Start
 
 pytestmark = pytest.mark.cluster
 
@@ -61,10 +70,22 @@ def test_the_actor_replays_what_gateways_send_and_keeps_candidates(cluster):
         named_actors.end(control_name(name))
 
 
+def test_every_replica_tells_what_it_holds(cluster):
+    begun, text = time.time(), "for position in range(length):\n    total += position\n" * 30
+    cluster.anthropic("held").messages.create(
+        model=cluster.config.model.name, max_tokens=1, messages=[{"role": "user", "content": text}]
+    )
+    told = asyncio.run(contents_of_replicas(cluster.config.cluster.application, 1000))
+    assert len(told) == cluster.config.cluster.replicas
+    held = [block for replica in told for block in replica.tiers["device"]]
+    ttl = cluster.config.prefix_cache.ttls[cluster.config.prefix_cache.default_ttl]
+    assert any(block.ttl == ttl and begun + ttl - 1 < block.expires_at < time.time() + ttl + 1 for block in held)
+
+
 def test_a_replay_is_of_lowest_priority_and_ends_when_it_is_given_up(cluster):
     now = settings()
     records = logged(prompts(), now)[:10]  # too few for step times of their own, which take long to fit
-    work = Round(records, now, [Default(0.0, "full")], 0.0, [*proposals(now)] * 1000)  # no end is in sight
+    work = Round(Start(records), now, [Default(0.0, "full")], 0.0, [*proposals(now)] * 1000)  # no end is in sight
 
     async def scenario() -> None:
         steps = replayed_on_ray(work)

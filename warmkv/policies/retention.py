@@ -209,6 +209,11 @@ class TierIndex:
         self._use([added])
         return True
 
+    def restore_all(self, entries: Iterable[tuple[Entry, bytes | None]]) -> None:
+        """Take up entries with their parents' keys as `restore` does, the most recently used first."""
+        added = [self._entries[entry.key] for entry, parent in entries if self.restore(entry, parent)]
+        self._use(added)
+
     # --- leaving
 
     def expire(self, now: float) -> list[Entry]:

@@ -16,6 +16,7 @@ import torch
 
 from warmkv import logs, telemetry
 from warmkv.config import Config, parse
+from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
@@ -138,6 +139,11 @@ class Replica:
         """Forget the prefixes of a tenant (its label); the bytes that this freed. What is being read stays."""
         freed: int = await asyncio.wrap_future(self._engine.drop_prefixes(tenant))
         return freed
+
+    async def contents(self, most: int) -> Contents:
+        """Return at most `most` of the stored blocks, with their lives, as they are between two steps."""
+        store = self._engine.store
+        return await asyncio.wrap_future(self._engine.between_steps(lambda: store.contents(most)))
 
     def check_health(self) -> None:
         """Raise if the engine's thread has died or stands still; Serve then replaces the replica."""

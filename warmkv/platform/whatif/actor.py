@@ -19,8 +19,10 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
+from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 
+PATIENCE = 10.0  # seconds that the replicas have for telling what they hold
 NICEST = 19  # the least share of a core that Linux gives a process: what is left by others
 
 
@@ -32,6 +34,10 @@ class WhatIfActor(WhatIf):
             return Held.of(merged(await asyncio.gather(*(shard.status.remote() for shard in directory))))
 
         application = start.cluster.application
+
+        async def contents(most: int) -> Sequence[Contents]:
+            return await contents_of_replicas(application, most)
+
         control = RemoteControl(application)
         memory = Memory(store_of(start.control), application, time.time())
         super().__init__(
@@ -40,6 +46,7 @@ class WhatIfActor(WhatIf):
             replayed_on_ray,
             control.history,
             held,
+            contents,
             telemetry.RayRecorder(*telemetry.WHATIF, application=application),
             memory,
             clock=time.monotonic,
@@ -62,6 +69,15 @@ class WhatIfActor(WhatIf):
     async def table(self) -> dict[str, Any]:
         """Return the candidates, the best first, what they rest on, and what the autopilot does; None: it is off."""
         return {**await super().table(), "autopilot": self._autopilot.status() if self._autopilot else None}
+
+
+async def contents_of_replicas(application: str, most: int) -> Sequence[Contents]:
+    """Ask all running replicas which blocks they hold, `most` of each at most."""
+    from ray import serve
+
+    replicas = await asyncio.to_thread(serve.get_deployment_handle, "replica", application)
+    found: list[Contents] = await replicas.broadcast("contents", most).results_async(timeout_s=PATIENCE)
+    return found
 
 
 async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from warmkv.config import Config
 from warmkv.faults import UserError
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check, combined
+from warmkv.platform.whatif.warm_start import Start
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies import log_fit, sweep_quality
@@ -37,7 +38,7 @@ class Default:
 class Round:
     """What is to be replayed. `now` are the settings in force, with sizes in bytes."""
 
-    records: Sequence[RequestRecord]  # by arrival
+    start: Start
     now: Config
     defaults: Sequence[Default]  # by time, the first since always
     changed: float  # Unix time since which `now` is in force; 0: since the start
@@ -45,15 +46,21 @@ class Round:
     stored_bytes: int | None = None  # of prefixes in all replicas, when the records were taken; None if unknown
     quality: Path | None = None
 
+    @property
+    def records(self) -> Sequence[RequestRecord]:
+        """Return the requests, by arrival."""
+        return self.start.records
+
 
 @dataclass(frozen=True, slots=True)
 class Basis:
     """What a round rests on: the first that it yields."""
 
     requests: int
-    warm_up: int  # of them, the first, which only fill the caches
+    warm_up: int  # of them, the first, which only let the caches settle
     seconds: float  # from the first arrival to the last
     step_times: str  # where they come from
+    held_blocks: int | None  # in all replicas when it began; None: unknown, the replays start from empty caches
     notes: tuple[str, ...] = ()
 
 
@@ -73,7 +80,8 @@ class Replayed:
 def replays(work: Round) -> Iterator[Basis | Replayed]:
     """Replay a round: its basis, the settings in force, each candidate, the best combination if any is better."""
     records, notes = list(work.records), []
-    count = warm_up(records, max(work.now.prefix_cache.ttls.values()))
+    start = work.start
+    count = max(start.early, warm_up(records, max(work.now.prefix_cache.ttls.values())))
     enough = len(log_fit.measured(records)) >= ENOUGH
     times, origin = choose_cost(records, work.now, recorded_policy(), "log" if enough else "config")
     curves: Mapping[str, sweep_quality.Curve] = {}
@@ -83,7 +91,8 @@ def replays(work: Round) -> Iterator[Basis | Replayed]:
         except UserError as error:
             notes.append(f"quality is unknown: {error}")
     span = records[-1].arrival - records[0].arrival if records else 0.0
-    yield Basis(len(records), count, span, origin, tuple(notes))
+    held = None if start.held is None else sum(len(held) for each in start.held for held in each.tiers.values())
+    yield Basis(len(records), count, span, origin, held, tuple(notes))
     replayer = _Replayer(work, count, times, curves)
     now = replayer.predict(work.now)
     yield replayer.judged(now)
@@ -148,6 +157,7 @@ class _Replayer:
             config,
             self._times,
             inputs=inputs,
+            held=self._work.start.held or (),
             quality=lambda: sweep_quality.retention(self._curves, spec, self._prompts),
         )
 

@@ -20,7 +20,9 @@ from warmkv.platform.whatif.candidates import BEST, NOW, OperatorCandidates, Wha
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round
 from warmkv.platform.whatif.sizes import Held, with_sizes
+from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import RequestWindow
+from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.step_times import ENOUGH
 from warmkv.simulator.studies.whatif import differences, pareto, ranked
@@ -47,7 +49,8 @@ class CandidateResult:
 class WhatIf:
     """State and loop of the service.
 
-    `versions` tells the versions of the live configuration, the last one first, and `held` what the replicas hold now.
+    `versions` tells the versions of the live configuration, the last one first, `held` how much the replicas hold now,
+    and `contents` which blocks, so many of each replica at most.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class WhatIf:
         replay: Replay,
         versions: Callable[[], Awaitable[Sequence[Version]]],
         held: Callable[[], Awaitable[Held]],
+        contents: Callable[[int], Awaitable[Sequence[Contents]]],
         recorder: telemetry.Recorder,
         memory: Memory,
         *,
@@ -65,8 +69,9 @@ class WhatIf:
     ) -> None:
         self._start, self._settings, self._replay = start, settings, replay
         self._versions, self._held, self._recorder, self._memory = versions, held, recorder, memory
-        self._clock, self._wall_clock = clock, wall_clock
+        self._contents, self._clock, self._wall_clock = contents, clock, wall_clock
         self.window, self._own = RequestWindow(), OperatorCandidates(memory.kept.candidates)
+        self._snapshots = Snapshots()
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
         self._replicas = start.cluster.replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
@@ -167,6 +172,7 @@ class WhatIf:
 
     async def turn(self) -> None:
         """Replay a round if there is something new and nothing waits; stop it as soon as requests wait."""
+        await self._take_snapshot()
         if len(self.window) < ENOUGH:
             self._state = f"waiting for {ENOUGH} requests"
             return
@@ -189,6 +195,15 @@ class WhatIf:
         else:
             self._state = "stopped: requests wait for a replica"
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
+
+    async def _take_snapshot(self) -> None:
+        """Note what the replicas hold, if that is due: the windows of later rounds begin here."""
+        if not self._snapshots.due(self.window) or not (count := (await self._held()).replicas):
+            return
+        try:
+            self._snapshots.add(await self._contents(BLOCKS // count), self.window)
+        except Exception as error:  # a replica is starting or gone: the next turn asks again
+            log.info("what-if: the replicas do not tell what they hold: %s: %s", type(error).__name__, error)
 
     async def _followed(self, work: Round) -> bool:
         """Keep the results of a round as they come; False if it was stopped since requests wait."""
@@ -231,7 +246,7 @@ class WhatIf:
             key=lambda one: self._results[one.name].at if one.name in self._results else 0.0,
         )
         return Round(
-            self.window.records(),
+            self._snapshots.start(self.window),
             sized,
             defaults,
             changed,

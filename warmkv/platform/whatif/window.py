@@ -21,6 +21,7 @@ class RequestWindow:
         self._records: deque[tuple[RequestRecord, int]] = deque()
         self.bytes = 0
         self.seen = 0  # requests so far
+        self._seen_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -32,9 +33,20 @@ class RequestWindow:
                 size = size_of(record)
                 self._records.append((record, size))
                 self.bytes += size
+                self._seen_bytes += size
                 self.seen += 1
         while self._records and (len(self._records) > self._most or self.bytes > self._most_bytes):
             self.bytes -= self._records.popleft()[1]
+
+    @property
+    def dropped(self) -> bool:
+        """Return True if older requests have gone."""
+        return len(self) < self.seen
+
+    @property
+    def turned(self) -> float:
+        """Return how often the window has been filled so far."""
+        return max(self.seen / self._most, self._seen_bytes / self._most_bytes)
 
     def __iter__(self) -> Iterator[RequestRecord]:
         """Yield the requests as they came in."""

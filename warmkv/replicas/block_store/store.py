@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache, Span, spans
 from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
@@ -56,6 +57,7 @@ class BlockStore:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
         self.clock, self._publish, self._wait_seconds = clock, publish, wait_seconds
+        self._wall_clock = wall_clock
         self._jobs = Jobs(io_threads or Threads(), wake)
         self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
@@ -132,6 +134,10 @@ class BlockStore:
         for key, tier in self._published.items():
             found[tier].append(key)
         return found
+
+    def contents(self, most: int) -> Contents:
+        """Return what at most `most` blocks are, of all tiers together, by recency."""
+        return contents_of(self._cache.tiers, most, self.clock(), self._wall_clock())
 
     @property
     def tiers(self) -> Tiers:

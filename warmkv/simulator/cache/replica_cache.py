@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from warmkv.policies.contents import Contents, restore
 from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache, Span, sum_positions, sums_key
 from warmkv.policies.tiers import Left, Step, Stored, Tier
@@ -102,6 +103,14 @@ class ReplicaCache:
     def release(self, record: RequestRecord, match: Match) -> None:
         """Let go what a request found."""
         self._cache.release(match)
+
+    def restore(self, contents: Contents, now: float, wall: float) -> None:
+        """Insert what a running replica held into an empty cache, whose clock shows `now` at the Unix time `wall`."""
+        tiers = self._cache.tiers
+        restore(tiers, contents, now, wall)
+        for key in {key for tier_index in tiers.indexes for key in tier_index.keys_of()}:
+            self._tell(key, tiers.fastest(key), now)
+        self._note((), now)
 
     # --- from and to other replicas
 

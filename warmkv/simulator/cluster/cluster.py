@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from warmkv.config import Config
 from warmkv.policies.breaker import retry_pause
+from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
@@ -52,6 +53,8 @@ def simulate(
     as_placed: bool = False,
     seed: int = 0,
     lay_out: Callable[[], Layout | None] | None = None,
+    held: Sequence[Contents] = (),
+    begun: float = 0.0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
     """Run jobs, ordered by arrival, to their end; their outcome is written into them.
@@ -64,14 +67,17 @@ def simulate(
     every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
     prompts' blocks as runs, where whoever calls keeps them.
 
+    The first replicas begin with what is `held`, one after the other, the others empty; the clock starts at the Unix
+    time `begun`.
+
     With `simulator.batching: mixed` requests are preempted, which only a cache that follows every block can do.
     Raises BatchingError if a request could not be batched so.
     """
     config = resolved(config)
     mixed = mixed_limits(jobs, config, token_bytes) if config.simulator.batching == "mixed" else None
-    by_runs = by_runs and mixed is None
+    by_runs = by_runs and mixed is None and not held
     stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
-    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run()
+    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run(held, begun)
 
 
 def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limits:
@@ -114,12 +120,15 @@ class Cluster:
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
 
-    def run(self) -> Outcome:
-        """Run until all jobs have ended."""
+    def run(self, held: Sequence[Contents] = (), begun: float = 0.0) -> Outcome:
+        """Run until all jobs have ended. What is `held` is there when the clock starts, at the Unix time `begun`."""
         if self._as_placed:
             self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
         else:
             self._fleet.open()
+        for cache, contents in zip(self._fleet.caches, held, strict=False):
+            assert isinstance(cache, ReplicaCache)  # no runs are followed then
+            cache.restore(contents, self._env.now, begun)
         if not self._jobs:
             self._fleet.close()
         first = [job for job in self._jobs if not job.waits]

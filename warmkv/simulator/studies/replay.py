@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, describe
+from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
@@ -226,11 +227,12 @@ def run(
     turns: Mapping[int, FollowUp] = NO_TURNS,
     as_placed: bool = False,
     inputs: ReplayInputs | None = None,
+    held: Sequence[Contents] = (),
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
     """Replay records once, as `replay` does, and keep the outcome of every request.
 
-    `as_placed` sends each to the replica that its record names.
+    `as_placed` sends each to the replica that its record names. `held` is what the replicas hold at the first arrival.
     """
     token_bytes = kv_shape(config).token_bytes
     inputs = inputs or ReplayInputs(records)
@@ -244,6 +246,8 @@ def run(
             times,
             as_placed=as_placed,
             lay_out=lambda: inputs.layout,
+            held=held,
+            begun=records[0].arrival if records else 0.0,
             progress=progress,
         )
         return summarise(jobs, outcome, config, lifetimes, variant)

@@ -1,7 +1,8 @@
 """What a service's own recent requests would have met under other settings, and how far the model can be trusted.
 
-The first part of the requests is replayed only so that the caches hold what they held when the rest came. Figures are
-those of the rest, predicted by the replay and, for the settings in force, as they were measured.
+Replays begin with what the replicas held. The first part of the requests is replayed only so that the caches of every
+candidate settle. Figures are those of the rest, predicted by the replay and, for the settings in force, as they were
+measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from warmkv.config import Config
+from warmkv.policies.contents import Contents
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -53,9 +55,9 @@ class Prediction:
 
 
 def warm_up(records: Sequence[RequestRecord], longest_ttl: float) -> int:
-    """Return how many requests, ordered by arrival, only fill the caches.
+    """Return how many requests, ordered by arrival, only let the caches settle.
 
-    After the longest TTL nothing is left of what came before the window. At most half of the requests are spent on it.
+    After the longest TTL nothing is left of what other settings stored. At most half of the requests are spent on it.
     """
     if not records:
         return 0
@@ -70,14 +72,15 @@ def predict(
     times: StepTimes,
     *,
     inputs: ReplayInputs | None = None,
+    held: Sequence[Contents] = (),
     quality: Callable[[], float | None] = lambda: None,
 ) -> Prediction:
-    """Replay records and return the figures of those from number `counted` on.
+    """Replay records and return the figures of those from number `counted` on. `held` is what the replicas begin with.
 
     `resident_bytes` and `slot_bytes` are means over their arrivals, of all replicas and tiers; `resident_bytes_end` is
     the level at the end. Raises VariantError if the configuration lacks a TTL that the records name.
     """
-    done = run(records, config, Variant(), times, inputs=inputs)
+    done = run(records, config, Variant(), times, inputs=inputs, held=held)
     jobs = done.jobs[counted:]
     label = config.compression.policy.label
     if not jobs:

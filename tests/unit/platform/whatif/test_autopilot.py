@@ -42,6 +42,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
+from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 
@@ -401,6 +402,9 @@ async def loop_scenario() -> None:
     async def held() -> Held:
         return Held(replicas=1, stored_bytes=int(cluster.stored[ttl()].at([now - OFFSET])[0]))
 
+    async def nothing_held(most: int) -> list[Contents]:
+        return [Contents(now, {})]
+
     async def replay(work: Round) -> AsyncGenerator[Basis | Replayed]:
         for one in replays(work):
             yield one
@@ -415,6 +419,7 @@ async def loop_scenario() -> None:
         replay,
         versions.history,
         held,
+        nothing_held,
         telemetry_of_nobody(),
         memory,
         clock=lambda: now,

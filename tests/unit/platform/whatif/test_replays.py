@@ -15,6 +15,7 @@ from tests.unit.simulator.conversations import run
 from warmkv.config import Config, load
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
+from warmkv.platform.whatif.warm_start import Start
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.whatif import Prediction, measure, ranked, warm_up
 
@@ -33,7 +34,7 @@ def replayed(
 ) -> tuple[Basis, dict[str, Replayed]]:
     """What a round yields: its basis, and the results by name."""
     tried = proposals(now) if candidates is None else candidates
-    basis, *results = replays(Round(log, now, defaults, changed, tried, **more))
+    basis, *results = replays(Round(Start(log), now, defaults, changed, tried, **more))
     assert isinstance(basis, Basis)
     return basis, {one.candidate.name: one for one in results if isinstance(one, Replayed)}
 

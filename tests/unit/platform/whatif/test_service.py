@@ -33,7 +33,9 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held, with_sizes
+from warmkv.platform.whatif.warm_start import BLOCKS
 from warmkv.platform.whatif.window import BYTES, REQUESTS, RequestWindow, size_of
+from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.whatif import Prediction
 
@@ -82,6 +84,8 @@ class Bench:
         self.closed = 0
         self.versions: list[Version] = []
         self.held = Held(replicas=1, stored_bytes=7)
+        self.contents: list[Contents] | None = None
+        self.asked: list[int] = []
         self.metrics, self.store = Gauges(), store or InMemory()
         loop = asyncio.get_running_loop()
         self.whatif = WhatIf(
@@ -90,6 +94,7 @@ class Bench:
             self.replay,
             self._versions,
             self._held,
+            self._contents,
             self.metrics,
             Memory(self.store, "warmkv", 0.0),
             clock=loop.time,
@@ -99,7 +104,7 @@ class Bench:
     async def replay(self, work: Round) -> AsyncGenerator[Basis | Replayed]:
         self.rounds.append(work)
         try:
-            yield Basis(len(work.records), 0, 1.0, "the test")
+            yield Basis(len(work.records), 0, 1.0, "the test", None)
             present = Prediction("full", dict(FIGURES), 20)
             yield Replayed(WhatIfCandidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
             for candidate in work.candidates:
@@ -114,6 +119,12 @@ class Bench:
 
     async def _held(self) -> Held:
         return self.held
+
+    async def _contents(self, most: int) -> list[Contents]:
+        self.asked.append(most)
+        if self.contents is None:
+            raise TimeoutError("a replica is starting")
+        return self.contents
 
     async def come(self, count: int = 40, waiting: int = 0) -> None:
         await self.whatif.take("a", records(count), waiting)
@@ -153,6 +164,23 @@ def test_a_round_is_replayed_when_there_is_something_new():
         assert bench.rounds[3].now.prefix_cache.default_ttl == "1h"
         assert (await bench.whatif.table())["version"] == 4
         assert bench.rounds_counted() == ["done"] * 4
+
+    clocks.run(scenario())
+
+
+def test_rounds_begin_with_what_the_replicas_tell_once_they_do():
+    async def scenario() -> None:
+        bench = Bench()
+        bench.held = Held(replicas=2)
+        await bench.come()
+        await bench.whatif.turn()
+        assert (bench.rounds[0].start.held, bench.asked) == (None, [BLOCKS // 2])  # one was starting
+        bench.contents = [Contents(OFFSET, {"device": []}) for _ in range(2)]
+        await bench.come()
+        await bench.whatif.turn()
+        assert bench.rounds[1].start.held == bench.contents
+        await bench.whatif.turn()
+        assert len(bench.asked) == 2  # and not again before a quarter of the window is new
 
     clocks.run(scenario())
 

@@ -299,3 +299,22 @@ def test_stores_that_exchange_at_random_never_give_wrong_kv(seed, prompts):
             for place, index in zip(store.places, store.tiers.indexes, strict=True):
                 assert index.bytes <= index.capacity
                 assert index.bytes == sum(packed.nbytes for packed in place.blocks.values())
+
+
+def test_what_a_store_tells_of_its_blocks_is_what_it_holds_in_unix_time():
+    config = {"block_size": BLOCK, "min_tokens": 1, "memory_bytes": 1 << 20, "ttls": LIVES}
+    known = PrefixCacheConfig.model_validate(config)
+    store = BlockStore(known, IDENTITY, CPU, Clock(100.0), wall_clock=lambda: 1.7e9)
+    prompt = Prompt("t", list(range(2 * BLOCK + 1)))
+    write(store, prompt, {2 * BLOCK + 1: "1h"}, sums=True)
+    told = store.contents(10)
+    entries = told.tiers["device"]
+    assert (told.at, len(entries)) == (1.7e9, 4)  # two blocks, a tail, and its column sums
+    for held in entries:
+        entry = store.tiers.indexes[0].entry(held.key)
+        assert entry is not None
+        assert (held.plain, held.tokens, held.tenant, held.ttl) == (entry.plain, entry.tokens, "t", entry.ttl)
+        assert held.expires_at == 1.7e9 + entry.ttl
+        assert held.parent == (entry.parent.key if entry.parent else b"")
+    assert sum(held.mark_expires_at == 1.7e9 + 200 for held in entries) == 1
+    assert len(store.contents(2).tiers["device"]) == 2
