@@ -97,6 +97,13 @@ DROPPED_LINES = Metric(
 LIVE_CONFIG_VERSION = Metric(
     "warmkv_live_config_version", "gauge", "Version of the live configuration that a gateway has in force", "version"
 )
+LIVE_CONFIG_CHANGE = Metric(
+    "warmkv_live_config_change_info",
+    "gauge",
+    "The last change of the live configuration, always 1: who changed what and why, each at most 200 characters",
+    "version",
+    ("version", "who", "what", "why"),
+)
 TENANTS_READ = Metric(
     "warmkv_tenants_read", "counter", "Tenants files read anew by a gateway: taken, refused", "files", ("result",)
 )
@@ -278,7 +285,8 @@ WHATIF_ROUNDS = Metric(
 )
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
-GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, LIVE_CONFIG_VERSION, TENANTS_READ)
+LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_CHANGE)
+GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, *LIVE_CONFIG, TENANTS_READ)
 RESIDENCY = (BLOCK_LIFETIME, BLOCK_IDLE, REUSE_GAP)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, *RESIDENCY)
 COMPRESSION = (

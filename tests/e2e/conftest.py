@@ -27,6 +27,7 @@ from warmkv.platform.operator_key import with_operator
 ROOT = Path(__file__).parents[2]
 OVERLAY = ROOT / "k8s" / "overlays" / "demo"
 OPERATOR = {"x-api-key": "operator of the tests"}  # headers
+GRAFANA = "http://grafana.example.org:3000"  # where dashboards are seen
 ENVIRONMENT = {
     "WARMKV_SALT": "salt of the tests",
     # A replica that takes longer to say how long its queue is, is passed over, even if a request names it.
@@ -98,6 +99,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     args = application["args"]
     args.setdefault("gateway", {}).update(host="127.0.0.1", port=port, access_log=str(log))
     args.setdefault("engine", {}).update(threads=1)
+    args.setdefault("control", {}).update(allowed_origins=[GRAFANA])
     document["http_options"] = {"host": "127.0.0.1", "port": port}
     config = parse(args)
     config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})

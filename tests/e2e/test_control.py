@@ -9,7 +9,8 @@ import anthropic
 import pytest
 import requests
 
-from tests.e2e.conftest import OPERATOR
+from tests import grafana
+from tests.e2e.conftest import GRAFANA, OPERATOR
 from tests.polling import PATIENCE, until
 from warmkv.platform.control import control_name, start_control
 from warmkv.platform.named_actors import NAMESPACE
@@ -110,6 +111,63 @@ def test_refusals_come_through_the_actor(cluster):
         assert answer.status_code == status
         assert says in message
         assert "Traceback" not in message
+
+
+def click(cluster: Any, title: str, action: str, row: dict[str, Any], key: str = OPERATOR["x-api-key"], **asked: str):
+    """Send an action of a dashboard's table as a browser does: its preflight, then the request. Returns the answer."""
+    filled = {"key": key, **asked}
+    sent = grafana.request(grafana.tables()[title], action, row, filled, {"gateway": cluster.url})
+    headers, origin = {**sent.headers}, {"origin": GRAFANA}
+    names = ",".join(sorted(name.lower() for name in headers))
+    asks = {"access-control-request-method": sent.method, "access-control-request-headers": names}
+    preflight = requests.options(sent.url, headers={**origin, **asks}, timeout=PATIENCE)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, GRAFANA)
+    assert sent.method in preflight.headers["access-control-allow-methods"]
+    allowed = preflight.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+    assert set(names.split(",")) <= set(allowed)
+    answer = requests.request(sent.method, sent.url, json=sent.body, headers={**headers, **origin}, timeout=PATIENCE)
+    assert answer.headers["access-control-allow-origin"] == GRAFANA
+    return answer
+
+
+def test_actions_of_the_dashboards_change_the_cluster_and_nobody_elses_do(cluster):
+    ttls, before = {"5m": 600.0, "1h": 3600.0}, policy(cluster)["version"]
+    figures = {"hit_rate": 0.5, "bytes": 1000, "ttft_p99": 0.2, "quality": None}
+    replayed = {"candidate": "ttl-double", "restart": [], "figures": figures, "pareto": True, "rank": 1}
+    table = {"version": before, "candidates": [{**replayed, "changes": {"prefix_cache.ttls": ttls}}]}
+    (best,) = grafana.rows(grafana.tables()["What other settings would do"], table)
+
+    def row(title: str, of: str, **wanted: Any) -> dict[str, Any]:
+        """A row of a table as it is read from the cluster now."""
+        found = grafana.rows(grafana.tables()[title], policy(cluster, of))
+        return next(one for one in found if wanted.items() <= one.items())
+
+    def setting() -> dict[str, Any]:
+        return row("Live settings", "", setting="compression.policy")
+
+    def version(number: int) -> dict[str, Any]:
+        return row("Versions", "/history", version=number)
+
+    cluster.change(changes={"compression.policy": "snapkv@0.5"})
+    first = before + 1
+    best["version"] = first
+    actions = [  # and what is different from the configuration at start then
+        (("What other settings would do", "Apply candidate", lambda: best), {}, ("snapkv@0.5", ttls)),
+        (("Live settings", "Set budget", setting), {"budget": "0.3", "why": "memory"}, ("snapkv@0.3", ttls)),
+        (("Versions", "Roll back", lambda: version(first)), {"why": "worse"}, ("snapkv@0.5", None)),
+        (("Live settings", "Set TTL", setting), {"ttls": json.dumps(ttls), "why": "more"}, ("snapkv@0.5", ttls)),
+        (("Versions", "Roll back to the start", lambda: version(first)), {"why": "as it was"}, (None, None)),
+    ]
+    for number, ((title, action, of), asked, (compression, lives)) in enumerate(actions, start=first):
+        assert click(cluster, title, action, of(), key="nobody in particular", **asked).status_code == 403
+        assert policy(cluster)["version"] == number
+        applied = click(cluster, title, action, of(), **asked)
+        assert (applied.status_code, applied.json()["version"]) == (200, number + 1), applied.text
+        settings = policy(cluster)["settings"]
+        start = cluster.config
+        assert settings["compression.policy"] == (compression or start.compression.policy.label)
+        assert settings["prefix_cache.ttls"] == (lives or start.prefix_cache.ttls)
+    assert ask(cluster, "after the actions").warmkv["policy_version"] == policy(cluster)["version"]
 
 
 def test_the_versions_are_there_for_an_application_that_is_deployed_anew(cluster):

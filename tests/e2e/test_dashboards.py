@@ -75,12 +75,20 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
     scraped = scraping(prometheus_binary(), tmp_path / "prometheus", ray_targets(), seconds=1)
     with cluster.changed(short), scraped as prometheus:
 
-        def value(expression: str) -> list[float]:
+        def results(expression: str) -> Any:
             expression = re.sub(r"\$(application|policy|model|tenant)\b", ".*", expression)
             query = {"query": expression.replace("$__rate_interval", "1m")}
             answer: Any = requests.get(f"{prometheus}/api/v1/query", params=query, timeout=PATIENCE).json()
             assert answer["status"] == "success", (expression, answer)
-            return [float(sample["value"][1]) for sample in answer["data"]["result"]]
+            return answer["data"]["result"]
+
+        def value(expression: str) -> list[float]:
+            return [float(sample["value"][1]) for sample in results(expression)]
+
+        def marked(version: Any) -> Any:
+            """What is marked on the graphs a moment after a change."""
+            found = [one["metric"] for expression in events for one in results(expression.replace("1m", "2s"))]
+            return next((one for one in found if one.get("version") == str(version)), None)
 
         def all_have_data() -> bool:
             number = next(turns)
@@ -103,6 +111,9 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
             raise AssertionError(list(waiting.values())) from None
         for expression in events:
             value(expression)
+        changed = cluster.change(changes={"routing.overload": 3}, why='it "pays"')
+        mark = until(lambda: marked(changed["version"]), "the change is marked on the graphs")
+        assert (mark["who"], mark["what"], mark["why"]) == (changed["who"], "routing.overload = 3", 'it "pays"')
         known = {metric.exported for metric in telemetry.ALL}
         for alert in ALERTS:
             value(alert.expression)

@@ -51,13 +51,16 @@ def _grew(counter: t.Metric, by: str, **match: str) -> str:
 
 
 _VERSION = f"max by (application) ({t.LIVE_CONFIG_VERSION.exported}{selector(t.LIVE_CONFIG_VERSION)}"
+_CHANGE = f"max by (application, {', '.join(t.LIVE_CONFIG_CHANGE.labels)}) ("
+_CHANGE += f"{t.LIVE_CONFIG_CHANGE.exported}{selector(t.LIVE_CONFIG_CHANGE)}"
 
 EVENTS = (
     Event(
         "Configuration",
         "blue",
-        f"{_VERSION}) != {_VERSION} offset {WINDOW})",
-        "{{application}} has another version of the live configuration",
+        f"({_CHANGE}) unless {_CHANGE} offset {WINDOW})) "
+        f"and on (application) {_VERSION}) != {_VERSION} offset {WINDOW})",  # no gateway that only starts
+        "{{application}}, version {{version}} by {{who}}: {{what}} ({{why}})",
     ),
     Event(
         "Deploy",

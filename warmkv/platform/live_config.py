@@ -33,6 +33,9 @@ _SECTIONS: dict[str, Iterable[str]] = {
 LIVE = tuple(f"{section}.{field}" for section, fields in _SECTIONS.items() for field in fields)
 """Settings that may be changed while the service runs."""
 
+DESCRIBED = 200
+"""Characters of a change's author, settings and reason that its mark on the dashboards shows."""
+
 
 class StaleVersionError(ValueError):
     """A change that was based on a version which is not in force any more."""
@@ -95,6 +98,20 @@ def in_force(start: Config, version: Version) -> Config:
     Raises ConfigError where it does not fit.
     """
     return changed(start, version.settings)
+
+
+def described(version: Version) -> dict[str, str]:
+    """Return who changed what and why, as labels of a metric: one line each, never empty, of a bounded length."""
+    changes = ", ".join(f"{name} = {json.dumps(value)}" for name, value in version.changes.items())
+    what = changes if version.rolled_back_to is None else f"back to version {version.rolled_back_to}"
+    return {
+        name: _short(text) or "not given" for name, text in (("who", version.who), ("what", what), ("why", version.why))
+    }
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= DESCRIBED else line[: DESCRIBED - 3] + "..."
 
 
 def values(config: Config, settings: Iterable[str] = LIVE) -> dict[str, Any]:

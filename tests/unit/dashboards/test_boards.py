@@ -182,7 +182,7 @@ def test_the_rules_find_faults(expression: str, fault: str) -> None:
 
 
 def test_every_metric_is_shown(boards: dict[str, dict[str, Any]]) -> None:
-    shown = " ".join(expression for _, expression in expressions(boards))
+    shown = " ".join([*(expression for _, expression in expressions(boards)), *events(boards).values()])
     assert [metric.name for metric in telemetry.ALL if metric.exported not in shown] == []
 
 
@@ -331,13 +331,19 @@ def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], t
 
     series = [
         one(t.LIVE_CONFIG_VERSION, "3x7 4x40", replica="g", deployment="gateway"),
+        one(t.LIVE_CONFIG_CHANGE, "1x7", replica="g", version="3", who="ann", what="a", why="b"),
+        one(t.LIVE_CONFIG_CHANGE, "_x8 1x40", replica="g", version="4", who="autopilot", what="ttl", why="it pays"),
+        one(t.LIVE_CONFIG_VERSION, "_x20 4x28", replica="g2", deployment="gateway"),  # one that only starts
+        one(t.LIVE_CONFIG_CHANGE, "_x20 1x28", replica="g2", version="4", who="autopilot", what="ttl", why="it pays"),
         one(t.DECODING, "0x50", replica="r1", deployment="replica"),
         one(t.DECODING, "_x16 0x40", replica="r2", deployment="replica"),
         one(t.FAILED, "0+1x50", fault="request"),
         one(t.FAILED, "_x24 1x20", fault="memory"),
     ]
     happens = {
-        "Configuration": {"2m": '{application="warmkv"}'},
+        "Configuration": {
+            "2m": '{application="warmkv", version="4", who="autopilot", what="ttl", why="it pays"}',
+        },
         "Deploy": {"4m15s": '{application="warmkv", deployment="replica"}'},
         "Fault": {"6m15s": '{application="warmkv", fault="memory"}'},
     }
@@ -348,7 +354,7 @@ def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], t
             samples = [{"labels": labels, "value": 1}] if labels else []
             checks.append(
                 {
-                    "expr": f"count by (application, deployment, fault) ({plain(expression)})",
+                    "expr": f"count by (application, deployment, fault, version, who, what, why) ({plain(expression)})",
                     "eval_time": at,
                     "exp_samples": samples,
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import threading
@@ -34,6 +35,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
+from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model, load_tokenizer
@@ -65,7 +67,9 @@ class Counted:
 class Replaying(WhatIf):
     """The what-if service in this process: it replays when it is asked for its table, if there is something new."""
 
-    def __init__(self, config: Config, control: Control, records: Sequence[RequestRecord], folder: Path) -> None:
+    def __init__(
+        self, config: Config, control: Control, records: Sequence[RequestRecord], folder: Path, engine: Engine
+    ) -> None:
         async def replay(work: Round) -> AsyncGenerator[Basis | Replayed]:
             for step in replays(work):
                 yield step
@@ -73,10 +77,14 @@ class Replaying(WhatIf):
         async def held() -> Held:
             return Held(1)
 
+        async def contents(most: int) -> list[Contents]:
+            return [await asyncio.wrap_future(engine.between_steps(lambda: engine.store.contents(most)))]
+
         assert config.control.whatif is not None
         memory = Memory(FolderStore(folder), "warmkv", 0.0)
         clocks: Any = {"clock": time.monotonic, "wall_clock": time.time}
-        super().__init__(config, config.control.whatif, replay, control.history, held, Counted(), memory, **clocks)
+        asked = control.history, held, contents
+        super().__init__(config, config.control.whatif, replay, *asked, Counted(), memory, **clocks)
         self._all = records
 
     async def table(self) -> dict[str, Any]:
@@ -127,7 +135,9 @@ class Server:
             return [5, 7]
 
         control = Control(FolderStore(folder), "warmkv")
-        whatif = None if config.control.whatif is None else Replaying(config, control, self.records, folder)
+        whatif = None
+        if config.control.whatif is not None:
+            whatif = Replaying(config, control, self.records, folder, self.engine)
         self.taking = 1  # replicas that take requests
         app = create_app(
             service,

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from tests.polling import PATIENCE
 from tests.unit.platform.conftest import OPERATOR
+from warmkv import telemetry
 from warmkv.cli import app
 from warmkv.platform import operator_key
-from warmkv.platform.live_config import LIVE
+from warmkv.platform.live_config import LIVE, Version, described
 from warmkv.platform.tenants import hash_key
 
 LONG = "for position in range(length):\n    total += position\n" * 40
@@ -267,3 +268,15 @@ def test_the_command_says_what_is_wrong(tuned):
     ):
         done = run(*args)
         assert (done.exit_code, says in done.stderr) == (code, True), (args, done.output, done.stderr)
+
+
+def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
+    info = telemetry.LIVE_CONFIG_CHANGE.name
+    why = 'memory "is" short\n' + 100 * "long "
+    number = put(tuned, {"routing.overload": 3}, why=why)["version"]
+    roll_back(tuned)
+    changed, back = [labels for name, _, labels in tuned.metrics.seen if name == info][-2:]
+    assert (changed["version"], changed["who"], changed["what"]) == (str(number), "operator", "routing.overload = 3")
+    assert (changed["why"][:22], len(changed["why"]), changed["why"][-3:]) == ('memory "is" short long', 200, "...")
+    assert (back["what"], back["why"]) == (f"back to version {number - 1}", "test")
+    assert described(Version(number=1, why=""))["why"] == "not given"  # Grafana would show an empty label's name

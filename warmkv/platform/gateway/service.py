@@ -23,7 +23,7 @@ from warmkv.platform.gateway.faults import ErrorLog
 from warmkv.platform.gateway.intake.overload import Backlog
 from warmkv.platform.gateway.live import RecentRequests
 from warmkv.platform.gateway.resume import Send, Sink, resumed
-from warmkv.platform.live_config import Version, in_force
+from warmkv.platform.live_config import Version, described, in_force
 from warmkv.policies import budgets, pricing
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
@@ -118,6 +118,9 @@ class Service:
         """Bring a version into force for requests that come from now on. Raises ConfigError; then nothing changes."""
         self.policy = LiveConfig.of(self.config, version)
         self._recorder.set(telemetry.LIVE_CONFIG_VERSION, version.number)
+        self._recorder.forget(telemetry.LIVE_CONFIG_CHANGE)
+        if version.number:
+            self._recorder.set(telemetry.LIVE_CONFIG_CHANGE, 1, version=str(version.number), **described(version))
 
     def arrive(self, context: RequestContext, lease: Lease) -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
