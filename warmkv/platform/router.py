@@ -106,7 +106,8 @@ class Router:
 
         def began(cached_tokens: int) -> None:
             dispatcher.in_flight.began(number)
-            if attempt.replica == choice.order[0]:
+            reads = request.sampling.prompt_logprobs is None  # else all of it is computed
+            if reads and attempt.replica == choice.order[0]:
                 self._compare(choice.expected * self._config.prefix_cache.block_size, cached_tokens)
 
         attempt.booking, attempt.began = number, began

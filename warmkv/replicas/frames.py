@@ -22,6 +22,7 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PromptLogprobs,
     Refused,
     Started,
     TokenLogprobs,
@@ -56,6 +57,8 @@ def encode(events: Iterable[tuple[int, Event]]) -> bytes:
             rows.append((stream, "finished", event.reason, event.output_tokens, event.stop_sequence))
             if event.logprobs:
                 rows[-1] += (_rows(event.logprobs),)
+        elif isinstance(event, PromptLogprobs):
+            rows.append((stream, "prompt", _rows(event.logprobs)))
         else:
             kind = type(event)
             rows.append((stream, _KINDS[kind], *map(partial(getattr, event), kind.__slots__)))
@@ -72,6 +75,8 @@ def decode(line: bytes) -> list[tuple[int, Event]]:
         elif kind == "finished":
             reason, output_tokens, stop, *logprobs = fields
             events.append((stream, Finished(reason, output_tokens, stop, *map(_logprobs, logprobs))))
+        elif kind == "prompt":
+            events.append((stream, PromptLogprobs(*map(_logprobs, fields))))
         else:
             events.append((stream, _CLASSES[kind](*fields)))
     return events

@@ -53,6 +53,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     logprobs: int | None = None  # of drawn tokens, and of so many of the most probable ones
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, for which all of it is computed
     constraint: Constraint | None = None
     shown_ids: tuple[int, ...] = ()  # special tokens that are part of the text, as the delimiters of tool calls
 
@@ -147,6 +148,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # token ids with theirs, the highest first
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Those of a prompt's next tokens, from its second on: a chunk has been computed. Comes before Started."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 @dataclass(slots=True)  # not frozen, which would take thrice as long to make: there is one for every token
 class Delta:
     """More text, how many tokens have been drawn so far, this text's included, and those since the last one.
@@ -164,7 +172,8 @@ class Delta:
 class Finished:
     """The end. `output_tokens` counts every drawn token, an end-of-text token included.
 
-    `logprobs` are those of the tokens behind the last text, without what ended the answer.
+    `logprobs` are those of the tokens behind the last text; that of an end of text only beside those of the prompt, so
+    that there is one for every token.
     """
 
     reason: FinishReason
@@ -189,7 +198,7 @@ class Alive:
     """Nothing new for a while, but the replica's engine goes on."""
 
 
-Event = Admitted | Refused | Started | Delta | Finished | Failed | Alive
+Event = Admitted | Refused | PromptLogprobs | Started | Delta | Finished | Failed | Alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Transfers:
 
     def helps(self, request: GenerateRequest) -> bool:
         """Return True if a request's router knows of another replica that may have what it lacks here."""
-        plan = request.fetch
+        plan = request.fetch if request.sampling.prompt_logprobs is None else None  # else all of it is computed
         return plan is not None and plan.donor != self._name and self._engine.store.enabled
 
     async def prepare(self, request: GenerateRequest) -> None:

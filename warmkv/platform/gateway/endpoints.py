@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -94,6 +94,7 @@ def create_app(
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context, partial(restore, secret=secret))
     stored = ResponseStore(service.clock)
+    text_of = cache(lambda token: tokenizer.decode([token]))  # of a vocabulary's tokens
 
     def admitted(request: Request) -> Arrival:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
@@ -154,7 +155,7 @@ def create_app(
         return await complete("completions", arrival, await intake.take(request, partial(parsing.completion, arrival)))
 
     async def complete(api: str, arrival: Arrival, prompts: list[ParsedRequest]) -> Response:
-        choices = Choices(service, api, arrival, prompts, lambda token: tokenizer.decode([token]))
+        choices = Choices(service, api, arrival, prompts, text_of)
         await choices.queued()
         if choices.asked.stream:
             written = partial(openai.stream, choices)

@@ -23,8 +23,10 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PromptLogprobs,
     QueueFullError,
     Started,
+    TokenLogprobs,
 )
 
 
@@ -49,9 +51,13 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Sink:
-    """Where text goes as it comes, without a task that is woken for it. While there is no `take`, it is yielded."""
+    """Where text goes as it comes, without a task that is woken for it. While there is no `take`, it is yielded.
+
+    Log-probabilities of the prompt are collected here; they are whole when the answer has started.
+    """
 
     take: Callable[[Delta], None] | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +139,8 @@ async def resumed(
             sent = replace(request, id=f"{request.id}~{len(attempts)}", resume=tuple(progress.output_ids))
         attempt = Attempt(sent, attempts, routing, take=take)
         progress.begin()
+        if sink is not None and not started:
+            sink.prompt_logprobs.clear()
         outcome: Outcome = "none"
         try:
             async with aclosing(send(attempt)) as events:
@@ -141,6 +149,9 @@ async def resumed(
                         if not admitted:
                             admitted = True
                             yield event
+                    elif isinstance(event, PromptLogprobs):
+                        if sink is not None and not started:
+                            sink.prompt_logprobs += event.logprobs
                     elif isinstance(event, Started):
                         attempt.began(event.cached_tokens)
                         if not started:

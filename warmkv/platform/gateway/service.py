@@ -271,7 +271,7 @@ class Service:
             max((end for end, ttl in zip(prompt.ends, prompt.ttls, strict=True) if ttl is not None), default=0),
             cache.block_size,
             automatic=not explicit,
-            enabled=cache.enabled,
+            enabled=cache.enabled and request.sampling.prompt_logprobs is None,
         )
         hit = started.hit if explicit else started.cached_tokens
         looked = self._clock() - started.prefill_seconds

@@ -21,7 +21,7 @@ from warmkv.replicas.engine.faults import (
 from warmkv.replicas.engine.passes import empty_cache
 from warmkv.replicas.engine.prompts import Prompts
 from warmkv.replicas.engine.scheduler import EngineEvent, Scheduler, Sequence
-from warmkv.replicas.protocol import Failed, Finished, FinishReason
+from warmkv.replicas.protocol import Failed, Finished, FinishReason, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ class Endings:
     clock: Callable[[], float]
     probe: Callable[[], bool]
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End an answer that is complete, or that nobody wants any more."""
+    def finish(self, sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+        """End an answer that is complete, or that nobody wants any more; `logprobs` are those of what ended it."""
         if reason != "cancelled":
             self.faults.succeeded()
-        self.end(sequence, Finished(reason, sequence.num_output_tokens))
+        self.end(sequence, Finished(reason, sequence.num_output_tokens, logprobs=logprobs))
 
     def shed(self, sequence: Sequence, error: Exception) -> None:
         """End a request for want of something that another replica may have."""

@@ -39,7 +39,7 @@ from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, draw
+from warmkv.replicas.engine.sampling import NO_TOKEN, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.loading.load import LoadedModel
@@ -47,6 +47,7 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PromptLogprobs,
     SamplingParams,
     Started,
     UnservableRequestError,
@@ -95,6 +96,7 @@ class Engine:
             engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
         )
         self._prompts = Prompts(model, self.store, self.pool, classes)
+        self._scored_at_once = positions_at_once(model.vocabulary, model.dtype.itemsize)
         self.faults = FailureCounts()
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
@@ -306,7 +308,13 @@ class Engine:
     def _begin_chunks(self) -> list[Sequence]:
         """Begin the chunks of this step; returns the prompts that have one."""
         begun = []
+        scored = self._scored_at_once
         for sequence, tokens in self.scheduler.chunks():
+            if sequence.is_scored:  # those that come first, until memory for their logits is used up
+                tokens = min(tokens, scored)
+                if not tokens:
+                    continue
+                scored -= tokens
             try:
                 self._prompts.begin_chunk(sequence, tokens)
                 begun.append(sequence)
@@ -338,6 +346,9 @@ class Engine:
         for sequence, token in computed:
             try:
                 self._prompts.keep_sums(sequence)
+                if sequence.prompt_logprobs:
+                    self._endings.tell(sequence, PromptLogprobs(sequence.prompt_logprobs))
+                    sequence.prompt_logprobs = ()
                 if sequence.workspace.is_computed:
                     self._hand_off(sequence, token)
             except Exception as error:
@@ -357,10 +368,11 @@ class Engine:
         drawing = [*batch.ending, *batch.decoding]
         masks = self._begin_masks(drawing)
         ids, positions = batch.ids(device), batch.positions(device)
-        if len(batch.prompts) == 1 and not batch.decoding:
+        if len(batch.prompts) == 1 and not batch.decoding and not batch.prompts[0].is_scored:
             logits = self._forward(ids, positions, batch.prompts[0].workspace)
         else:
-            logits = self._forward(ids, positions, batch, batch.drawn(device))
+            logits, scored = self._forward(ids, positions, batch, batch.drawn(device)).tensor_split([len(drawing)])
+            note_prompt_logprobs(batch.prompts, scored)
         tokens = iter(self._draw(drawing, logits, masks) if drawing else ())
         drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
         for sequence in batch.prompts:
@@ -417,7 +429,8 @@ class Engine:
             self._endings.end(sequence, Failed(f"its constraint cannot be followed: {fault}", "request"))
             return
         if token in self.model.eos_ids and not sampling.ignore_eos:
-            self._endings.finish(sequence, "end")
+            told = sequence.logprobs if sequence.is_scored else None
+            self._endings.finish(sequence, "end", () if told is None else (told,))
             return
         if token in sampling.stop_token_ids:
             self._endings.finish(sequence, "stop")

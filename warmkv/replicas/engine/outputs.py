@@ -21,6 +21,7 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PromptLogprobs,
     Started,
     TokenLogprobs,
 )
@@ -69,6 +70,8 @@ class Output:
         elif isinstance(event, Started):
             self.deliver(event)
             self._start(event)
+        elif isinstance(event, PromptLogprobs):
+            self.deliver(event)
         else:
             self.end = event
 
@@ -88,7 +91,7 @@ class Output:
                 self.logprobs = []
         if end is not None:
             if self.logprobs and isinstance(end, Finished):
-                end = replace(end, logprobs=tuple(self.logprobs))
+                end = replace(end, logprobs=(*self.logprobs, *end.logprobs))
             self.deliver(end)
             self.ended.set_result(end)
             self._start(None)

@@ -52,13 +52,18 @@ class Pass:
         return torch.tensor([[*positions, *(self.state.positions if self.state else ())]], device=device)
 
     def drawn(self, device: torch.device) -> Tensor:
-        """Return places of the tokens whose logits are sampled: the last of prompts that end, and all that decode."""
-        places, end = [], 0
+        """Return places of the tokens whose logits are wanted.
+
+        These are the last of prompts that end and all that decode, which are sampled; then those of prompts whose
+        log-probabilities are told.
+        """
+        places, scored, end = list[int](), list[int](), 0
         for sequence in self.prompts:
+            scored += range(end, end + len(sequence.scored))
             end += len(sequence.workspace.chunk)
             if sequence.workspace.ends:
                 places.append(end - 1)
-        return torch.tensor([*places, *range(end, end + len(self.decoding))], device=device)
+        return torch.tensor([*places, *range(end, end + len(self.decoding)), *scored], device=device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [1, q_heads, tokens, head_dim] to k and v [1, kv_heads, tokens, head_dim], each in its sequence."""

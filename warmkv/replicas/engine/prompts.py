@@ -60,7 +60,10 @@ class Prompts:
         sequence.admitted = now
         most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
         sums = budgets.needs_column_sums(spec, tokens)
-        sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
+        if sequence.is_scored:
+            sequence.match = WarmPrefix()
+        else:
+            sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
 
     def begin_chunk(self, sequence: Sequence, tokens: int) -> None:
         """Prepare to compute at most so many tokens. The first time set up the workspace and attach what is warm."""

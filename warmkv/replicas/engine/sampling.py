@@ -8,12 +8,20 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from warmkv.policies.memory_plan import SCORING_BYTES
+from warmkv.replicas.engine.faults import NotFiniteError
 from warmkv.replicas.engine.logits_processors import process
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.protocol import LEAST_LOGPROB, TokenLogprobs
 
 NO_TOKEN = -1
 """Stands for a token where logits are not finite."""
+
+PROMPT_LOGITS_BYTES = SCORING_BYTES
+"""Logits of prompts in a pass: what policies that score a prompt take afterwards has room for them."""
+
+FLOATS_AT_ONCE = 1 << 21
+"""Logits of prompts that are made log-probabilities at a time."""
 
 BELOW_ONE = 1 - 2**-23
 """The largest number of which a share is less than the whole in float32."""
@@ -55,14 +63,49 @@ def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int]) 
         return
     rows = torch.tensor([row for row, _, _ in wanting], device=logits.device)
     tokens = [ids[row] if (given := sequence.given) is None else given for row, sequence, _ in wanting]
-    logprobs = logits[rows].float().log_softmax(dim=-1)
+    told = _token_logprobs(logits[rows], tokens, [top for _, _, top in wanting])
+    for (_, sequence, _), logprobs in zip(wanting, told, strict=True):
+        sequence.logprobs = logprobs
+
+
+def _token_logprobs(logits: Tensor, tokens: Items[int], tops: Items[int]) -> list[TokenLogprobs]:
+    """Return the log-probability of a token in each row of logits [n, vocabulary], and the row's highest ones."""
+    logprobs = logits.float().log_softmax(dim=-1)
     taken = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-    most = min(max(top for _, _, top in wanting), logits.shape[-1])
-    values, others = logprobs.topk(most, dim=-1)
+    values, others = logprobs.topk(min(max(tops), logits.shape[-1]), dim=-1)
     least = LEAST_LOGPROB
     lists = (taken.clamp_min(least).tolist(), values.clamp_min(least).tolist(), others.tolist())
-    for (_, sequence, top), token, logprob, its, best in zip(wanting, tokens, *lists, strict=True):
-        sequence.logprobs = TokenLogprobs(token, logprob, tuple(zip(best[:top], its[:top], strict=True)))
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(best[:top], its[:top], strict=True)))
+        for token, top, logprob, its, best in zip(tokens, tops, *lists, strict=True)
+    ]
+
+
+def positions_at_once(vocabulary: int, dtype_bytes: int) -> int:
+    """Return the positions of prompts whose logits a pass may hold."""
+    return max(1, PROMPT_LOGITS_BYTES // (vocabulary * dtype_bytes))
+
+
+def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor) -> None:
+    """Leave the log-probabilities of their chunks' tokens in the prompts that want them.
+
+    Logits [n, vocabulary] are those of the `scored` positions, prompt by prompt. Raises NotFiniteError.
+    """
+    if not len(logits):
+        return
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        raise NotFiniteError
+    rows = max(1, FLOATS_AT_ONCE // logits.shape[-1])
+    at = 0
+    for sequence in prompts:
+        scored, top = sequence.scored, sequence.request.sampling.prompt_logprobs or 0
+        told: list[TokenLogprobs] = []
+        for first in range(0, len(scored), rows):
+            piece = scored[first : first + rows]
+            tokens = sequence.request.token_ids[piece.start + 1 : piece.stop + 1]
+            told += _token_logprobs(logits[at : at + len(piece)], tokens, [top] * len(piece))
+            at += len(piece)
+        sequence.prompt_logprobs = tuple(told)
 
 
 def sample(

@@ -24,6 +24,7 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
+    PromptLogprobs,
     QueueFullError,
     Started,
     TokenLogprobs,
@@ -31,7 +32,8 @@ from warmkv.replicas.protocol import (
 )
 from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest, SwappedSlot
 
-EngineEvent = Started | int | TokenLogprobs | Finished | Failed  # a drawn token, alone or with its log-probabilities
+# A drawn token comes alone or with its log-probabilities.
+EngineEvent = PromptLogprobs | Started | int | TokenLogprobs | Finished | Failed
 Emit = Callable[[EngineEvent], None]
 
 
@@ -60,6 +62,7 @@ class Sequence:
     num_output_tokens: int = 0  # tokens drawn so far
     last_token: int = 0
     logprobs: TokenLogprobs | None = None  # of the token just drawn, if the request wants them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the chunk just computed, likewise
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,6 +80,17 @@ class Sequence:
         if self.prefill is not None:
             return self.prompt_tokens - self.prefill.computed
         return self.prompt_tokens - (self.match.reused if self.match is not None else 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """Return True if log-probabilities of its prompt are wanted: what is cached has no logits and is not read."""
+        return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def scored(self) -> range:
+        """Return the positions of its chunk whose logits tell log-probabilities of the prompt's tokens."""
+        chunk = self.workspace.chunk
+        return range(chunk.start, min(chunk.stop, self.prompt_tokens - 1)) if self.is_scored else range(0)
 
     @property
     def given(self) -> int | None:
@@ -219,7 +233,7 @@ class Scheduler:
     def _waits_for_prefix(self, sequence: Sequence, free: int) -> bool:
         """Return True if a request would fit, but a prompt in progress computes what its own prompt lacks."""
         needed = sequence.slot_bytes + sequence.workspace_bytes
-        if not self.prefilling or not self.store.enabled or sequence.swapped or needed > free:
+        if not self.prefilling or not self.store.enabled or sequence.swapped or sequence.is_scored or needed > free:
             return False
         hashes = sequence.request.hashes
         computing = [other.request.hashes for other in self.prefilling]
@@ -231,7 +245,8 @@ class Scheduler:
         Prompts `below` a length get tokens of the next step; `free` bytes are left if idle rows are given back.
         """
         if not sequence.swapped and sequence.prompt_tokens >= below:
-            resident = self.store.leading(sequence.request.hashes)[1] * self.store.block_size
+            hashes = () if sequence.is_scored else sequence.request.hashes
+            resident = self.store.leading(hashes)[1] * self.store.block_size
             if max(1, sequence.prompt_tokens - resident) >= below:
                 return False
         self.admitting = sequence

@@ -6,9 +6,11 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.polling import until
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.load import TINY, load_tokenizer
 
 LONG = "for position in range(length):\n    total += position\n" * 40
 
@@ -150,8 +152,79 @@ def test_log_probabilities_of_a_text(server, stream):
     for one in found:
         for token, logprob, top in zip(one.tokens, one.token_logprobs, one.top_logprobs, strict=True):
             assert top == {token: logprob}
-    with pytest.raises(openai.BadRequestError, match="echo: not with logprobs"):
-        client.completions.create(**options, logprobs=1, echo=True)
+
+
+@pytest.fixture(scope="module")
+def plain(server):
+    """Returns what transformers' plain forward makes of token ids: log-probabilities of all but the first."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+
+    return logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_likelihood_tasks_ask_for(server, plain, stream):
+    """lm-eval: `echo` with `logprobs`, of several prompts as ids, and one token that it drops."""
+    tokenizer, client = load_tokenizer(server.config.model), server.openai("likelihood")
+    texts = ["import os\nimport sys\n", LONG[:300], LONG[:300] + "x"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    options = {"model": server.config.model.name, "temperature": 0, "echo": True, "logprobs": 1, "seed": 1234}
+    for new, prompts in ((1, ids), (0, texts)):
+        made = client.completions.create(**options, prompt=prompts, max_tokens=new, stream=stream)
+        chunks = [chunk.choices[0] for chunk in made] if stream else made.choices
+        for number, own in enumerate(ids):
+            choices = [choice for choice in chunks if choice.index == number]
+            assert "".join(choice.text for choice in choices).startswith(texts[number])
+            found = [choice.logprobs for choice in choices if choice.logprobs]
+            tokens = [token for one in found for token in one.tokens]
+            values = [value for one in found for value in one.token_logprobs]
+            tops = [top for one in found for top in one.top_logprobs]
+            offsets = [at for one in found for at in one.text_offset]
+            assert tokens[: len(own)] == [tokenizer.decode([token]) for token in own]
+            assert len(tokens) == len(own) + new
+            assert (values[0], tops[0]) == (None, None)
+            assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
+            expected = plain(own)
+            likely = [row[token].item() for row, token in zip(expected, own[1:], strict=True)]
+            assert values[1 : len(own)] == pytest.approx(likely, abs=2e-3)
+            for at, (top, row) in enumerate(zip(tops[1 : len(own)], expected, strict=True), 1):
+                assert max(top.values()) == pytest.approx(row.max().item(), abs=2e-3)
+                assert top[tokens[at]] == values[at]
+    assert [record.cached_tokens for record in server.records[-3:]] == [0, 0, 0]  # nothing is read that has no logits
+
+
+def test_a_prompts_log_probabilities_by_vllms_name(server, plain):
+    ids = load_tokenizer(server.config.model)("import os\nimport sys\n")["input_ids"]
+    options = {"model": server.config.model.name, "max_tokens": 2, "extra_body": {"prompt_logprobs": 2}}
+    completion = server.openai().completions.create(**options, prompt=ids, n=2)
+    expected = plain(ids)
+    assert len(completion.choices) == 2
+    for choice in completion.choices:
+        first, *others = choice.prompt_logprobs
+        assert (first, choice.logprobs) == (None, None)
+        for token, row, told in zip(ids[1:], expected, others, strict=True):
+            assert next(iter(told)) == str(token)
+            assert told[str(token)]["logprob"] == pytest.approx(row[token].item(), abs=2e-3)
+            ranked = sorted((one["rank"], int(other)) for other, one in told.items() if one["rank"])
+            assert [other for _, other in ranked] == row.topk(2)[1].tolist()
+            assert told[str(token)]["decoded_token"] == load_tokenizer(server.config.model).decode([token])
+    whole = chat(server, "Hello", **options)
+    assert len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    assert whole.usage.warmkv["cache"]["reason"] == "disabled"
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs: not in a stream"):
+        chat(server, "Hello", stream=True, extra_body={"prompt_logprobs": 0})
+
+
+def test_more_log_probabilities_of_prompts_than_an_answer_holds_are_refused(server):
+    before = len(server.requests)
+    ids = [[5] * 700] * 20
+    with pytest.raises(openai.BadRequestError, match=r"294000 log-probabilities .* are more than 262144"):
+        server.openai().completions.create(model=server.config.model.name, prompt=ids, echo=True, logprobs=20)
+    assert len(server.requests) == before
 
 
 @pytest.mark.parametrize(

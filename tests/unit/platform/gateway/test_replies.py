@@ -52,6 +52,7 @@ from warmkv.replicas.protocol import (
     Finished,
     GatewayAddress,
     GenerateRequest,
+    PromptLogprobs,
     Refused,
     Started,
     TokenLogprobs,
@@ -69,6 +70,7 @@ LOGPROBS = st.lists(
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Admitted, st.integers(1, 9)),
     st.just(Alive()),
+    st.builds(PromptLogprobs, LOGPROBS),
     st.builds(Started, st.text(), *[st.integers(0, 9)] * 5, st.floats(0, 9), st.floats(0, 9), st.just({"host": 3})),
     st.builds(Delta, st.text(), st.integers(0, 9), st.lists(st.integers(0, 9)).map(tuple), LOGPROBS),
     st.builds(Finished, st.sampled_from(["end", "stop"]), st.integers(0, 9), st.none() | st.text(), LOGPROBS),

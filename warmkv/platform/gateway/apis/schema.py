@@ -124,6 +124,7 @@ class ParsedRequest:
     session: str = ""  # that the client names: a hint for routing
     n: int = 1  # answers to this prompt
     echo: str = ""  # text that comes before them: the prompt
+    prompt_logprobs: int | None = None  # by vLLM's name: tokens told beside each one of the prompt
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer: what was not taken as it was asked
     context_management: dict[str, Any] | None = None  # edits that were applied, as the answer tells it
     omit_thinking: bool = False  # from what the client is shown

@@ -33,6 +33,7 @@ from warmkv.replicas.protocol import Constraint
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
+MOST_PROMPT_LOGPROBS = 1 << 18  # in an answer, of some 15 MB
 SLICE = 1 << 16  # characters that are tokenized at a time to count them
 
 
@@ -129,6 +130,7 @@ class Parsing:
             left_out.note(f"chat_template_kwargs.{name}")
         prompt = self._prompt(arrival, tokenizer, openai.turns(body), taken)
         asked = self._completion(arrival, body, prompt, left_out)
+        check_prompt_logprobs([asked])
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         expecting = self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
         if isinstance(body.tool_choice, openai.NamedChoice):
@@ -152,6 +154,7 @@ class Parsing:
             asked.append(self._constrained(self._completion(arrival, body, prompt, left_out), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
+        check_prompt_logprobs(asked)
         return asked
 
     def forget(self, tenant: Tenant) -> None:
@@ -173,6 +176,7 @@ class Parsing:
             include_usage=body.include_usage,
             session=body.prompt_cache_key,
             n=body.n,
+            prompt_logprobs=body.prompt_logprobs,
             headers=left_out.headers,
         )
         return self._within_limits(arrival, asked)
@@ -321,6 +325,17 @@ class Parsing:
                     break
         if too_long:
             raise invalid(f"The prompt exceeds the context of {self._max_context} tokens.")
+
+
+def check_prompt_logprobs(asked: Sequence[ParsedRequest]) -> None:
+    """Refuse to tell more log-probabilities of prompts than an answer can hold. Raises ApiError (400)."""
+    told = ((one, one.sampling.prompt_logprobs) for one in asked)
+    found = sum(one.n * len(one.prompt.tokens) * (1 + top) for one, top in told if top is not None)
+    if found > MOST_PROMPT_LOGPROBS:
+        raise invalid(
+            f"prompt: {found} log-probabilities (of each token of all prompts, and the most probable ones beside it) "
+            f"are more than {MOST_PROMPT_LOGPROBS}; ask for fewer prompts at a time"
+        )
 
 
 def _slices(texts: Iterable[str]) -> Iterator[list[str]]:

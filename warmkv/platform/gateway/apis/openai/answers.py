@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,7 @@ from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
 from warmkv.prefixes.usage import Usage
-from warmkv.replicas.protocol import FinishReason
+from warmkv.replicas.protocol import FinishReason, TokenLogprobs
 
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -33,7 +34,7 @@ async def respond(choices: Choices) -> dict[str, Any]:
     found: dict[int, dict[str, Any]] = {}
 
     async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
-        deltas, told = _Deltas(answer), _Logprobs(choices, answer)
+        deltas, told = _Deltas(answer), _Logprobs(choices, index, asked)
         body: dict[str, Any]
         if choices.chat and answer.expected is not None:
             body = {"message": deltas.whole(await answer.parts())}
@@ -41,11 +42,15 @@ async def respond(choices: Choices) -> dict[str, Any]:
             text = asked.echo + await answer.text()
             body = {"message": {"role": "assistant", "content": text}} if choices.chat else {"text": text}
         reason = deltas.finish_reason()
-        found[index] = {"index": index, **body, "finish_reason": reason, "logprobs": told.taken()}
+        found[index] = {"index": index, **body, "finish_reason": reason, **(await told.fields())}
 
     await choices.run(take)
     listed = [found[index] for index in sorted(found)]
-    return {**_head(choices, chunk=False), "choices": listed, "usage": _usage(choices)}
+    body = {**_head(choices, chunk=False), "choices": listed, "usage": _usage(choices)}
+    if choices.chat and choices.asked.prompt_logprobs is not None:  # which vLLM has beside the messages
+        told = [choice.pop("prompt_logprobs") for choice in listed]
+        body["prompt_logprobs"] = told[0]
+    return body
 
 
 async def stream(choices: Choices, out: EventWriter) -> None:
@@ -53,7 +58,7 @@ async def stream(choices: Choices, out: EventWriter) -> None:
     head = _head(choices, chunk=True)
 
     async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
-        told = _Logprobs(choices, answer)
+        told = _Logprobs(choices, index, asked)
 
         def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
             body = {"delta": delta} if choices.chat else {"text": delta.get("content", "")}
@@ -81,19 +86,35 @@ async def stream(choices: Choices, out: EventWriter) -> None:
 
 
 class _Logprobs:
-    """The log-probabilities of an answer's tokens, piece by piece."""
+    """The log-probabilities of an answer's tokens, piece by piece; with `echo` those of its prompt come first."""
 
-    def __init__(self, choices: Choices, answer: Answer) -> None:
-        self._choices, self._answer, self._offset = choices, answer, 0
+    def __init__(self, choices: Choices, index: int, asked: ParsedRequest) -> None:
+        self._choices, self._index, self._asked, self._offset = choices, index, asked, 0
+        self._answer, self._most = choices.answers[index], asked.sampling.logprobs or 0
+        self._echoed: list[TokenLogprobs] = []
+        self._first: int | None = None  # token of the prompt
+        if asked.echo and asked.sampling.logprobs is not None:
+            self._first, self._echoed = asked.prompt.tokens[0], choices.prompt_logprobs(index)
 
     def taken(self) -> dict[str, Any] | None:
         """Return those that came since the last call; None if there are none, or the request wants none."""
-        if not (found := self._answer.take_logprobs()):
+        found, first = [*self._echoed, *self._answer.take_logprobs()], self._first
+        if not found and first is None:
             return None
+        self._echoed, self._first = [], None
         if self._choices.chat:
             return logprobs.of_chat(found, self._choices.decode)
-        told, self._offset = logprobs.of_text(found, self._choices.decode, self._offset)
+        told, self._offset = logprobs.of_text(found, self._choices.decode, self._most, self._offset, first)
         return told
+
+    async def fields(self) -> dict[str, Any]:
+        """Return what a whole answer says of them. Those of a prompt are many, and made beside the event loop."""
+        most = self._asked.prompt_logprobs
+        if most is None:
+            return {"logprobs": await asyncio.to_thread(self.taken) if self._echoed else self.taken()}
+        prompt = self._choices.prompt_logprobs(self._index)
+        told = await asyncio.to_thread(logprobs.of_prompt, prompt, self._choices.decode, most)
+        return {"logprobs": await asyncio.to_thread(self.taken), "prompt_logprobs": told}
 
 
 class _Deltas:

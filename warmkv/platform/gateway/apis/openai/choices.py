@@ -11,6 +11,7 @@ from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.service import Arrival, Choice, Service
+from warmkv.replicas.protocol import TokenLogprobs
 
 CONCURRENT = 16  # answers to one request that are made at a time
 
@@ -61,7 +62,8 @@ class Choices:
             async with asyncio.TaskGroup() as group:
 
                 async def follow(index: int, asked: ParsedRequest, leader: Answer) -> None:
-                    sampling = replace(asked.sampling, seed=(asked.sampling.seed + index % n) % 2**63)
+                    seed = (asked.sampling.seed + index % n) % 2**63
+                    sampling = replace(asked.sampling, seed=seed, prompt_logprobs=None)  # which the leader has
                     await self._take(index, replace(asked, sampling=sampling), take, leader=leader)
 
                 for number, asked in enumerate(self.prompts):
@@ -93,6 +95,10 @@ class Choices:
                 await take(index, answer, asked)
             finally:
                 await submitted.aclose()
+
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the prompt of an answer, from its second token on, if they are wanted."""
+        return self.answers[index - index % self.asked.n].sink.prompt_logprobs
 
     def failed(self, error: BaseException) -> ApiError:
         """Count and log an error that the client gets within a stream."""

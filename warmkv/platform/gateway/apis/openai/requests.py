@@ -39,7 +39,7 @@ class CompletionBody(StructuredFields):
     })  # fmt: skip
     unsupported = MappingProxyType({
         "add_special_tokens": (), "allowed_token_ids": ([],), "bad_words": ([],),
-        "include_stop_str_in_output": (False,), "length_penalty": (1,), "prompt_logprobs": (),
+        "include_stop_str_in_output": (False,), "length_penalty": (1,),
         "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (), "use_beam_search": (False,),
     })  # fmt: skip
@@ -62,6 +62,7 @@ class CompletionBody(StructuredFields):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     chat_template_kwargs: TemplateVariables = Field({})
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_cache_key: str = ""  # names the session, for routing
@@ -79,6 +80,10 @@ class CompletionBody(StructuredFields):
     def _check_together(self) -> CompletionBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(
+                "prompt_logprobs: not in a stream, as in vLLM; plain completions have them there with echo"
+            )
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of: this server returns all answers, so it must be n")
         if self.token_limit is not None and self.min_tokens > self.token_limit:
@@ -105,6 +110,7 @@ class CompletionBody(StructuredFields):
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
     @property
@@ -115,6 +121,11 @@ class CompletionBody(StructuredFields):
     def num_logprobs(self) -> int | None:
         """Return how many of the most probable tokens are told beside each drawn one; None if none are told."""
         return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return how many are told beside each token of the prompt; None if none are told."""
+        return self.prompt_logprobs
 
     @property
     def options(self) -> WarmkvOptions:
@@ -205,6 +216,12 @@ class CompletionRequest(CompletionBody):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return how many are told beside each token of the prompt: those of `echo` are the answer's `logprobs`."""
+        echoed = self.logprobs if self.echo else None
+        return max((wanted for wanted in (echoed, self.prompt_logprobs) if wanted is not None), default=None)
+
+    @property
     def prompts(self) -> list[str | array[int]]:
         """Return the prompts, each a text or token ids."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
@@ -213,8 +230,6 @@ class CompletionRequest(CompletionBody):
 
     @model_validator(mode="after")
     def _check_answers(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: not with logprobs, which this server has of answers only")
         if (answers := len(self.prompts) * self.n) > MOST_ANSWERS:
             raise ValueError(f"prompt: {answers} answers (prompts times n) are more than {MOST_ANSWERS}")
         return self
