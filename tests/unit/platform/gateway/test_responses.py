@@ -131,6 +131,11 @@ def test_responses_are_read_and_deleted_by_their_tenant_alone(server):
         ({"truncation": "auto"}, "truncation: this server does not support it"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "agents"}]}, "tools.0: a namespace has a name and tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "agents", "tools": [{"type": "custom", "name": "x"}]}]},
+            "tools.0.tools.0.type: Input should be 'function'",
+        ),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"extra_body": {"warmkv": {"polcy": "full"}}}, "polcy"),
     ],
@@ -238,6 +243,59 @@ def test_a_result_goes_on_from_its_call(tmp_path):
     assert len(other.requests) == 2
     assert other.requests[-1].token_ids == by_items
     assert "It is here." in load_tokenizer(gateway.config.model).decode(by_items)
+
+
+SEARCH = {"type": "web_search", "external_web_access": False}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [FUNCTION, FUNCTION | {"name": "end"}],
+}
+
+
+def test_what_codex_sends_is_taken(tmp_path):
+    """Functions in a namespace, a web search without the web, its own ids and metadata; nothing is stored."""
+    gateway = Scripted(tmp_path, call("a").replace("look_up", "agents__look_up"))
+    said = [
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be brief."}],
+        },
+        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "Find a."}]},
+    ]
+    more = {
+        "tools": [FUNCTION | {"strict": False}, AGENTS, SEARCH],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "thread",
+        "extra_body": {"client_metadata": {"turn_id": "1"}},
+    }
+    (answer,), events = both_ways(gateway, {"input": said, **more})
+    assert [(item.name, item.namespace) for item in answer.output] == [("look_up", "agents")]
+    assert [(item.name, item.namespace) for item in events[-1].response.output] == [("look_up", "agents")]
+    assert {event.name for event in events if event.type == "response.function_call_arguments.done"} == {"look_up"}
+    result = {"type": "function_call_output", "call_id": answer.output[0].call_id, "output": "Here."}
+    both_ways(gateway, {"input": [*said, answer.output[0].model_dump(), result], **more})
+    prompt = load_tokenizer(gateway.config.model).decode(gateway.requests[-1].token_ids)
+    for shown in ('"name": "look_up"', '"name": "agents__look_up", "arguments"', '"description": "Helpers."', "Here."):
+        assert shown in prompt
+    assert prompt.count("Helpers.") == 1
+    assert "web_search" not in prompt
+    first = gateway.requests[0].token_ids
+    assert gateway.requests[-1].token_ids[: len(first)] == first
+
+    async def headers() -> str:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        raw = await client.responses.with_raw_response.create(model="tiny", input="Find a.", tools=[SEARCH])
+        return str(raw.headers["x-warmkv-ignored"])
+
+    assert asyncio.run(headers()) == "tools.web_search"
 
 
 def kept(name: str, previous: str | None = None, size: int = 0) -> StoredResponse:

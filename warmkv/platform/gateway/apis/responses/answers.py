@@ -12,6 +12,7 @@ from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, ToolCall
 from warmkv.platform.gateway.apis.errors import clipped
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, StoredResponse
+from warmkv.platform.gateway.apis.responses.tools import names_in_namespaces
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
 
@@ -88,7 +89,7 @@ class Exchange:
 async def respond(exchange: Exchange) -> dict[str, Any]:
     """Return the whole answer. Raises ApiError."""
     answer = await exchange.admission.begin()
-    output = ResponseOutput(exchange.name, Numbered())
+    output = ResponseOutput(exchange.name, Numbered(), exchange.body.tools)
     output.events(await answer.parts())
     output.end(_status(answer))
     return exchange.ended(answer, output.items)
@@ -97,7 +98,7 @@ async def respond(exchange: Exchange) -> dict[str, Any]:
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
     """Write the answer as server-sent events. A fault after admission is the event `response.failed`."""
     numbered = Numbered()
-    output = ResponseOutput(exchange.name, numbered)
+    output = ResponseOutput(exchange.name, numbered, exchange.body.tools)
     try:
         answer = await exchange.admission.begin()
         begun = exchange.response("in_progress", [], model)
@@ -121,9 +122,10 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
 class ResponseOutput:
     """The items that an answer is made of: its message, what it thought before, and calls; and their events."""
 
-    def __init__(self, name: str, numbered: Numbered) -> None:
+    def __init__(self, name: str, numbered: Numbered, tools: Iterable[dict[str, Any]] = ()) -> None:
         self.items: list[Item] = []  # those that have ended
         self._name, self._numbered = name, numbered
+        self._names = names_in_namespaces(tools)
         self._kind: type[Part] | None = None  # of the item that goes on
         self._texts: list[str] = []
         self._delta: Callable[[str], bytes] = str.encode
@@ -168,7 +170,8 @@ class ResponseOutput:
     def _call(self, call: ToolCall) -> bytes:
         index = len(self.items)
         name = f"{self._name}_{index}"
-        head = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}", "name": call.name}
+        named = self._names.get(call.name, {"name": call.name})
+        head = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}", **named}
         item = {**head, "arguments": call.arguments, "status": "completed"}
         place = {"item_id": item["id"], "output_index": index}
         begun = {**head, "arguments": "", "status": "in_progress"}
@@ -180,7 +183,7 @@ class ResponseOutput:
                 (
                     {"type": "response.output_item.added", "output_index": index, "item": begun},
                     {"type": f"{arguments}.delta", **place, "delta": call.arguments},
-                    {"type": f"{arguments}.done", **place, "name": call.name, "arguments": call.arguments},
+                    {"type": f"{arguments}.done", **place, "name": named["name"], "arguments": call.arguments},
                     {"type": "response.output_item.done", "output_index": index, "item": item},
                 ),
             )

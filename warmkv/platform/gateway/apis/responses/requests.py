@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from warmkv.platform.gateway.apis.errors import from_validation
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
 from warmkv.platform.gateway.apis.responses.store import Item
+from warmkv.platform.gateway.apis.responses.tools import chat_tools, qualified
 from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
 
 
@@ -35,10 +36,11 @@ class ReasoningItem(Body):
 
 
 class CallItem(Body):
-    ignored = frozenset({"id", "status", "caller", "namespace"})
+    ignored = frozenset({"id", "status", "caller"})
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -118,6 +120,7 @@ class ResponsesRequest(Body):
     def as_chat(self, history: Iterable[Item], left_out: FieldsLeftOut) -> ChatRequest:
         """Return the same request of chat completions, behind the conversation before it. Raises ApiError (400)."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools = chat_tools(self.tools, left_out)
         wanted = {
             "model": self.model,
             "messages": [*first, *_messages([*history, *self.items])],
@@ -128,9 +131,9 @@ class ResponsesRequest(Body):
             "prompt_cache_key": self.prompt_cache_key,
             "response_format": _format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
-            "tools": list(map(_tool, self.tools)) or None,
-            "tool_choice": _choice(self.tool_choice) if self.tools else None,
-            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+            "tools": tools or None,
+            "tool_choice": _choice(self.tool_choice) if tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
         }
         try:
             chat = ChatRequest.model_validate(wanted, context=left_out)
@@ -151,7 +154,7 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
                 else:
                     messages.append({"role": item["role"], "content": _text(item["content"])})
             case "function_call":
-                call = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"name": qualified(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant"})
                 calls = messages[-1].setdefault("tool_calls", [])
@@ -177,13 +180,6 @@ def _format(chosen: dict[str, Any]) -> dict[str, Any]:
     if type_ == "json_schema":
         return {"type": type_, type_: {name: value for name, value in chosen.items() if name != "type"}}
     return chosen
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat completions have it: functions are flat here. Others stay, and are refused there."""
-    if tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
