@@ -1,11 +1,10 @@
-"""A replica as a Ray Serve deployment: one model, one engine thread, one stream of events to every gateway."""
+"""A replica as a Ray Serve deployment: one model, one engine, one stream of events to every gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,23 +18,22 @@ from warmkv.config import Config, parse
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
-from warmkv.replicas import device_memory, metrics
+from warmkv.replicas import metrics
 from warmkv.replicas.answers import Answers
-from warmkv.replicas.constraints.compiler import Compiler
-from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
+from warmkv.replicas.engines import own
+from warmkv.replicas.engines.interface import Place
 from warmkv.replicas.links import Links, ray_tls
-from warmkv.replicas.loading.load import decoder, load_model, load_tokenizer, token_classes
-from warmkv.replicas.loading.self_check import check_engine
+from warmkv.replicas.loading.load import decoder, load_tokenizer
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, GatewayAddress
 from warmkv.replicas.publisher import Publisher
-from warmkv.replicas.transfer import BlockPayloads, BlocksOffered, Transfers
+from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Loads the model, runs the engine in a thread of its own and reports its blocks to the prefix directory.
+    """Runs an engine with the model and reports its blocks to the prefix directory.
 
     `directory` has the actor handles of the directory, one for each shard; their `publish` takes the reports.
     """
@@ -48,27 +46,10 @@ class Replica:
         self._context = context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
         self._place = {"node": get_runtime_context().get_node_id(), "pid": os.getpid()}
-        torch.set_num_threads(threads_per_replica(config, os.cpu_count() or 1))
+        threads = threads_per_replica(config, os.cpu_count() or 1)
+        torch.set_num_threads(threads)
         say = partial(self._say, directory[0])
         say("loading the model")
-        self._tokenizer = load_tokenizer(config.model)
-        share = device_memory.share_here(config, self._place["node"])
-        device_memory.check_before_loading(config, share)
-        model = load_model(config.model, packed=config.engine.compile != "on")
-        memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, share)
-        log.info(memory.summary)
-        memory.check()
-        self._memory = memory.to_json()
-        self._engine = Engine(
-            model,
-            config.engine,
-            config.prefix_cache,
-            clock=time.monotonic,
-            name=self._name,
-            classes=token_classes(self._tokenizer),
-            memory=memory,
-            publish=self._tell,
-        )
         self._publishers = [
             Publisher(
                 partial(self._send, actor),
@@ -79,21 +60,20 @@ class Replica:
             )
             for number, actor in enumerate(directory)
         ]
+        tokenizer = load_tokenizer(config.model)
+        place = Place(self._name, self._place["node"], threads)
+        parts = own.build(config, tokenizer, place, self._tell, say)
+        self._engine, self._memory = parts.engine, parts.memory
         self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
         peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
         self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
-        terms = TransferTerms.of(config)
-        self._transfers = Transfers(self._engine, self._name, terms, self._ask, self._recorder, clock=time.monotonic)
-        outputs = OutputProcessor(self._engine, decoder(self._tokenizer), config.gateway.beat_seconds)
+        self._transfers = parts.moving(TransferTerms.of(config), self._ask, self._recorder)
+        outputs = OutputProcessor(self._engine, decoder(tokenizer), config.gateway.beat_seconds)
         turns = partial(self._engine.check_turning, config.gateway.stall_seconds)
-        compiler = Compiler(self._tokenizer, model.vocabulary, model.eos_ids)
-        self._answers = Answers(outputs, self._transfers, turns, config.ongoing_requests, compiler)
+        self._answers = Answers(outputs, self._transfers, turns, config.ongoing_requests, parts.compiler)
         self._links = Links(self._name, self._answers.take, self._answers.lost, ray_tls("client"))
         self._leaving = False
-        self._engine.warm_up(say)
-        check_engine(self._engine, say)
-        self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
-        self._thread.start()
+        self._engine.start()
         loop = asyncio.get_running_loop()
         self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
 
@@ -146,9 +126,7 @@ class Replica:
         return await asyncio.wrap_future(self._engine.between_steps(lambda: store.contents(most)))
 
     def check_health(self) -> None:
-        """Raise if the engine's thread has died or stands still; Serve then replaces the replica."""
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine's thread has ended: its device is lost, see the replica's log")
+        """Raise if the engine has ended or stands still; Serve then replaces the replica."""
         self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple
 
 from warmkv import telemetry
-from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.engine.stats import EngineStats
+from warmkv.replicas.engines.interface import StoredPrefixes
 
 
-def record(recorder: telemetry.Recorder, stats: EngineStats, store: BlockStore) -> None:
+def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:
     """Set the gauges, count what the totals have grown by since the last call, and observe what came since then."""
     gauge, counter = recorder.set, recorder.grow
     gauge(telemetry.DECODING, stats.decoding)
@@ -38,7 +38,7 @@ def record(recorder: telemetry.Recorder, stats: EngineStats, store: BlockStore) 
     _observe(recorder, store)
 
 
-def _observe(recorder: telemetry.Recorder, store: BlockStore) -> None:
+def _observe(recorder: telemetry.Recorder, store: StoredPrefixes) -> None:
     """Record the samples of residency that have come since the last call; the engine's thread adds more meanwhile."""
     residency = store.residency
     while residency.lifetimes:

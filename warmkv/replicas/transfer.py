@@ -24,6 +24,9 @@ from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToR
 log = logging.getLogger(__name__)
 
 Chain = tuple[bytes, ...]
+Ask = Callable[["BlocksWanted"], Awaitable["BlockPayloads"]]
+"""Sends a question to the replica that it names and returns the answer; it may raise anything."""
+
 Result = Literal["fetched", "empty", "slower", "late", "failed"]
 """Of a fetch: something came; the donor had nothing; computing is faster, so it was not made; too slow; a fault."""
 
@@ -47,8 +50,7 @@ class BlocksOffered(ToReplica):
 class Transfers:
     """What a replica fetches from others and lends to them. Belongs to one event loop.
 
-    `ask` sends a question to the replica that it names and returns the answer; it may raise anything. `clock` is in
-    seconds.
+    `clock` is in seconds.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Transfers:
         engine: Engine,
         name: str,
         terms: TransferTerms,
-        ask: Callable[[BlocksWanted], Awaitable[BlockPayloads]],
+        ask: Ask,
         recorder: telemetry.Recorder,
         *,
         clock: Callable[[], float],

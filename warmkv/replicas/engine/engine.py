@@ -107,6 +107,7 @@ class Engine:
         self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         self.watch_logits: Callable[[Items[Sequence], Tensor], None] | None = None
         """Sees what tokens of sequences are drawn from, [sequences, vocabulary]."""
         self.flush: Callable[[], None] = lambda: None  # called behind every part of a step that may have emitted
@@ -184,7 +185,9 @@ class Engine:
         self._inbox.wake()
 
     def check_turning(self, limit: float) -> None:
-        """Raise RuntimeError where the engine's thread has been in one step for more than `limit` seconds."""
+        """Raise RuntimeError where the thread has ended or has been in one step for more than `limit` seconds."""
+        if self._thread is not None and not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended: its device is lost, see the replica's log")
         if (still := self._clock() - self._turned) > limit:
             raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
 
@@ -236,6 +239,11 @@ class Engine:
         for part, what in enumerate(forward.build(), start=1):
             say(f"compiling decode steps, {part} of 2: {what}")
         log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
+
+    def start(self) -> None:
+        """Begin to `run`, in a thread of its own."""
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        self._thread.start()
 
     def run(self) -> None:
         """Step until `stop`, or until the device is taken for lost.

@@ -10,9 +10,9 @@ from dataclasses import replace
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import EngineEvent
 from warmkv.replicas.engine.text import Detokenizer
+from warmkv.replicas.engines.interface import Engine
 from warmkv.replicas.protocol import (
     Admitted,
     Alive,

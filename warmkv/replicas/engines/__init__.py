@@ -1,0 +1,1 @@
+"""The engines that a replica may run, behind one interface: a module for each kind, chosen by `engine.kind`."""
