@@ -231,6 +231,7 @@ class Service:
             reads=plan.reads,
             replica=options.replica,
             session=_session(asked.session, tenant.salt),
+            root=prompt.root,
             tenant=tenant.label,
             terms=arrival.policy.terms,
             context=arrival.context,

@@ -1,0 +1,197 @@
+"""The caching contract over a cache that vLLM keeps: what may be read, for how long, and what the directory is told.
+
+vLLM knows neither TTLs nor breakpoints, and evicts what it likes. So the rules of `policies/prefix_cache.py` run here on
+an index without bytes: what its events say is gone is dropped, what outlives its TTL is neither billed as read nor told
+to the directory, though vLLM may have it still.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
+from warmkv.policies.tiers import Left, Step, Tier
+from warmkv.prefixes import hashing
+from warmkv.prefixes.index import TIERS
+from warmkv.replicas.block_store.residency import Residency
+from warmkv.replicas.block_store.store import LEFT
+from warmkv.replicas.engines.interface import Publish
+from warmkv.replicas.engines.kv_events import KVEvent, VllmBlocks, cache_salt, root_of
+from warmkv.replicas.protocol import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a prompt read and what is written of it now, as `Started` tells it."""
+
+    hit: int
+    written: int
+    cached_tokens: int
+
+
+class PrefixLedger:
+    """Blocks of a vLLM engine with the lives that requests gave them. For one thread.
+
+    `limit` are the bytes of vLLM's cache, `token_bytes` those of a token in it.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        token_bytes: int,
+        limit: int,
+        lifetimes: Lifetimes,
+        clock: Callable[[], float],
+        publish: Publish,
+    ) -> None:
+        self._size, self._token_bytes, self._limit = block_size, token_bytes, limit
+        self._lifetimes, self._clock, self._publish = lifetimes, clock, publish
+        # Twice what vLLM has room for: tails, which are no blocks of vLLM's, are counted as well.
+        self._cache = PrefixCache([Tier(TIERS[0], 2 * limit)], token_bytes, lifetimes)
+        self._blocks = VllmBlocks(block_size, self._root_of)
+        self._published: dict[bytes, str] = {}
+        self._names: defaultdict[bytes, set[bytes]] = defaultdict(set)  # other names of blocks, by their own key
+        self._own: dict[bytes, bytes] = {}  # and the other way round
+        self._tenants: dict[bytes, str] = {}  # by the root of their chains
+        self._generations: dict[bytes, int] = {}  # of these, where prefixes were dropped
+        self.left: dict[tuple[str, str], int] = {(tier, why): 0 for tier in TIERS for why in LEFT}
+        self.residency = Residency()
+
+    # --- what it tells
+
+    @property
+    def tier_limits(self) -> dict[str, int]:
+        """Return the bytes that prefixes may take."""
+        return {TIERS[0]: self._limit}
+
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Return the bytes of what may be read, by tier."""
+        counts = dict.fromkeys(self.full_blocks(), 0)
+        for tier in self._published.values():
+            counts[tier] += self._size * self._token_bytes
+        return {tier: size for tier, size in counts.items() if size or tier == TIERS[0]}
+
+    def __len__(self) -> int:
+        return len(self._published)
+
+    def full_blocks(self) -> dict[str, list[bytes]]:
+        """Return keys of the full blocks that may be read, by the fastest tier that has them."""
+        found: dict[str, list[bytes]] = {tier: [] for tier in TIERS}
+        for key, tier in self._published.items():
+            found[tier].append(key)
+        return found
+
+    # --- a request's way
+
+    def salt(self, request: GenerateRequest) -> str:
+        """Note whose a request is and by which names its blocks go; return the `cache_salt` it is sent with."""
+        self._tenants[request.root] = request.tenant
+        keys = hashing.block_hashes(request.token_ids, self._size, request.root)
+        for name, key in zip(reversed(request.hashes), reversed(keys), strict=True):
+            if name == key:
+                break
+            self._names[key].add(name)
+            self._own[name] = key
+        return cache_salt(request.root, self._generations.get(request.root, 0))
+
+    def began(self, request: GenerateRequest, found: int, begun: float) -> Reading:
+        """Take note of a prompt that is computed, of which vLLM `found` so many tokens; `begun` is when it began.
+
+        vLLM computes the last token of every prompt again, and the whole block that it is in.
+        """
+        now, size, tokens = self._clock(), self._size, len(request.token_ids)
+        self.expire()
+        blocks = found // size if found < (tokens - 1) // size * size else tokens // size
+        match = self._cache.match(request.hashes[:blocks], request.reads, size, now)
+        self.residency.reused(match.used_at, now)
+        self._lifetimes = lifetimes = request.lifetimes or self._lifetimes
+        steps = self._cache.store(request.hashes, request.marks, size, now, request.tenant, match, begun, lifetimes)
+        self._apply(step for step, _ in steps)
+        self._cache.release(match)
+        written = self._cache.highest_mark(request.marks, now)
+        return Reading(match.hit, written, min(found, match.tokens))
+
+    # --- beside the requests
+
+    def take(self, events: Iterable[KVEvent]) -> None:
+        """Follow vLLM's cache. Raises MissingEventsError."""
+        for event in events:
+            changes = self._blocks.apply(event)
+            touched = [name for key in changes.gone for name in self._named(key)]
+            self._apply(self._cache.tiers.drop(touched))
+            for key in changes.gone:
+                for name in self._names.pop(key, ()):
+                    self._own.pop(name, None)
+            if self._lifetimes.automatic:
+                self._keep(list(changes.stored))
+            self._tell([name for key in changes.stored for name in self._named(key)])
+
+    def expire(self) -> None:
+        """Drop what has outlived its TTL."""
+        self._apply(self._cache.tiers.expire(self._clock()))
+
+    def drop(self, tenant: str) -> int:
+        """Forget what is stored of a tenant: no request finds it any more; the bytes."""
+        before = sum(self.tier_bytes.values())
+        for root, name in self._tenants.items():
+            if name == tenant:
+                self._generations[root] = self._generations.get(root, 0) + 1
+                self._blocks.forget(root)
+        index = self._cache.tiers.indexes[0]
+        self._apply(self._cache.tiers.drop(index.keys_of(tenant)), "dropped")
+        return before - sum(self.tier_bytes.values())
+
+    def _root_of(self, salt: str | None) -> bytes | None:
+        root = root_of(salt)
+        if root is None or salt != cache_salt(root, self._generations.get(root, 0)):
+            return None
+        return root
+
+    def _keep(self, keys: Sequence[bytes]) -> None:
+        """Let blocks live that no request has written: those of generated tokens, say."""
+        index = self._cache.tiers.indexes[0]
+        for key in reversed(keys):  # the last one's chain has the others
+            if key not in index and (chain := self._blocks.chain(key)):
+                tenant = self._tenants.get(self._blocks.root(key), "")
+                ttl, now = self._lifetimes.default, self._clock()
+                sizes = [self._size * self._token_bytes] * len(chain)
+                self._apply(self._cache.tiers.store(chain, sizes, [self._size] * len(chain), ttl, now, tenant))
+
+    def _named(self, key: bytes) -> Iterable[bytes]:
+        return (key, *self._names.get(key, ()))
+
+    def _apply(self, steps: Iterable[Step], why: str = "evicted") -> None:
+        """Count what leaves, where it has not expired by `why`, and publish what changed."""
+        changed = []
+        for step in steps:
+            changed.append(step.key)
+            if isinstance(step, Left):
+                self.left[TIERS[0], "expired" if step.expired else why] += 1
+                if step.entry is not None:
+                    self.residency.left(step.entry, TIERS[0], self._clock(), evicted=not step.expired)
+        self._tell(changed)
+
+    def _tell(self, keys: Sequence[bytes]) -> None:
+        """Publish which of these keys came to another tier, or are not to be read any more."""
+        known, index = self._published, self._cache.tiers.indexes[0]
+        gone, came = [], dict[str, list[bytes]]()
+        for key in dict.fromkeys(keys):
+            tier = self._blocks.tier(self._own.get(key, key)) if key in index else None
+            if tier == known.get(key):
+                continue
+            if tier is None:
+                del known[key]
+                gone.append(key)
+            else:
+                known[key] = tier
+                came.setdefault(tier, []).append(key)
+        if gone:
+            self._publish((), gone, TIERS[0])
+        for tier, stored in came.items():
+            self._publish(stored, (), tier)
