@@ -122,8 +122,7 @@ class Replica:
 
     async def contents(self, most: int) -> Contents:
         """Return at most `most` of the stored blocks, with their lives, as they are between two steps."""
-        store = self._engine.store
-        return await asyncio.wrap_future(self._engine.between_steps(lambda: store.contents(most)))
+        return await asyncio.wrap_future(self._engine.contents(most))
 
     def check_health(self) -> None:
         """Raise if the engine has ended or stands still; Serve then replaces the replica."""

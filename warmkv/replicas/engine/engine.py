@@ -26,6 +26,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prefill_state import TokenClasses
+from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
@@ -178,6 +179,10 @@ class Engine:
     def drop_prefixes(self, tenant: str) -> Future[int]:
         """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
         return self.between_steps(lambda: self.store.drop(tenant))
+
+    def contents(self, most: int) -> Future[Contents]:
+        """Look up at most `most` of the stored blocks, with their lives, between two steps."""
+        return self.between_steps(lambda: self.store.contents(most))
 
     def stop(self) -> None:
         """End `run` after the step it is in."""

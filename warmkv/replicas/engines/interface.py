@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from llguidance import LLMatcher
 
 from warmkv import telemetry
+from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.scheduler import Emit
@@ -69,6 +70,10 @@ class Engine(Protocol):
 
     def drop_prefixes(self, tenant: str) -> Future[int]:
         """Forget what is stored of a tenant; the result is the bytes freed."""
+        ...
+
+    def contents(self, most: int) -> Future[Contents]:
+        """Look up at most `most` of the stored blocks, with their lives."""
         ...
 
     def stats(self) -> EngineStats:
