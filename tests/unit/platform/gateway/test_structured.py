@@ -134,7 +134,7 @@ def test_thinking_is_free_and_the_answer_behind_it_is_not(constraint, answer):
     compiler = Compiler(SimpleNamespace(backend_tokenizer=TOKENIZER), eos_ids=[EOS])
 
     def allowed(begun: str, said: str) -> bool:
-        matcher = compiler.matcher(behind_thinking(constraint, begun, ("<think>", "</think>")))
+        matcher = compiler.matcher(behind_thinking(constraint, begun, ("<think>", "</think>"), {}))
         return all(map(matcher.consume_token, [*ids(said), EOS]))
 
     thought = "if a < b:\n  </thin>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -116,26 +116,42 @@ class StructuredFields(Body):
         return found[0] if found else None
 
 
-def behind_thinking(constraint: Constraint, begun: str, thinking: tuple[str, str]) -> Constraint:
+def behind_thinking(
+    constraint: Constraint, begun: str, thinking: tuple[str, str], special: Mapping[str, int]
+) -> Constraint:
     """Return the constraint of an answer whose thinking is free: it holds behind what closes it.
 
-    `begun` is the end of the prompt, `thinking` what opens and closes it. A grammar stays as it is.
+    `begun` is the end of the prompt, `thinking` what opens and closes it, `special` are the ids of special tokens. A
+    grammar stays as it is.
     """
-    first, rules = thinking_rules(begun, thinking)
+    first, rules = thinking_rules(begun, thinking, special)
     if constraint.kind == "grammar" or not first:
         return constraint
+    return Constraint("grammar", "\n".join([f"start: {first}answer", f"answer: {answer_body(constraint)}", *rules]))
+
+
+def answer_body(constraint: Constraint) -> str:
+    """Return a constraint, which is no grammar, as the body of a rule."""
     if constraint.kind in ("json_schema", "json_object"):
         schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
-        body = f"%json {schema_text(schema)}"
-    elif constraint.kind == "choice":
-        body = " | ".join(map(json.dumps, json.loads(constraint.text)))
-    else:
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", constraint.text, flags=re.DOTALL)
-        body = f"/{escaped}/"
-    return Constraint("grammar", "\n".join([f"start: {first}answer", f"answer: {body}", *rules]))
+        return f"%json {schema_text(schema)}"
+    if constraint.kind == "choice":
+        return " | ".join(map(json.dumps, json.loads(constraint.text)))
+    return f"/{slashes_escaped(constraint.text)}/"
 
 
-def thinking_rules(begun: str, thinking: tuple[str, str] | None) -> tuple[str, list[str]]:
+def slashes_escaped(pattern: str) -> str:
+    """Return a regular expression as it stands between slashes."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+
+
+def thinking_is_open(begun: str, thinking: tuple[str, str]) -> bool:
+    """Return True where a prompt that ends so has opened thinking."""
+    opening, closing = thinking
+    return opening in begun.rpartition(closing)[2]
+
+
+def thinking_rules(begun: str, thinking: tuple[str, str] | None, special: Mapping[str, int]) -> tuple[str, list[str]]:
     """Return what stands before an answer in its grammar, and the rules for it.
 
     Where the prompt opens thinking it must be closed first; where it closes it there is none; else it may come first.
@@ -143,12 +159,28 @@ def thinking_rules(begun: str, thinking: tuple[str, str] | None) -> tuple[str, l
     if thinking is None:
         return "", []
     opening, closing = thinking
-    is_open = opening in begun.rpartition(closing)[2]
+    is_open = thinking_is_open(begun, thinking)
     if closing in begun and not is_open:
         return "", []
-    before = "" if is_open else f"{json.dumps(opening)} "
-    rules = [f"thinking: {before}thoughts /\\s*/", f"thoughts[suffix={json.dumps(closing)}]: /(.|\\n)*/"]
+    before = "" if is_open else f"{literal(opening, special)} "
+    rules = [f"thinking: {before}thoughts /\\s*/", *thoughts_rules(closing, special)]
     return ("thinking " if is_open else "thinking? "), rules
+
+
+def thoughts_rules(closing: str, special: Mapping[str, int]) -> list[str]:
+    """Return the rules of thinking up to what closes it and with it."""
+    if closing in special:
+        return [f"thoughts: /(.|\\n)*/ {literal(closing, special)}"]
+    return [f"thoughts[suffix={json.dumps(closing)}]: /(.|\\n)*/"]
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """Return a text as a grammar has it, special tokens by their ids."""
+    if not text:
+        return ""
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    parts = re.split(f"({pattern})", text) if special else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
 def schema_text(schema: dict[str, Any], *, lenient: bool = False) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from warmkv.platform.gateway.apis.call_grammars import CallGrammar
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
-from warmkv.platform.gateway.apis.forced_calls import constraint_for_tools
 from warmkv.platform.gateway.apis.messages import requests as messages
 from warmkv.platform.gateway.apis.messages.content import AnyMessage
 from warmkv.platform.gateway.apis.messages.turns import MessageReading
@@ -81,10 +81,11 @@ class Parsing:
         )
         one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         tools = [tool.definition for tool in body.tools] if choice != "none" else []
+        strict = frozenset(tool.name for tool in body.tools if tool.strict)
         expecting = self._expecting(self._within_limits(arrival, asked), tools, parallel=not one_call)
         if body.tool_choice is not None and choice in ("any", "tool"):
-            return self._forced(expecting, tools, body.tool_choice.name, body.wanted)
-        return self._constrained(expecting, body.wanted)
+            return self._forced(expecting, tools, strict, body.tool_choice.name, body.wanted)
+        return self._constrained(expecting, tools, strict, body.wanted)
 
     def count(self, arrival: Arrival, data: bytes, tokenizer: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
         """Parse a body of /v1/messages/count_tokens and count its tokens; return the answer and its headers."""
@@ -132,12 +133,13 @@ class Parsing:
         asked = self._completion(arrival, body, prompt, left_out)
         check_prompt_logprobs([asked])
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
+        strict = frozenset(tool.function.name for tool in body.tools if tool.function.strict)
         expecting = self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
         if isinstance(body.tool_choice, openai.NamedChoice):
-            return self._forced(expecting, tools, body.tool_choice.function.name, body.wanted)
+            return self._forced(expecting, tools, strict, body.tool_choice.function.name, body.wanted)
         if body.tool_choice == "required":
-            return self._forced(expecting, tools, None, body.wanted)
-        return self._constrained(expecting, body.wanted)
+            return self._forced(expecting, tools, strict, None, body.wanted)
+        return self._constrained(expecting, tools, strict, body.wanted)
 
     def completion(self, arrival: Arrival, data: bytes, tokenizer: Any) -> list[ParsedRequest]:
         """Parse a body of /v1/completions, which may have several prompts."""
@@ -151,7 +153,8 @@ class Parsing:
             tokens += len(prompt.tokens)
             if asked and tokens > self._limits.values:
                 raise too_many("prompt", tokens, "tokens of all prompts", self._limits.values)
-            asked.append(self._constrained(self._completion(arrival, body, prompt, left_out), body.wanted))
+            one = self._completion(arrival, body, prompt, left_out)
+            asked.append(self._constrained(one, (), frozenset(), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
         check_prompt_logprobs(asked)
@@ -224,19 +227,39 @@ class Parsing:
             return asked
         return replace(asked, expected=expected, sampling=replace(asked.sampling, shown_ids=format_.shown_ids))
 
-    def _constrained(self, asked: ParsedRequest, wanted: Wanted | None) -> ParsedRequest:
-        """Constrain an answer. Raises ApiError (400) with the place of what no replica could compile."""
+    def _constrained(
+        self, asked: ParsedRequest, tools: Sequence[Mapping[str, Any]], strict: frozenset[str], wanted: Wanted | None
+    ) -> ParsedRequest:
+        """Constrain an answer to the form that is wanted, or calls of tools; those in `strict` to their schemas.
+
+        Raises ApiError (400) with the place of what no replica could compile.
+        """
+        grammar = self._calls(asked, tools, strict)
+        named = [number for number, tool in enumerate(tools) if tool["function"]["name"] in strict]
+        if named and grammar is None:
+            raise invalid(f"tools.{named[0]}: this model's calls cannot be constrained: strict is not possible")
         if wanted is None:
-            return asked
+            if grammar is None or not named:
+                return asked
+            return self._constrained_calls(asked, grammar, grammar.beside_text(), f"tools.{named[0]}")
         constraint = wanted.constraint
         self._check_constraint(wanted.place, constraint)
+        if grammar is not None and grammar.syntax.sign and constraint.kind != "grammar":
+            return self._constrained_calls(asked, grammar, grammar.beside_format(constraint), wanted.place)
+        if named:
+            raise invalid(f"tools.{named[0]}: strict is not possible beside {wanted.place} with this model")
         if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
-            constraint = behind_thinking(constraint, asked.prompt.begun, thinking)
+            constraint = behind_thinking(constraint, asked.prompt.begun, thinking, asked.expected.format.special)
             self._check_constraint(wanted.place, constraint)
         return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
 
     def _forced(
-        self, asked: ParsedRequest, tools: Sequence[Mapping[str, Any]], name: str | None, wanted: Wanted | None
+        self,
+        asked: ParsedRequest,
+        tools: Sequence[Mapping[str, Any]],
+        strict: frozenset[str],
+        name: str | None,
+        wanted: Wanted | None,
     ) -> ParsedRequest:
         """Constrain an answer to calls of tools, or one call of a tool. Raises ApiError (400) where it cannot be."""
         if wanted is not None:
@@ -244,20 +267,30 @@ class Parsing:
         chosen = [tool for tool in tools if name in (None, tool["function"]["name"])]
         if not chosen:
             raise invalid(f"tool_choice: there is no tool {name!r}" if tools else "tool_choice: there are no tools")
-        if asked.expected is None or (syntax := asked.expected.format.forced) is None:
+        if (grammar := self._calls(asked, tools, strict)) is None:
             raise invalid("tool_choice: this model's calls cannot be forced; auto and none are possible")
-        format_, parallel = asked.expected.format, asked.expected.parallel and name is None
-        begun, thinking = asked.prompt.begun, format_.thinking
-        constraint = constraint_for_tools(
-            syntax, chosen, format_.special, parallel=parallel, begun=begun, thinking=thinking
-        )
+        forced = replace(grammar, tools=chosen, parallel=grammar.parallel and name is None).forced()
+        return self._constrained_calls(asked, grammar, forced, "tool_choice")
+
+    @staticmethod
+    def _calls(asked: ParsedRequest, tools: Sequence[Mapping[str, Any]], strict: frozenset[str]) -> CallGrammar | None:
+        """Return how an answer calls tools; None where it does not, or calls cannot be constrained."""
+        if not tools or asked.expected is None or (syntax := asked.expected.format.calls) is None:
+            return None
+        format_, parallel = asked.expected.format, asked.expected.parallel
+        return CallGrammar(syntax, tools, format_.special, parallel, strict, asked.prompt.begun, format_.thinking)
+
+    def _constrained_calls(
+        self, asked: ParsedRequest, grammar: CallGrammar, constraint: Constraint, place: str
+    ) -> ParsedRequest:
+        """Constrain an answer with calls. Raises ApiError (400) with the tool that cannot be compiled, or the place."""
         try:
             self._compiler.matcher(constraint)
         except ConstraintError:
-            for number, tool in enumerate(tools):
-                one = constraint_for_tools(syntax, [tool], format_.special, parallel=False)
-                self._check_constraint(f"tools.{number}", one)
-            self._check_constraint("tool_choice", constraint)
+            for number, tool in enumerate(grammar.tools):
+                alone = replace(grammar, tools=[tool], parallel=False, thinking=None)
+                self._check_constraint(f"tools.{number}", alone.forced())
+            self._check_constraint(place, constraint)
         return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
 
     def _check_constraint(self, place: str, constraint: Constraint) -> None:

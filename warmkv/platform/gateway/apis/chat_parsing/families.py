@@ -19,7 +19,11 @@ from warmkv.config.model import ResponseTemplate
 class CallSyntax:
     """What stands around the JSON of a call's arguments, with `{name}` for the tool's, and around all calls.
 
-    Calls that are forced are written so. Without `between` there is one.
+    Calls that are constrained are written so. Without `between` forced ones are one.
+
+    `sign` is what they begin with, where they may stand within text. `not_text` is a regular expression of all texts
+    that have, or begin, a call, with `{names}` for the tools'. Where text is in `notes`, it says what these begin with,
+    and `next_note` what stands between two.
     """
 
     before: str
@@ -27,20 +31,24 @@ class CallSyntax:
     between: str = ""
     first: str = ""
     last: str = ""
+    sign: str = ""
+    not_text: str = ""
+    notes: tuple[str, ...] = ()
+    next_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """How models of a family write calls and thinking. `signs` are all found in its chat templates.
 
-    Where calls are `undelimited`, only those that name a tool of the request are calls. Without `forced` they cannot
-    be forced: their arguments are not JSON.
+    Where calls are `undelimited`, only those that name a tool of the request are calls. Without `calls` they cannot be
+    constrained: their arguments are not JSON.
     """
 
     template: Mapping[str, Any]
     signs: tuple[str, ...]
     undelimited: bool = False
-    forced: CallSyntax | None = None
+    calls: CallSyntax | None = None
 
 
 NAME = "(?P<name>[A-Za-z0-9_.-]{1,128})"
@@ -50,6 +58,8 @@ TEXT = {"content": "text"}
 WHOLE_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 ARGUMENTS = {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
 CHATML = r"<\|im_start\|>assistant\n"
+ANY = "(?s:.*)"
+BEGUN = rf'{SPACE}\{{{SPACE}"name"{SPACE}:'
 JSON_CALL = rf'(?=\{{{SPACE}"name"{SPACE}:)'
 
 FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
@@ -82,7 +92,12 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("<|channel|>", "<|message|>"),
-        forced=CallSyntax("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
+        calls=CallSyntax(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "<|call|>",
+            notes=tuple(f"<|channel|>{channel}<|message|>" for channel in ("analysis", "commentary", "final")),
+            next_note="<|end|><|start|>assistant",
+        ),
     ),
     # <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
     "glm4_moe": ModelFamily(
@@ -140,7 +155,13 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("<tool_call>",),
-        forced=CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),
+        calls=CallSyntax(
+            '<tool_call>\n{"name": "{name}", "arguments": ',
+            "}\n</tool_call>",
+            "\n",
+            sign="<tool_call>",
+            not_text=f"{ANY}<tool_call>{ANY}",
+        ),
     ),
     # <start_function_call>call:f{k:<escape>v<escape>}<end_function_call>
     "function_gemma": ModelFamily(
@@ -184,7 +205,15 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("[TOOL_CALLS]",),
-        forced=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
+        calls=CallSyntax(
+            '{"name": "{name}", "arguments": ',
+            "}",
+            ", ",
+            "[TOOL_CALLS][",
+            "]",
+            sign="[TOOL_CALLS]",
+            not_text=rf"{ANY}\[TOOL_CALLS\]{ANY}",
+        ),
     ),
     # {"name": "f", "parameters": {...}} as the whole answer, or several with semicolons between them
     "llama3": ModelFamily(
@@ -201,7 +230,12 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("<|start_header_id|>", "tool"),
-        forced=CallSyntax('{"name": "{name}", "parameters": ', "}", "; "),
+        calls=CallSyntax(
+            '{"name": "{name}", "parameters": ',
+            "}",
+            "; ",
+            not_text=rf"{SPACE}(<\|python_tag\|>)?{BEGUN}{ANY}|{ANY}\}}{SPACE};{BEGUN}{ANY}",
+        ),
         undelimited=True,
     ),
     # f\n{...}, every further call behind <|assistant|>
@@ -220,7 +254,7 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("<|observation|>",),
-        forced=CallSyntax("{name}\n"),
+        calls=CallSyntax("{name}\n", not_text=rf"{SPACE}({{names}})\n{SPACE}\{{{ANY}"),
         undelimited=True,
     ),
     # {"name": "f", "parameters": {...}}, alone or in a fenced block, as Google's guide has the model asked for it
@@ -239,7 +273,13 @@ FAMILIES: Mapping[ResponseTemplate, ModelFamily] = {
             },
         },
         signs=("<start_of_turn>",),
-        forced=CallSyntax('```tool_call\n{"name": "{name}", "parameters": ', "}\n```", "\n"),
+        calls=CallSyntax(
+            '```tool_call\n{"name": "{name}", "parameters": ',
+            "}\n```",
+            "\n",
+            sign="```tool_call",
+            not_text=rf"{BEGUN}{ANY}|{ANY}```(json|tool_call|tool_code)?{BEGUN}{ANY}",
+        ),
         undelimited=True,
     ),
     # <think>...</think> and text

@@ -24,7 +24,7 @@ class ResponseFormat:
     undelimited: bool
     shown_ids: tuple[int, ...]  # special tokens that are delimiters
     thinking: tuple[str, str] | None = None  # what opens and closes it, where these are texts
-    forced: CallSyntax | None = None  # of calls that must be written
+    calls: CallSyntax | None = None  # of those that are constrained
     special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens
 
     @classmethod
@@ -54,7 +54,7 @@ class ResponseFormat:
             family.undelimited,
             tuple(sorted(shown)),
             _delimiters(fields.get("reasoning_content", {})),
-            family.forced,
+            family.calls,
             {token.content: number for number, token in added.items() if token.special},
         )
 

@@ -192,17 +192,19 @@ class InputSchema(Body):
 class Tool(Markable):
     """A tool of the client. Tools that would run on the server are refused by their type.
 
-    With `defer_loading` the model does not see it before a result refers to it.
+    With `defer_loading` the model does not see it before a result refers to it. The input of calls of a `strict` one
+    satisfies its schema.
     """
 
     ignored = frozenset(("eager_input_streaming",))  # the input of a call is streamed as it is written anyway
-    unsupported = MappingProxyType({"strict": (False,), "input_examples": ([],), "allowed_callers": (["direct"],)})
+    unsupported = MappingProxyType({"input_examples": ([],), "allowed_callers": (["direct"],)})
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=NAME)
     description: str | None = None
     input_schema: InputSchema
     defer_loading: bool = False
+    strict: bool = False
 
     @property
     def definition(self) -> dict[str, Any]:

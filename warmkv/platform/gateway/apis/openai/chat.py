@@ -58,7 +58,7 @@ class Function(Body):
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool = False  # whether the arguments of its calls satisfy the parameters
 
 
 class ChatTool(Body):
