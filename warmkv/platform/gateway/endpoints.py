@@ -233,6 +233,7 @@ def create_app(
         freed = await drop(tenant.label)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
+    @app.get("/health")  # as vLLM's server has it, for clients that ask before they begin
     @app.get("/healthz")
     async def healthz() -> Response:
         return JSONResponse({"status": "ok", "model": config.model.name})

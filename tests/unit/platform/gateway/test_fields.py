@@ -94,6 +94,11 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "stop": None,
         },
     ),
+    "aiperf, the Messages API": (MESSAGES, {"stream": True, "ignore_eos": True}),
+    "aiperf, the Responses API": (
+        RESPONSES,
+        {"input": [USER], "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True},
+    ),
     "lm-eval": (COMPLETIONS, {"prompt": [[1, 2], [3]], "max_tokens": 8, "temperature": 0, "stop": ["a"], "seed": 1}),
     "the OpenAI SDK, what does not change the answer": (
         CHAT,
@@ -114,6 +119,14 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_clients_send_is_taken_even_by_a_strict_gateway(tmp_path, client):
     _, (answer,) = ask(tmp_path, ("gateway.strict=true",), CLIENTS[client])
     assert answer.status == 200, answer.error
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES, CHAT, COMPLETIONS])
+def test_benchmarks_ask_every_api_to_ignore_the_end(tmp_path, path):
+    said = {"input": "Hello"} if path == RESPONSES else {}
+    ignoring = ({"ignore_eos": True}, {"warmkv": {"ignore_eos": True}}, {"ignore_eos": False}, {})
+    gateway, _ = ask(tmp_path, (), *((path, said | more) for more in ignoring))
+    assert [request.sampling.ignore_eos for request in gateway.asked] == [True, True, False, False]
 
 
 def test_unknown_fields_are_left_out_and_listed(tmp_path):

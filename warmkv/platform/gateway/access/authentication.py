@@ -14,7 +14,7 @@ from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.tenants import Caller, Tenant, authenticate
 from warmkv.platform.tenants_file import Tenants
 
-PUBLIC = ("/healthz", "/readyz", *console.PATHS)  # probes have no key, and a browser sends none for a page
+PUBLIC = ("/health", "/healthz", "/readyz", *console.PATHS)  # probes have no key, and a browser sends none for a page
 
 
 class Authentication:

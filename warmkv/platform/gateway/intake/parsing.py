@@ -72,7 +72,7 @@ class Parsing:
         asked = ParsedRequest(
             prompt,
             sampling,
-            body.warmkv,
+            body.options,
             body.stream,
             choice,
             headers=left_out.headers,

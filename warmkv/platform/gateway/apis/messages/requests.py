@@ -112,6 +112,7 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     thread: dict[str, Any] | None = None  # a conversation that the server is to hold
+    ignore_eos: bool = False  # by vLLM's name, for benchmarks
     warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
 
     @model_validator(mode="after")
@@ -120,6 +121,11 @@ class MessagesRequest(CountRequest):
         if budget is not None and 0 < self.max_tokens <= budget:
             raise ValueError(f"thinking.budget_tokens: {budget} must be less than max_tokens")
         return self
+
+    @property
+    def options(self) -> WarmkvOptions:
+        """Return warmkv's own options; `ignore_eos` is a right of a tenant under either name."""
+        return self.warmkv.model_copy(update={"ignore_eos": True}) if self.ignore_eos else self.warmkv
 
     @property
     def wanted(self) -> Wanted | None:
@@ -135,7 +141,7 @@ class MessagesRequest(CountRequest):
             top_k=self.top_k,
             seed=seed,
             stop=tuple(self.stop_sequences),
-            ignore_eos=self.warmkv.ignore_eos,
+            ignore_eos=self.options.ignore_eos,
         )
 
 

@@ -66,7 +66,7 @@ InputItem = Annotated[
 
 
 class ResponseStreamOptions(Body):
-    ignored = frozenset({"include_obfuscation"})
+    ignored = frozenset({"include_obfuscation", "include_usage"})  # a stream always ends with it
 
 
 class TextOptions(Body):
@@ -108,6 +108,7 @@ class ResponsesRequest(Body):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     prompt_cache_key: str = ""
+    ignore_eos: bool = False  # by vLLM's name, for benchmarks
     warmkv: WarmkvOptions = WarmkvOptions()
 
     @property
@@ -128,6 +129,7 @@ class ResponsesRequest(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "ignore_eos": self.ignore_eos,
             "prompt_cache_key": self.prompt_cache_key,
             "response_format": _format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
