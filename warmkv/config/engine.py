@@ -7,13 +7,35 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, field_validator
 
 from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
+from warmkv.policy_spec import PolicySpec
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 768
 """Tokens of a step where `engine.step_tokens` is auto. A GPU needs a few hundred until arithmetic takes longer than
 reading the weights."""
 
 
+EngineKind = Literal["warmkv", "vllm"]
+
+NOT_OF_VLLM = (
+    "engine.preempt_seconds",
+    "engine.parked_bytes",
+    "prefix_cache.eviction",
+    "prefix_cache.storage",
+    "prefix_cache.host",
+    "prefix_cache.disk",
+    "prefix_cache.moving_bytes",
+    "prefix_cache.tenant_share",
+    "prefix_cache.packs",
+)
+"""Settings of what vLLM does in its own way, or not at all: with it they keep their defaults."""
+
+
 class EngineConfig(Section):
+    kind: EngineKind = Field(
+        "warmkv",
+        description="what computes: warmkv's own engine, with every compression policy and tier, or vLLM "
+        "(the extra `vllm`), with the models and GPUs that it runs on",
+    )
     max_context: int | None = Field(None, ge=16, description="prompt + new tokens; the model's own limit if absent")
     max_slots: int = Field(16, ge=1, description="sequences decoded together")
     kv_bytes: AutoBytes = Field(
@@ -53,6 +75,17 @@ class EngineConfig(Section):
         "and does not start where they differ",
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+
+    @property
+    def policies(self) -> tuple[str, ...] | None:
+        """Return the compression policies that can be served, by their labels; None for all of them."""
+        return (PolicySpec().label,) if self.kind == "vllm" else None
+
+    def refusal(self, policy: PolicySpec) -> str | None:
+        """Return why a policy cannot be served; None if it can."""
+        if self.policies is None or policy.label in self.policies:
+            return None
+        return f"{policy.label} cannot be had from an engine of kind {self.kind}, which serves {self.policies[0]}"
 
     @property
     def kv_limit(self) -> int:

@@ -9,7 +9,7 @@ from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.engine import EngineConfig
+from warmkv.config.engine import NOT_OF_VLLM, EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import PrefixCacheConfig
@@ -47,6 +47,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        if self.engine.kind == "vllm":
+            self._check_vllm()
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:
@@ -58,3 +60,12 @@ class Config(Section):
                     f"gateway.models: {alias} is {name}, but the model that is served is {self.model.name}"
                 )
         return self
+
+    def _check_vllm(self) -> None:
+        if refusal := self.engine.refusal(self.compression.policy):
+            raise ValueError(f"compression.policy: {refusal}")
+        for dotted in NOT_OF_VLLM:
+            section, name = dotted.split(".")
+            held = getattr(self, section)
+            if getattr(held, name) != type(held).model_fields[name].get_default():
+                raise ValueError(f"{dotted} cannot be had from an engine of kind vllm: leave it out")

@@ -21,7 +21,7 @@ from warmkv.prefixes.index import Shard
 from warmkv.replicas import metrics
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.outputs import OutputProcessor
-from warmkv.replicas.engines import own
+from warmkv.replicas.engines import build_engine
 from warmkv.replicas.engines.interface import Place
 from warmkv.replicas.links import Links, ray_tls
 from warmkv.replicas.loading.load import decoder, load_tokenizer
@@ -62,7 +62,7 @@ class Replica:
         ]
         tokenizer = load_tokenizer(config.model)
         place = Place(self._name, self._place["node"], threads)
-        parts = own.build(config, tokenizer, place, self._tell, say)
+        parts = build_engine(config, tokenizer, place, self._tell, say)
         self._engine, self._memory = parts.engine, parts.memory
         self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
         peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)

@@ -188,7 +188,11 @@ def create_app(
 
     def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
-        return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv", **created}
+        engine: dict[str, Any] = {"engine": config.engine.kind}
+        if (policies := config.engine.policies) is not None:
+            engine["policies"] = policies
+        named = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv"}
+        return {**named, **created, "warmkv": engine}
 
     @app.get("/v1/models")
     async def list_models(_: Request) -> Response:

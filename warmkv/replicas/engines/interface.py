@@ -42,8 +42,11 @@ class Engine(Protocol):
 
     flush: Callable[[], None]
     """Called behind events that were emitted; set by who listens."""
-    turns: int
-    """Grows while the engine goes on."""
+
+    @property
+    def turns(self) -> int:
+        """Return a number that grows while the engine goes on."""
+        ...
 
     @property
     def store(self) -> StoredPrefixes: ...

@@ -1,8 +1,8 @@
 """The caching contract over a cache that vLLM keeps: what may be read, for how long, and what the directory is told.
 
-vLLM knows neither TTLs nor breakpoints, and evicts what it likes. So the rules of `policies/prefix_cache.py` run here on
-an index without bytes: what its events say is gone is dropped, what outlives its TTL is neither billed as read nor told
-to the directory, though vLLM may have it still.
+vLLM knows neither TTLs nor breakpoints, and evicts what it likes. So the rules of `policies/prefix_cache.py` run here
+on an index without bytes: what is gone by its events is dropped, what outlived its TTL is neither billed as read nor
+told to the directory, though vLLM may have it still.
 """
 
 from __future__ import annotations
@@ -155,13 +155,17 @@ class PrefixLedger:
 
     def _keep(self, keys: Sequence[bytes]) -> None:
         """Let blocks live that no request has written: those of generated tokens, say."""
-        index = self._cache.tiers.indexes[0]
+        tiers, now, ttl = self._cache.tiers, self._clock(), self._lifetimes.default
+        held = tiers.indexes[0]
         for key in reversed(keys):  # the last one's chain has the others
-            if key not in index and (chain := self._blocks.chain(key)):
-                tenant = self._tenants.get(self._blocks.root(key), "")
-                ttl, now = self._lifetimes.default, self._clock()
-                sizes = [self._size * self._token_bytes] * len(chain)
-                self._apply(self._cache.tiers.store(chain, sizes, [self._size] * len(chain), ttl, now, tenant))
+            if key in held:
+                continue
+            chain = self._blocks.chain(key)
+            if not chain or any(name in self._names and name not in held for name in chain):
+                continue  # requests know it by other names: it is not to be read by these
+            sizes, tokens = [self._size * self._token_bytes] * len(chain), [self._size] * len(chain)
+            tenant = self._tenants.get(self._blocks.root(key), "")
+            self._apply(tiers.store(chain, sizes, tokens, ttl, now, tenant))
 
     def _named(self, key: bytes) -> Iterable[bytes]:
         return (key, *self._names.get(key, ()))

@@ -110,7 +110,7 @@ def test_keys_are_held_where_all_of_their_blocks_are(data: st.DataObject, sizes:
 
 def _followed(vllm: SlowVllm, at: tuple[str, str, tuple[int, ...]]) -> bool:
     """Whether this is the last copy of a block that others follow: vLLM evicts the ends of chains."""
-    medium, salt, tokens = at
+    _, salt, tokens = at
     copies = sum(vllm.held[medium, salt, tokens] for medium in MEDIA)
     longer = tokens_of(vllm, salt)
     return copies == 1 and any(other[: len(tokens)] == tokens and other != tokens for other in longer)

@@ -1,0 +1,196 @@
+"""The contract over a cache that vLLM keeps: as the replica's own rules where nothing is evicted, never more than is
+there where something is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.replicas.engines.test_kv_events import SlowVllm
+from warmkv.config import PrefixCacheConfig
+from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
+from warmkv.policies.tiers import Tier
+from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes import breakpoints, hashing
+from warmkv.prefixes.breakpoints import Breakpoint
+from warmkv.replicas.engines.ledger import PrefixLedger
+from warmkv.replicas.protocol import GenerateRequest, SamplingParams
+
+SIZE = 4
+ROOTS = [hashing.chain_root(name, "model") for name in (b"a", b"b")]
+LIFETIMES = Lifetimes.of(PrefixCacheConfig())
+MARKED = replace(LIFETIMES, automatic=False)
+
+
+def asked(tokens: Sequence[int], marks: dict[int, str] | None = None, tenant: int = 0, other: bool = False):
+    """Return a request; every token ends a content block, and with `other` its tool choice is another one."""
+    marked = [Breakpoint(at, ttl) for at, ttl in sorted((marks or {}).items())]
+    plan = breakpoints.plan(
+        tokens,
+        range(1, len(tokens) + 1),
+        marked,
+        ROOTS[tenant],
+        block_size=SIZE,
+        other_from=SIZE if other and len(tokens) > SIZE else None,
+    )
+    return GenerateRequest(
+        "request",
+        tuple(tokens),
+        plan.hashes,
+        SamplingParams(8),
+        PolicySpec(),
+        plan.marks,
+        plan.reads,
+        root=ROOTS[tenant],
+        tenant=f"t{tenant}",
+    )
+
+
+class Vllm:
+    """vLLM's cache with the ledger over it, and what the directory knows."""
+
+    def __init__(self, lifetimes: Lifetimes = LIFETIMES) -> None:
+        self.now, self.cache = 0.0, SlowVllm(SIZE)
+        self.directory: dict[bytes, str] = {}
+        self.ledger = PrefixLedger(SIZE, 1, 1 << 30, lifetimes, lambda: self.now, self.publish)
+
+    def publish(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
+        for key in evicted:
+            del self.directory[key]
+        self.directory |= dict.fromkeys(stored, tier)
+
+    def found(self, salt: str, tokens: Sequence[int]) -> int:
+        """Tokens that vLLM finds: whole blocks, and never the last token."""
+        blocks = 0
+        while (end := (blocks + 1) * SIZE) < len(tokens) and self.cache.resident(salt, tuple(tokens[:end])):
+            blocks += 1
+        return blocks * SIZE
+
+    def answer(self, request: GenerateRequest, late: bool = False, drawn: Sequence[int] = ()):
+        """Compute a request; with `late` vLLM's events come behind its first token."""
+        salt = self.ledger.salt(request)
+        found = self.found(salt, request.token_ids)
+        event = self.cache.store(salt, (*request.token_ids, *drawn), "GPU", found // SIZE)
+        events = [event] if event is not None else []
+        if not late:
+            self.ledger.take(events)
+        reading = self.ledger.began(request, found, self.now)
+        if late:
+            self.ledger.take(events)
+        return reading, found
+
+    def evict(self, at: tuple[str, str, tuple[int, ...]]) -> None:
+        self.ledger.take([self.cache.remove(at)])
+
+    def ends(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        held = [at for at, count in self.cache.held.items() if count > 0]
+        return [
+            at
+            for at in held
+            if not any(other[1] == at[1] and other[2] != at[2] and other[2][: len(at[2])] == at[2] for other in held)
+        ]
+
+
+REQUESTS = st.tuples(
+    st.lists(st.integers(0, 1), min_size=1, max_size=14),
+    st.dictionaries(st.integers(1, 14), st.sampled_from(["5m", "1h"]), max_size=3),
+    st.integers(0, 1),
+    st.booleans(),
+    st.sampled_from([0.0, 100.0, 299.0, 301.0, 3601.0]),
+)
+
+
+@given(st.lists(REQUESTS, max_size=12), st.booleans(), st.booleans())
+def test_reads_and_writes_are_those_of_the_replica_s_own_rules(asks, late: bool, automatic: bool):
+    lifetimes = LIFETIMES if automatic else MARKED
+    vllm, own = Vllm(lifetimes), PrefixCache([Tier("device", 1 << 30)], 1, lifetimes)
+    for tokens, marks, tenant, other, seconds in asks:
+        vllm.now += seconds
+        marks = {at: ttl for at, ttl in marks.items() if at <= len(tokens)}
+        request = asked(tokens, marks, tenant, other)
+        list(own.tiers.expire(vllm.now))
+        match = own.match(request.hashes, request.reads, SIZE, vllm.now)
+        own.release(match)
+        list(own.store(request.hashes, request.marks, SIZE, vllm.now, request.tenant, match))
+        reading, found = vllm.answer(request, late)
+        assert (reading.hit, reading.written) == (match.hit, own.highest_mark(request.marks, vllm.now))
+        assert reading.cached_tokens == min(found, match.tokens)
+        held = {key for key in own.tiers.indexes[0].keys_of() if own.tiers.indexes[0].match([key], vllm.now)}
+        told = {key for key in held if vllm.ledger._blocks.tier(vllm.ledger._own.get(key, key))}
+        assert set(vllm.directory) == told >= set(request.hashes) & held
+
+
+@given(st.data(), st.booleans())
+def test_nothing_is_told_or_read_that_is_evicted_or_has_outlived_its_ttl(data: st.DataObject, late: bool):
+    vllm, written = Vllm(), dict[bytes, float]()
+    for _ in range(data.draw(st.integers(1, 20))):
+        if (ends := vllm.ends()) and data.draw(st.booleans()):
+            vllm.evict(data.draw(st.sampled_from(sorted(ends))))
+            continue
+        tokens, marks, tenant, other, seconds = data.draw(REQUESTS)
+        vllm.now += seconds
+        request = asked(tokens, {at: ttl for at, ttl in marks.items() if at <= len(tokens)}, tenant, other)
+        reading, found = vllm.answer(request, late, data.draw(st.lists(st.integers(0, 1), max_size=6)))
+        assert reading.cached_tokens <= found
+        assert reading.hit // SIZE * SIZE <= found + SIZE
+        key = next((read.key for read in request.reads if read.position == reading.hit), None)
+        assert reading.hit == 0 or (key is not None and written[key] > vllm.now)
+        lives = {mark.key: vllm.now + LIFETIMES.ttls[mark.ttl] for mark in request.marks}
+        touched = [read.key for read in request.reads if read.position <= max(reading.hit, reading.cached_tokens)]
+        for key in (*lives, *touched):
+            written[key] = max(written.get(key, 0.0), lives.get(key, vllm.now + 3600.0))
+        held = vllm.cache.tiers(SIZE)
+        for name, tier in vllm.directory.items():
+            assert held[vllm.ledger._own.get(name, name)] == tier
+        assert vllm.ledger.full_blocks()["device"] == [key for key, at in vllm.directory.items() if at == "device"]
+
+
+def test_generated_tokens_are_told_as_well():
+    vllm, tokens, drawn = Vllm(), [1, 2, 3, 4, 5], [6, 7, 8]
+    vllm.answer(asked(tokens), drawn=drawn)
+    again = asked([*tokens, *drawn, 9])
+    assert set(vllm.directory) == set(again.hashes)
+    reading, found = vllm.answer(again)
+    assert reading.cached_tokens == found == 8
+    vllm = Vllm(MARKED)
+    vllm.answer(asked(tokens), drawn=drawn)
+    assert vllm.directory == {}
+
+
+def test_what_outlived_its_ttl_is_written_anew_though_vllm_has_it():
+    vllm, tokens = Vllm(), list(range(9))
+    vllm.answer(asked(tokens, {8: "5m"}))
+    vllm.now = 301
+    vllm.ledger.expire()
+    assert vllm.directory == {}
+    assert vllm.ledger.left["device", "expired"] == 2
+    reading, found = vllm.answer(asked(tokens, {8: "5m"}))
+    assert (found, reading.hit, reading.cached_tokens, reading.written) == (8, 0, 0, 8)
+    assert len(vllm.directory) == 2
+    assert vllm.answer(asked(tokens, {8: "5m"}))[0].hit == 8
+
+
+def test_what_is_evicted_is_written_anew_and_counted():
+    vllm, tokens = Vllm(), list(range(9))
+    vllm.answer(asked(tokens, {8: "1h"}))
+    (end,) = vllm.ends()
+    vllm.evict(end)
+    assert len(vllm.directory) == 1
+    assert vllm.ledger.left["device", "evicted"] == 1
+    reading, found = vllm.answer(asked(tokens, {8: "1h"}))
+    assert (found, reading.hit, reading.cached_tokens, reading.written) == (4, 0, 4, 8)
+
+
+def test_prefixes_of_a_tenant_that_are_dropped_are_found_no_more():
+    vllm, tokens = Vllm(), list(range(9))
+    for tenant in (0, 1):
+        vllm.answer(asked(tokens, {8: "5m"}, tenant))
+    assert vllm.ledger.drop("t0") == 2 * SIZE
+    assert set(vllm.directory) == set(asked(tokens, tenant=1).hashes)
+    reading, found = vllm.answer(asked(tokens, {8: "5m"}))
+    assert (found, reading.hit) == (0, 0)
+    assert vllm.answer(asked(tokens, {8: "5m"}))[0].hit == 8
+    assert vllm.answer(asked(tokens, {8: "5m"}, 1))[0].hit == 8
+    assert vllm.ledger.left["device", "dropped"] == 2

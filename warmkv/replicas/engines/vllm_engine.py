@@ -1,0 +1,471 @@
+"""vLLM as the engine of a replica: its engine core in a process of its own, warmkv's contract around its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from llguidance import LLMatcher
+
+from warmkv.config import Config, ConfigError, EngineConfig
+from warmkv.model_shape import ModelShape
+from warmkv.policies import memory_plan
+from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.replicas import device_memory
+from warmkv.replicas.completions import Completions
+from warmkv.replicas.engine.scheduler import Emit
+from warmkv.replicas.engine.stats import EngineStats
+from warmkv.replicas.engines.event_stream import Batch, EventStream
+from warmkv.replicas.engines.interface import Parts, Place, Publish
+from warmkv.replicas.engines.ledger import PrefixLedger
+from warmkv.replicas.engines.vllm_requests import check, sampling_fields, structured_fields
+from warmkv.replicas.loading.load import fetch, load_max_context, resolve_device, resolve_dtype
+from warmkv.replicas.protocol import (
+    LEAST_LOGPROB,
+    BlocksWanted,
+    Failed,
+    Finished,
+    GenerateRequest,
+    QueueFullError,
+    SamplingParams,
+    Started,
+    TokenLogprobs,
+)
+from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
+
+log = logging.getLogger(__name__)
+
+CPU_BLOCK, GPU_BLOCK = 32, 16
+"""Tokens of which vLLM's blocks are multiples."""
+
+TOPIC = "kv"
+REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
+REPLAY_SECONDS = 5.0  # within which they come, or are taken for lost
+EXPIRE_SECONDS = 0.5  # between two looks at TTLs
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What must be known of the model that vLLM serves."""
+
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    sizes: ModelSizes
+    max_context: int
+    eos_ids: frozenset[int]
+
+
+def read_model(config: Config) -> Model:
+    """Read the model's sizes from its folder. Raises OSError, or ModelShapeError where they cannot be told."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = fetch(config.model)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    try:
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        eos = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+    most = load_max_context(config.model)
+    wanted = config.engine.max_context
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"engine.max_context {wanted} exceeds the model's {most} tokens")
+    return Model(
+        folder,
+        device,
+        dtype,
+        ModelSizes.of(ModelShape.model_validate({"path": folder}), dtype.itemsize),
+        wanted or most,
+        frozenset([eos] if isinstance(eos, int) else eos or ()),
+    )
+
+
+def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
+    """Start vLLM's engine core with the model. Raises where it cannot start; `say` is told what is next."""
+    model = read_model(config)
+    share = device_memory.share_here(config, place.node)
+    cache, memory = config.prefix_cache, device_memory.read(model.device, share)
+    plan = memory_plan.plan(memory, model.sizes, config.engine, cache, model.max_context)
+    log.info(plan.summary)
+    plan.check()
+    folder = Path(tempfile.mkdtemp(prefix="warmkv-kv-events-"))
+    say("starting vLLM")
+    steps = Steps(time.monotonic)
+    llm = start_llm(config, model, plan, place.threads, folder, steps)
+    sizes = model.sizes.shape
+    ledger = PrefixLedger(
+        cache.block_size,
+        sizes.token_bytes,
+        llm.vllm_config.cache_config.num_gpu_blocks * cache.block_size * sizes.token_bytes,
+        Lifetimes.of(cache),
+        time.monotonic,
+        publish,
+    )
+    engine = VllmEngine(llm, config.engine, model, ledger, steps, folder, place.replica, time.monotonic)
+    return Parts(engine, plan.to_json(), None, lambda terms, ask, recorder: Alone())
+
+
+def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, folder: Path, steps: Steps) -> Any:
+    """Start vLLM's asynchronous engine. For the thread of the event loop. Raises ConfigError for what it cannot do."""
+    on_gpu, block = model.device.type == "cuda", config.prefix_cache.block_size
+    multiple = GPU_BLOCK if on_gpu else CPU_BLOCK
+    if block % multiple:
+        raise ConfigError(f"prefix_cache.block_size {block} must be a multiple of {multiple} with engine.kind vllm")
+    engine, cluster = config.engine, config.cluster
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.config import StructuredOutputsConfig
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    auto = on_gpu and plan.kv.auto and plan.stored.auto
+    arguments = AsyncEngineArgs(
+        model=str(model.folder),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=model.max_context,
+        max_num_seqs=engine.max_slots,
+        max_num_batched_tokens=engine.tokens_per_step(on_gpu=on_gpu),
+        enable_chunked_prefill=True,
+        enforce_eager=engine.compile == "off" or (engine.compile == "auto" and not on_gpu),
+        enable_prefix_caching=config.prefix_cache.enabled,
+        block_size=block,
+        tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
+        gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
+        kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
+        disable_log_stats=True,
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=config.prefix_cache.enabled,
+            publisher="zmq" if config.prefix_cache.enabled else "null",
+            endpoint=endpoint(folder, "events"),
+            replay_endpoint=endpoint(folder, "replay"),
+            buffer_steps=REPLAYED,
+            topic=TOPIC,
+        ),
+    )
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
+
+
+def endpoint(folder: Path, name: str) -> str:
+    """Return the address of a socket that only this machine can reach."""
+    return f"ipc://{folder / name}"
+
+
+class Steps:
+    """What vLLM tells of its steps: how many requests run and wait, and when the last one was."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.turns, self.turned, self.running, self.waiting, self.usage = 0, clock(), 0, 0, 0.0
+        self.preempted = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Take note of a step. Called by vLLM's front end."""
+        self.turns, self.turned = self.turns + 1, self._clock()
+        if scheduler_stats is not None:
+            self.running, self.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+            self.usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing; vLLM calls it."""
+
+    def log(self) -> None:
+        """Do nothing; vLLM calls it."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Do nothing; vLLM calls it."""
+
+
+class VllmEngine:
+    """The engine interface over vLLM's AsyncLLM. For the thread of the event loop."""
+
+    def __init__(
+        self,
+        llm: Any,
+        config: EngineConfig,
+        model: Model,
+        ledger: PrefixLedger,
+        steps: Steps,
+        folder: Path,
+        name: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._llm, self._config, self._model, self.store = llm, config, model, ledger
+        self._steps, self._folder, self._name, self._clock = steps, folder, name, clock
+        self.flush: Callable[[], None] = lambda: None
+        self._flushing = False
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._beside: list[asyncio.Task[None]] = []
+        self._completions = Completions()
+        self._failed = 0
+
+    @property
+    def turns(self) -> int:
+        """Return how many steps there were."""
+        return self._steps.turns
+
+    def start(self) -> None:
+        """Begin to follow the events of vLLM's cache."""
+        loop = asyncio.get_running_loop()
+        self._beside = [loop.create_task(self._follow()), loop.create_task(self._expire())]
+
+    def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
+        """Queue a request; `emit` is called with Started, drawn tokens, and an end. Raises EngineError."""
+        check(request, self._config, self._model.max_context, self._model.sizes.vocabulary)
+        waiting = len(self._tasks) - self._config.max_slots
+        now = self._clock()
+        if waiting >= self._config.max_queue and not request.resume:
+            seconds = self._completions.seconds(waiting - self._config.max_queue + 1, now)
+            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
+        if not self._tasks:
+            self._completions.begin(now)
+            self._steps.turned = now
+        self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit))
+        task.add_done_callback(partial(self._ended, request.id))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; nothing happens if it has ended already."""
+        if task := self._tasks.get(request_id):
+            task.cancel()
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run an action now: events are published in this thread, too."""
+        action()
+
+    def check_turning(self, limit: float) -> None:
+        """Raise RuntimeError where vLLM has ended, or tells of no step for more than `limit` seconds."""
+        if self._llm.errored:
+            raise RuntimeError("vLLM's engine core has ended: see the replica's log")
+        if self._tasks and (still := self._clock() - self._steps.turned) > limit:
+            raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
+
+    def drop_prefixes(self, tenant: str) -> Future[int]:
+        """Forget what is stored of a tenant. vLLM evicts it in time: nobody finds it under its new salt."""
+        dropped: Future[int] = Future()
+        dropped.set_result(self.store.drop(tenant))
+        return dropped
+
+    def stats(self) -> EngineStats:
+        """Return the numbers as of the last step."""
+        tiers, limit = self.store.tier_bytes, self.store.tier_limits["device"]
+        used = round(self._steps.usage * limit)
+        return EngineStats(
+            waiting=max(0, len(self._tasks) - self._steps.running),
+            decoding=self._steps.running,
+            preempted=self._steps.preempted,
+            slots=self._steps.running,
+            weight_bytes=self._model.sizes.weights,
+            slot_bytes=used,
+            workspace_bytes=0,
+            store_bytes=tiers["device"],
+            store_blocks=len(self.store),
+            pinned_bytes=0,
+            store_tiers=tiers,
+            evicted=sum(count for (_, why), count in self.store.left.items() if why != "expired"),
+            expired=sum(count for (_, why), count in self.store.left.items() if why == "expired"),
+            failures={"device": self._failed},
+            slot_limit=limit,
+            compressed={},
+        )
+
+    def stop(self) -> None:
+        """End vLLM; what is in flight fails."""
+        for task in (*self._beside, *self._tasks.values()):
+            task.cancel()
+        self._llm.shutdown()
+        with contextlib.suppress(OSError):
+            for socket in self._folder.iterdir():
+                socket.unlink()
+            self._folder.rmdir()
+
+    # --- an answer
+
+    async def _answer(self, request: GenerateRequest, emit: Emit) -> None:
+        arrived, sampling = self._clock(), request.sampling
+        drawn, started = 0, False
+        try:
+            async for output in generate(self._llm, request, self.store.salt(request), self._model.eos_ids):
+                if not started:
+                    started = True
+                    emit(self._started(request, output, arrived))
+                    for token in request.resume[: sampling.max_tokens]:  # its client has them: no more is told of them
+                        drawn += 1
+                        emit(TokenLogprobs(token, LEAST_LOGPROB) if sampling.logprobs is not None else token)
+                (part,) = output.outputs
+                for at, token in enumerate(part.token_ids):
+                    if drawn >= sampling.max_tokens:
+                        break
+                    drawn += 1
+                    if part.finish_reason == "stop" and at == len(part.token_ids) - 1:
+                        break  # what ends the answer is counted, but not told
+                    emit(token if sampling.logprobs is None else _logprobs(token, part.logprobs[at], sampling))
+                if output.finished:
+                    emit(self._end(request, part, drawn))
+                self._flush_soon()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("vLLM failed with a request")
+            self._failed += 1
+            emit(Failed(f"{type(error).__name__}: {error}", "request" if isinstance(error, ValueError) else "replica"))
+            self._flush_soon()
+
+    def _started(self, request: GenerateRequest, output: Any, arrived: float) -> Started:
+        now, times = self._clock(), output.metrics
+        prefill = max(0.0, times.first_token_ts - times.scheduled_ts) if times is not None else now - arrived
+        reading = self.store.began(request, output.num_cached_tokens or 0, arrived)
+        tokens = len(request.token_ids)
+        return Started(
+            replica=self._name,
+            hit=reading.hit,
+            written=reading.written,
+            cached_tokens=reading.cached_tokens,
+            kept_tokens=tokens,
+            resident_bytes=tokens * self._model.sizes.shape.token_bytes,
+            queue_seconds=max(0.0, now - arrived - prefill),
+            prefill_seconds=prefill,
+            tiers={"device": reading.cached_tokens} if reading.cached_tokens else {},
+        )
+
+    def _end(self, request: GenerateRequest, part: Any, drawn: int) -> Finished | Failed:
+        sampling, reason = request.sampling, part.finish_reason
+        if sampling.max_tokens == 0 or reason == "length":
+            return Finished("length", drawn)
+        if reason == "stop":
+            ends = not sampling.ignore_eos and part.token_ids[-1] in self._model.eos_ids
+            return Finished("end" if ends else "stop", drawn)
+        if reason == "abort":
+            return Finished("cancelled", drawn)
+        return Failed(f"vLLM ended the answer by {reason!r}")
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        self._completions.ended(self._clock())
+
+    def _flush_soon(self) -> None:
+        """Hand over what was emitted, once for all answers of a step."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self.flush()
+
+    # --- beside the answers
+
+    async def _follow(self) -> None:
+        import zmq
+        import zmq.asyncio
+
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.set_hwm(0)
+            socket.connect(endpoint(self._folder, "events"))
+            socket.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
+            stream = EventStream(self.store.take, partial(self._replayed, context), self._reset)
+            while True:
+                _, number, payload = await socket.recv_multipart()
+                try:
+                    await stream.arrived(int.from_bytes(number, "big"), payload)
+                except Exception:
+                    if self._llm.errored:  # of which the health check tells
+                        return
+                    log.exception("KV events could not be followed")
+
+    async def _replayed(self, context: Any, first: int) -> Sequence[Batch]:
+        import zmq
+
+        found: list[Batch] = []
+        with context.socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint(self._folder, "replay"))
+            await socket.send(first.to_bytes(8, "big"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPLAY_SECONDS):
+                    while True:
+                        _, number, payload = await socket.recv_multipart()
+                        at = int.from_bytes(number, "big", signed=True)
+                        if at < 0:
+                            break
+                        found.append((at, payload))
+        return found
+
+    async def _reset(self) -> None:
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_SECONDS)
+            self.store.expire()
+
+
+class Alone:
+    """Moves no blocks: vLLM lends none and takes none."""
+
+    def helps(self, request: GenerateRequest) -> bool:
+        """Return False."""
+        return False
+
+    async def prepare(self, request: GenerateRequest) -> None:
+        """Do nothing."""
+
+    def started(self, request: GenerateRequest, started: Started) -> None:
+        """Do nothing."""
+
+    async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
+        """Return no blocks."""
+        return BlockPayloads()
+
+    async def take_over(self, offered: BlocksOffered) -> int:
+        """Take none."""
+        return 0
+
+    async def hand_over(
+        self,
+        peers: Sequence[str],
+        holders: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, Sequence[str]]]],
+        offer: Callable[[BlocksOffered], Awaitable[int]],
+    ) -> int:
+        """Give none."""
+        return 0
+
+
+def generate(llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int]) -> AsyncIterator[Any]:
+    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    constraint = request.sampling.constraint
+    parameters = VllmSampling(
+        **sampling_fields(request, eos_ids),
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs=StructuredOutputsParams(**structured_fields(constraint)) if constraint else None,
+    )
+    outputs: AsyncIterator[Any] = llm.generate(
+        tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id
+    )
+    return outputs
+
+
+def _logprobs(token: int, found: Mapping[int, Any], sampling: SamplingParams) -> TokenLogprobs:
+    """Return log-probabilities of a drawn token as warmkv tells them."""
+    best = sorted(((entry.rank, other, entry.logprob) for other, entry in found.items()))[: sampling.logprobs]
+    top = tuple((other, max(logprob, LEAST_LOGPROB)) for _, other, logprob in best)
+    return TokenLogprobs(token, max(found[token].logprob, LEAST_LOGPROB), top)

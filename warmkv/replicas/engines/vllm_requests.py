@@ -1,0 +1,68 @@
+"""A request as vLLM takes it: its sampling parameters, and what vLLM cannot do for it. Without vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from warmkv.config import EngineConfig
+from warmkv.replicas.protocol import Constraint, GenerateRequest, UnservableRequestError
+
+STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+"""Kinds of constraints by their fields of vLLM's StructuredOutputsParams, where these take the text as it is."""
+
+
+def check(request: GenerateRequest, config: EngineConfig, max_context: int, vocabulary: int) -> None:
+    """Raise UnservableRequestError for what vLLM can never compute."""
+    if fault := config.refusal(request.policy):
+        raise UnservableRequestError(fault)
+    tokens, sampling = (*request.token_ids, *request.resume), request.sampling
+    if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {vocabulary}")
+    named = (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", [token for token, _ in sampling.logit_bias]))
+    for field_name, ids in named:
+        if unknown := [token for token in ids if not 0 <= token < vocabulary]:
+            raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {vocabulary}")
+    prompt, new = len(request.token_ids), sampling.max_tokens
+    if prompt + max(new, 1) > max_context:
+        raise UnservableRequestError(
+            f"{prompt} prompt tokens and max_tokens {new} exceed the context of {max_context} tokens"
+        )
+    if request.resume and sampling.constraint is not None:
+        raise UnservableRequestError("vLLM cannot go on with a constrained answer that another replica began")
+
+
+def sampling_fields(request: GenerateRequest, eos_ids: Collection[int]) -> dict[str, Any]:
+    """Return fields of vLLM's SamplingParams, but for structured outputs.
+
+    What ends the answer is given as stop tokens: vLLM reports which one it was. Text and stop strings are warmkv's own.
+    Tokens that another replica drew are part of the prompt: the seed stands for other draws behind them.
+    """
+    sampling, drawn = request.sampling, len(request.resume)
+    return {
+        "max_tokens": max(1, sampling.max_tokens - drawn),
+        "min_tokens": max(0, min(sampling.min_tokens, sampling.max_tokens) - drawn),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed & (1 << 63) - 1,
+        "stop_token_ids": sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}),
+        "ignore_eos": True,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+    }
+
+
+def structured_fields(constraint: Constraint) -> dict[str, Any]:
+    """Return fields of vLLM's StructuredOutputsParams."""
+    if constraint.kind == "json_object":
+        return {"json_object": True}
+    if constraint.kind == "choice":
+        return {"choice": json.loads(constraint.text)}
+    return {STRUCTURED[constraint.kind]: constraint.text}
