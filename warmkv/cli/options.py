@@ -114,8 +114,7 @@ class TraceOptions:
         """Read the trace as block hashes, without a cluster; say what was left out. Raises TraceError."""
         from warmkv.simulator import traces
 
-        characters = () if self.characters_per_token is None else (self.characters_per_token,)
-        reading = traces.Reading(self.block_size, *characters)
+        reading = traces.Reading(self.block_size, self.characters_per_token)
         with bar(f"reading {self.trace.name}") as progress:
             trace = traces.read(self.trace, self.format, reading=reading, strict=self.strict, progress=progress)
         tell_left_out(trace.broken, trace.skipped, trace.faults)

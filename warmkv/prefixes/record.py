@@ -68,6 +68,8 @@ class RequestRecord:
     error: str = ""  # type of the error that the client got
     client_id: str = ""  # its x-request-id
     trace_id: str = ""  # of its traceparent
+    session: str = ""  # a hash of the conversation that it names
+    bytes_per_token: float = 0.0  # of the prompt's text, where its tokens were counted by that; 0: by a tokenizer
 
     def to_json(self) -> str:
         """Return the record as one line without a line break."""

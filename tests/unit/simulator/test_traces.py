@@ -50,6 +50,86 @@ BURST = (
     "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     "5,7,1.2,ChatGPT,472,18,490,Conversation log\n6,8,0,GPT-4,100,0,100,API log\n9,7,1,ChatGPT,500,20,520,API log\n"
 )
+
+
+def claude_code(id, read, written, hour=0, parent="u0", session="s", at="2026-11-23T06:07:43.185Z", **more):
+    split = {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": hour}
+    usage = {"input_tokens": 10, "cache_creation_input_tokens": written + hour, "cache_read_input_tokens": read}
+    message = {
+        "id": id,
+        "model": "claude",
+        "role": "assistant",
+        "usage": {**usage, "cache_creation": split} | {"output_tokens": 33},
+    }
+    line = {
+        "parentUuid": parent,
+        "isSidechain": False,
+        "message": message,
+        "requestId": f"req_{id}",
+        "type": "assistant",
+    }
+    return {**line, "uuid": f"of-{id}", "timestamp": at, "sessionId": session, "version": "2.1.197", **more}
+
+
+def asked(uuid="u0", at="2026-11-23T06:07:42.828Z", session="s", parent=None):
+    line = {"parentUuid": parent, "isSidechain": False, "type": "user", "message": {"role": "user", "content": "hi"}}
+    return {**line, "uuid": uuid, "timestamp": at, "sessionId": session, "version": "2.1.197"}
+
+
+def litellm(id, prompt, read=0, written=0, at="2026-11-23 06:09:03.870951+00:00", status="success", **more):
+    details = {"cached_tokens": read, "cache_creation_tokens": written}
+    usage = {"prompt_tokens": prompt, "completion_tokens": 33, "prompt_tokens_details": details}
+    usage |= {"cache_creation_input_tokens": written, "cache_read_input_tokens": read} if written else {}
+    row = {"request_id": id, "call_type": "acompletion", "api_key": "88dc28d0", "cache_hit": "False", "startTime": at}
+    row |= {"endTime": at, "model": "m", "metadata": json.dumps({"usage_object": usage}), "prompt_tokens": prompt}
+    return {**row, "completion_tokens": 33, "messages": "{}", "proxy_server_request": "{}", "status": status, **more}
+
+
+def langfuse(id, usage, session="s", type="GENERATION", at="2026-11-23T06:09:03.870Z", **more):
+    row = {"id": id, "type": type, "traceId": "t", "startTime": at, "model": "m", "usageDetails": usage}
+    return {**row, "level": "DEFAULT", "sessionId": session, **more}
+
+
+def span(id, prompt, read=0, written=0, start=1_795_414_101_000_000_000, operation="chat", session="s", **more):
+    values = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.conversation.id": session,
+        "gen_ai.request.model": "m",
+        **more,
+    }
+    counts = {
+        "input_tokens": prompt,
+        "output_tokens": 5,
+        "cache_read.input_tokens": read,
+        "cache_creation.input_tokens": written,
+    }
+    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in values.items()]
+    attributes += [{"key": f"gen_ai.usage.{key}", "value": {"intValue": str(count)}} for key, count in counts.items()]
+    return {"traceId": "t", "spanId": id, "startTimeUnixNano": str(start), "attributes": attributes, "status": {}}
+
+
+def spans(*these):
+    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": list(these)}]}]}
+
+
+def vllm_bench(*requests, **more):
+    starts, inputs, outputs = zip(*requests, strict=True)
+    result = {"date": "20261123-060000", "model_id": "m", "num_prompts": len(requests), "request_rate": "inf"}
+    columns = {"start_times": starts, "input_lens": inputs, "output_lens": outputs, "errors": [""] * len(requests)}
+    return {**result, **columns, **more}
+
+
+def aiperf(conversation, turn, prompt, start=1_795_414_101_000_000_000, error=None, **metrics):
+    metadata = {"session_num": 0, "conversation_id": conversation, "x_correlation_id": f"run-{conversation}"}
+    metadata |= {"turn_index": turn, "request_start_ns": start, "request_end_ns": start + 1, "was_cancelled": False}
+    found = {"input_sequence_length": prompt, "output_sequence_length": 6, "time_to_first_token": 5.5, **metrics}
+    return {
+        "metadata": metadata,
+        "metrics": {key: {"value": value, "unit": "-"} for key, value in found.items()},
+        "error": error,
+    }
+
+
 FILES = {
     "mooncake": MOONCAKE,
     "bailian": lines(bailian(10, -1, 1.5, 40, [5, 6]), bailian(11, 10, 2.5, 48, [5, 6, 7])),
@@ -57,6 +137,12 @@ FILES = {
     "sharegpt": json.dumps([talk("x" * 100, "y" * 20, "z" * 50, "w")], indent=1),
     "azure": AZURE,
     "burstgpt": BURST,
+    "claude-code": lines(asked(), claude_code("a", 0, 900), claude_code("b", 900, 100, parent="of-a")),
+    "litellm": lines(litellm("a", 1551, 0, 1541), litellm("b", 1555, 1541, 4)),
+    "langfuse": lines(langfuse("a", {"input": 10, "output": 5, "input_cached_tokens": 300})),
+    "opentelemetry": lines(spans(span("a", 300), span("b", 400, read=256))),
+    "vllm-bench": lines(vllm_bench((7.5, 100, 5), (7.0, 200, 6))),
+    "aiperf": lines(aiperf("c", 0, 100), aiperf("c", 1, 300)),
     "warmkv": lines(record(3.0, [1] * 9, 4).to_json(), record(1.0, [1] * 5, 2).to_json()),
 }
 

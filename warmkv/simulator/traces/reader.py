@@ -9,25 +9,37 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.agentic import AGENTIC
+from warmkv.simulator.traces.aiperf import AIPERF
 from warmkv.simulator.traces.azure import AZURE
 from warmkv.simulator.traces.bailian import BAILIAN
 from warmkv.simulator.traces.burstgpt import BURSTGPT
+from warmkv.simulator.traces.calls import Call, records
+from warmkv.simulator.traces.claude_code import CLAUDE_CODE
 from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace, TraceError, join
+from warmkv.simulator.traces.langfuse import LANGFUSE
+from warmkv.simulator.traces.litellm import LITELLM
 from warmkv.simulator.traces.mooncake import MOONCAKE
-from warmkv.simulator.traces.rows import Format, Reading
+from warmkv.simulator.traces.opentelemetry import OPENTELEMETRY
+from warmkv.simulator.traces.rows import Format, Reading, TooLongError
 from warmkv.simulator.traces.sharegpt import SHAREGPT
+from warmkv.simulator.traces.vllm_bench import VLLM_BENCH
 from warmkv.simulator.traces.warmkv import WARMKV, row_of
 
-FORMATS = {one.name: one for one in (WARMKV, MOONCAKE, BAILIAN, AGENTIC, SHAREGPT, AZURE, BURSTGPT)}
+PUBLIC = (MOONCAKE, BAILIAN, AGENTIC, SHAREGPT, AZURE, BURSTGPT)
+LOGS = (CLAUDE_CODE, LITELLM, LANGFUSE, OPENTELEMETRY, VLLM_BENCH, AIPERF)
+FORMATS = {one.name: one for one in (WARMKV, *PUBLIC, *LOGS)}
 KEPT_FAULTS = 20  # faults kept word for word; all are counted
 HEAD = 1 << 16  # characters of the beginning in which a format is recognised
 BUFFER = 1 << 17  # bytes read at a time
 PART = 100_000  # requests of a part
+AIPERF_REQUESTS = "profile_export.jsonl"
+SESSIONS_INDEX = "sessions-index.json"  # of Claude Code
 GZIP = b"\x1f\x8b"
 
 Progress = Callable[[int], None]  # told how many requests were read
@@ -67,24 +79,31 @@ class Rows:
         return self._rows
 
     def _read(self, files: Sequence[Path], name: str | None) -> Iterator[Any]:
+        calls: list[Call] = []
         for number, self._file in enumerate(files):
             with text_of(self._file, self._digest) as text:
                 if not number:
                     self.format = format_of(text, self._file, name, self._fallback)
                     yield
-                parse = self.format.parser(self._reading)
-                for line, item in self.format.items(text):
-                    self._line = line
-                    try:
-                        rows = list(parse(item))
-                    except RowError as error:
-                        self.leave_out(str(error))
-                        continue
-                    for row in rows:
-                        if row is None:
-                            self.skipped += 1
-                        else:
-                            yield row
+                parse = self.format.parser(replace(self._reading, file=self._file))
+                try:
+                    for line, item in self.format.items(text):
+                        self._line = line
+                        try:
+                            rows = list(parse(item))
+                        except RowError as error:
+                            self.leave_out(str(error))
+                            continue
+                        for row in rows:
+                            if row is None:
+                                self.skipped += 1
+                            elif isinstance(row, Call):
+                                calls.append(row)
+                            else:
+                                yield row
+                except TooLongError as error:
+                    raise TraceError(f"{self._file}:{error.line}: {error}") from None
+        yield from records(calls, self._reading)  # conversations lie in several files
 
     def leave_out(self, reason: str) -> None:
         """Count the row that was read last as broken. Raises TraceError if `strict`."""
@@ -148,12 +167,18 @@ def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: No
 
 
 def files_of(path: Path) -> list[Path]:
-    """List the files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first. Raises
-    TraceError.
+    """List the files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first.
+
+    Of a folder without files all `.jsonl` files below it, as Claude Code keeps its sessions; subagents have folders
+    beside their session. Of the artifacts of aiperf its requests. Raises TraceError.
     """
     if not path.is_dir():
         return [path]
-    found = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+    if (requests := path / AIPERF_REQUESTS).is_file():
+        return [requests]
+    found = [file for file in path.iterdir() if file.is_file() and file.name != SESSIONS_INDEX]
+    found += path.glob("*/subagents/*.jsonl") if found else path.rglob("*.jsonl")
+    found = [file for file in found if not file.name.startswith(".")]
     if not found:
         raise TraceError(f"cannot read {path}: the folder has no file")
     return sorted(found, key=_rotation)
@@ -226,9 +251,9 @@ def format_of(file: IO[str], path: Path, name: str | None, fallback: str | None 
         return FORMATS[name]
     head = file.read(HEAD)
     file.seek(0)
-    for line in head.splitlines():
+    for text in (*head.splitlines(), head):  # at last all of it: JSON may be written over many lines
         for format in FORMATS.values():
-            if format.recognises(line):
+            if format.recognises(text):
                 return format
     if fallback is not None:
         return FORMATS[fallback]

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.columns import Row, RowError
 
+if TYPE_CHECKING:
+    from warmkv.simulator.traces.calls import Call
+
 # From an item of a file to its requests; None for one that is left out on purpose. Raises RowError.
-Parse = Callable[[str], Iterable[Row | RequestRecord | None]]
+Parse = Callable[[str], "Iterable[Row | RequestRecord | Call | None]"]
 Items = Iterator[tuple[int, str]]  # line number, text
+READ = 1 << 20  # characters read at a time
+LONGEST = 1 << 28  # characters of a row, as it is held in memory
+_SEPARATORS = re.compile(r"[ \t\r\n,]*")
+_CELL = re.compile(r'(?:\s*"([^"]*(?:""[^"]*)*)"\s*|([^,"]*))(,|$)')
+
+
+class TooLongError(RowError):
+    """A row that is too long to be held in memory; nothing after it can be read."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"a row has more than {LONGEST:,} characters")
+        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +38,8 @@ class Reading:
     """What a caller may say about a file. None where the format knows."""
 
     block_size: int | None = None  # tokens in a block, of formats that do not tell
-    characters_per_token: float = 4.0  # of formats that have texts and no counts
+    characters_per_token: float | None = None  # of formats that have texts
+    file: Path | None = None  # that is read now
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +49,74 @@ class Format:
     parser: Callable[[Reading], Parse]
     items: Callable[[IO[str]], Items]
     note: str = ""  # what the reader assumes
+    records: bool = False  # whether its requests are records, with breakpoints, tenants and usage of their own
 
 
 def lines(file: IO[str]) -> Items:
-    """Yield every line that is not blank."""
-    return ((number, line) for number, line in enumerate(file, start=1) if line and not line.isspace())
+    """Yield every line that is not blank. Raises RowError at one that is longer than a row may be."""
+    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), ""), start=1):
+        if len(line) > LONGEST:
+            raise TooLongError(number)
+        if not line.isspace():
+            yield number, line
+
+
+def array_or_lines(file: IO[str]) -> Items:
+    """Yield the objects of a JSON array, without holding the file, or lines if it is none.
+
+    Raises RowError at an item that is longer than a row may be.
+    """
+    head = file.read(READ)
+    if not head.lstrip().startswith("["):
+        file.seek(0)
+        yield from lines(file)
+        return
+    decoder, line = json.JSONDecoder(), 1
+    at = head.index("[") + 1
+    line, text = line + head.count("\n", 0, at), head
+    while True:
+        start = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
+        line, at = line + text.count("\n", at, start), start
+        if text.startswith("]", at):
+            return
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (json.JSONDecodeError, RecursionError):
+            text, at = text[at:], 0
+            if len(text) > LONGEST:
+                raise TooLongError(line) from None
+            more = file.read(max(READ, len(text)))  # the item may go on; twice as much, so that long ones stay linear
+            if not more:
+                if text:
+                    yield line, text  # not JSON, as the parser will say
+                return
+            text += more
+            continue
+        yield line, text[at:end]
+        line, at = line + text.count("\n", at, end), end
+
+
+def json_or_csv(file: IO[str]) -> Items:
+    """Yield the objects of a JSON array, JSON lines, or the records of a CSV file, whose cells may have line breaks.
+
+    Raises RowError at an item that is longer than a row may be.
+    """
+    first = file.read(READ).lstrip()[:1]
+    file.seek(0)
+    if first in ("[", "{"):
+        yield from array_or_lines(file)
+        return
+    record, start = "", 1
+    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), ""), start=1):
+        record = record + line if record else line
+        if len(record) > LONGEST:
+            raise TooLongError(start)
+        if record.count('"') % 2 == 0:
+            if not record.isspace():
+                yield start, record
+            record, start = "", number + 1
+    if record:
+        yield start, record
 
 
 def mapping(text: str) -> Mapping[str, Any]:
@@ -50,6 +132,59 @@ def mapping(text: str) -> Mapping[str, Any]:
 def has_keys(line: str, keys: Collection[str]) -> bool:
     """Return True if a line looks like a JSON object with these keys. It may be cut off: lines can be very long."""
     return line.lstrip().startswith("{") and all(f'"{key}"' in line for key in keys)
+
+
+def has_columns(text: str, names: Collection[str]) -> bool:
+    """Return True if a text looks like an array or a line of JSON objects, or like CSV, with these keys or columns."""
+    if text.lstrip("[ \t\r\n").startswith("{"):
+        return all(f'"{name}"' in text for name in names)
+    return set(names) <= set(cells(text.partition("\n")[0]) or ())
+
+
+def document(value: Any) -> Any:
+    """Read a field that holds JSON, or a text of JSON as in a CSV; other texts stay as they are."""
+    if isinstance(value, str) and value[:1] in ("{", "[", '"'):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
+
+
+def cells(record: str) -> list[str] | None:
+    """Split a record of a CSV file; None if its quotes do not match."""
+    record, found, at = record.rstrip("\r\n"), [], 0
+    while True:
+        match = _CELL.match(record, at)
+        if match is None:
+            return None
+        quoted, plain, separator = match.groups()
+        found.append(plain.strip() if quoted is None else quoted.replace('""', '"'))
+        if not separator:
+            return found
+        at = match.end()
+
+
+def table(row_of: Callable[[Mapping[str, Any]], Iterable[Any]], required: Collection[str]) -> Parse:
+    """Make a parser of JSON objects, or of the records of a CSV file, of which the first is the header."""
+    header: list[str] = []
+
+    def parse(text: str) -> Iterable[Any]:
+        if not header and text.lstrip().startswith("{"):
+            return row_of(mapping(text))
+        found = cells(text)
+        if found is None:
+            raise RowError("a cell's quotes do not match")
+        if not header:
+            if missing := [name for name in required if name not in found]:
+                raise RowError(f"the header has no column {missing[0]!r}")
+            header.extend(found)
+            return ()
+        if len(found) != len(header):
+            raise RowError(f"{len(found)} cells where the header has {len(header)}")
+        return row_of({name: cell for name, cell in zip(header, found, strict=True) if cell != ""})
+
+    return parse
 
 
 def whole(row: Mapping[str, Any], name: str) -> int:
@@ -91,16 +226,16 @@ def csv_rows(row_of: Callable[[Mapping[str, str]], Row | None], required: Collec
     header: list[str] = []
 
     def parse(line: str) -> Iterable[Row | None]:
-        cells = [cell.strip().strip('"') for cell in line.rstrip("\r\n").split(",")]
+        found = [cell.strip().strip('"') for cell in line.rstrip("\r\n").split(",")]
         first = not header
         if first:
-            header.extend(cells)
+            header.extend(found)
         if missing := [name for name in required if name not in header]:
             raise RowError(f"the header has no column {missing[0]!r}")
         if first:
             return ()
-        if len(cells) != len(header):
-            raise RowError(f"{len(cells)} cells where the header has {len(header)}")
-        return (row_of(dict(zip(header, cells, strict=True))),)
+        if len(found) != len(header):
+            raise RowError(f"{len(found)} cells where the header has {len(header)}")
+        return (row_of(dict(zip(header, found, strict=True))),)
 
     return parse

@@ -7,22 +7,21 @@ token stands for a number of characters that the caller may set.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import Any
 
 from warmkv.simulator.traces.columns import Row, RowError
-from warmkv.simulator.traces.rows import Format, Items, Parse, Reading, lines, listed, mapping
+from warmkv.simulator.traces.rows import Format, Parse, Reading, array_or_lines, listed, mapping
 
 BLOCK = 16  # tokens, if the caller does not say
-READ = 1 << 20  # characters read at a time
+CHARACTERS_PER_TOKEN = 4.0  # likewise
 ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "assistant")
 
 
 def parser(reading: Reading) -> Parse:
     size = reading.block_size or BLOCK
-    per_token = reading.characters_per_token
+    per_token = reading.characters_per_token or CHARACTERS_PER_TOKEN
 
     def tokens(text: str) -> int:
         return max(1, int(len(text) / per_token))
@@ -65,41 +64,10 @@ def _turn(turn: Any) -> tuple[str, str]:
     return speaker, words
 
 
-def items(file: IO[str]) -> Items:
-    """Yield the objects of a JSON array, without holding the file, or lines if it is none."""
-    head = file.read(READ)
-    if not head.lstrip().startswith("["):
-        file.seek(0)
-        yield from lines(file)
-        return
-    decoder, line = json.JSONDecoder(), 1
-    text = head.lstrip().removeprefix("[")
-    line += head[: len(head) - len(text)].count("\n")
-    while True:
-        bare = text.lstrip(" \t\r\n,")
-        line += text[: len(text) - len(bare)].count("\n")
-        text = bare
-        if text.startswith("]"):
-            return
-        try:
-            _, end = decoder.raw_decode(text)
-        except json.JSONDecodeError:
-            more = file.read(max(READ, len(text)))  # the item may go on; twice as much, so that long ones stay linear
-            if not more:
-                if text:
-                    yield line, text  # not JSON, as the parser will say
-                return
-            text += more
-            continue
-        yield line, text[:end]
-        line += text[:end].count("\n")
-        text = text[end:]
-
-
 SHAREGPT = Format(
     "sharegpt",
     lambda line: '"conversations"' in line,
     parser,
-    items,
+    array_or_lines,
     "no times: all requests arrive at 0; tokens are counted by characters",
 )

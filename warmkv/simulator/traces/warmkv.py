@@ -42,8 +42,9 @@ def row_of(record: RequestRecord) -> Row:
         output_tokens=record.output_tokens,
         blocks=[int.from_bytes(key[:8], "little", signed=True) for key in record.hashes],
         block_size=record.block_size,
+        session=record.session or None,
         tenant=record.tenant,
     )
 
 
-WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), parser, lines)
+WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), parser, lines, records=True)

@@ -54,12 +54,11 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
 
     A file that is not recognised is read as an access log, whose parser says why it is none. Raises TraceError.
     """
-    characters = () if source.characters_per_token is None else (source.characters_per_token,)
-    reading = traces.Reading(source.block_size, *characters)
+    reading = traces.Reading(source.block_size, source.characters_per_token)
     with gc_paused():
         rows = Rows(source.path, source.format, reading=reading, strict=source.strict, fallback=OWN_FORMAT)
-        notes: tuple[str, ...] = ()
-        if rows.format.name == OWN_FORMAT:
+        notes: tuple[str, ...] = (rows.format.note,) if rows.format.note else ()
+        if rows.format.records:
             requests = Requests(access_log.records(rows))
         else:
             trace = columns(rows, progress)

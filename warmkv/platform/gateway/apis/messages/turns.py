@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,9 +22,7 @@ from warmkv.platform.gateway.apis.messages.content import (
 )
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, to_json
 from warmkv.platform.gateway.apis.tokens import Place, place_name
-
-BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
-"""What Claude Code puts first into its system prompt; it ends with a checksum of the request."""
+from warmkv.prefixes.prompt_text import BILLING_LINE
 
 
 @dataclass(frozen=True, slots=True)
