@@ -13,12 +13,12 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo observe test soak clients check lint types imports format dashboards docs pictures manifests clean
+.PHONY: help setup demo observe test soak clients clients-by-command check lint types imports format dashboards docs pictures manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
 	@echo
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -e 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -e 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-19s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo "Variables: PYTHON=python3.12       the interpreter to build .venv with"
 	@echo "           TORCH_INDEX=URL         a package index with PyTorch's CPU build, for machines without a GPU"
@@ -48,6 +48,9 @@ clients: $(STAMP) ## Run packages that people use as clients, unmodified, agains
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
 	  instructor langchain-anthropic langchain-openai litellm openai-agents
 	@WARMKV_CLIENTS_PYTHON=$(CLIENTS)/bin/python $(BIN)/python -m pytest tests/client_packages
+
+clients-by-command: $(STAMP) ## Run command-line clients against `warmkv serve`; docs/clients.md says how to install them
+	@$(BIN)/python -m tests.client_commands $(ARGS)
 
 check: lint types imports ## Run what CI runs before the tests: format, lint, types, import rules
 
