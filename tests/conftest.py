@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help=text)
     text = "run the tests that are marked `soak` for so long each, and all properties with so many more examples"
     parser.addoption("--soak-minutes", type=float, default=0, metavar="N", help=text)
+    text = "what computes in the service of the cluster tests: warmkv, or vllm (make test-vllm)"
+    parser.addoption("--engine", choices=("warmkv", "vllm"), default="warmkv", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,13 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for soaking, or everything else."""
+    """Leave out what is for soaking, or everything else; and what only one kind of engine can do, with another."""
     soaking = bool(config.getoption("soak_minutes"))
+    own = config.getoption("engine") == "warmkv"
     chosen, others = [], []
     for item in items:
         marked = item.get_closest_marker("soak") is not None
         is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        (chosen if marked == soaking or (soaking and is_property) else others).append(item)
+        can = own or item.get_closest_marker("own_engine") is None
+        (chosen if can and (marked == soaking or (soaking and is_property)) else others).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
 

@@ -85,8 +85,18 @@ def rendered_document() -> dict[str, Any]:
     return document
 
 
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {
+    "warmkv": {"engine": {"threads": 1}},
+    "vllm": {
+        "engine": {"kind": "vllm", "threads": 1, "kv_bytes": "256MiB"},
+        "prefix_cache": {"memory_bytes": "256MiB"},  # one pool with the other
+    },
+}
+"""Settings of the service by `--engine`."""
+
+
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Yield a service started from the document that Kubernetes would start; address, threads and log are ours."""
     from_manifest = shutil.which("kubectl") is not None
     document = (

@@ -145,6 +145,7 @@ def test_load_spreads_over_the_replicas(cluster):
     assert min(used.count(name) for name in cluster.replicas()) >= 2
 
 
+@pytest.mark.own_engine  # for its policy; tests/vllm cancels in vLLM
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(cluster, stream):
     body = {
@@ -240,6 +241,7 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
     assert rows
 
 
+@pytest.mark.own_engine
 def test_a_plan_predicts_memory_and_bill_of_the_demo(cluster, tmp_path):
     """From its settings, the model's config.json and the access log, within a tenth of what it reports."""
     ids = [ask(cluster, marked(TEXT + "planned", f"{n}?"), "planned")._request_id for n in range(6)]
@@ -270,6 +272,7 @@ def test_a_plan_predicts_memory_and_bill_of_the_demo(cluster, tmp_path):
         assert of["weights"] == pytest.approx(replica["weight_bytes"], rel=0.1)
 
 
+@pytest.mark.own_engine  # which alone compresses
 def test_metrics_are_exported_for_prometheus(cluster):
     ask(cluster, marked(TEXT + "measured", "?"), "measured", max_tokens=4)
     recorded = set(telemetry.ALL) - set(telemetry.TRANSFER)  # of these test_transfer has some to count
@@ -288,5 +291,6 @@ def test_metrics_are_exported_for_prometheus(cluster):
     until(lambda: all(metric.exported in metrics() for metric in recorded), "every metric is exported")
 
 
+@pytest.mark.own_engine
 def test_replicas_say_what_they_do_until_they_serve(cluster):
     assert any("replica(s) loading the model" in said or "replica(s) computing" in said for said in cluster.said)

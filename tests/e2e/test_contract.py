@@ -179,7 +179,10 @@ def test_what_is_billed(cluster, replica, case):
         paid = pricing.price(Usage(expected["input"], expected["read"], written, 1), cluster.config.prices)
         assert parts["write"] == pytest.approx(paid.write)
         assert (parts["read"], parts["total"]) == pytest.approx((paid.read, paid.total))
-        assert sum(usage.warmkv["tiers"].values()) == usage.warmkv["cached_tokens"] >= expected["read"]
+        reused = usage.warmkv["cached_tokens"]
+        assert sum(usage.warmkv["tiers"].values()) == reused
+        again = cluster.config.prefix_cache.block_size if cluster.config.engine.kind == "vllm" else 0
+        assert reused >= expected["read"] - again  # vLLM computes what is less than a block once more
 
 
 def test_tenants_read_nothing_of_each_other(cluster, replica):

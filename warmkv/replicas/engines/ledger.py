@@ -7,11 +7,12 @@ told to the directory, though vLLM may have it still.
 
 from __future__ import annotations
 
-import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
 from warmkv.policies.tiers import Left, Step, Tier
 from warmkv.prefixes import hashing
@@ -21,8 +22,6 @@ from warmkv.replicas.block_store.store import LEFT
 from warmkv.replicas.engines.interface import Publish
 from warmkv.replicas.engines.kv_events import KVEvent, VllmBlocks, cache_salt, root_of
 from warmkv.replicas.protocol import GenerateRequest
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,10 @@ class PrefixLedger:
         for key, tier in self._published.items():
             found[tier].append(key)
         return found
+
+    def contents(self, most: int) -> Contents:
+        """Return what at most `most` of the blocks and tails that may be read are, by recency."""
+        return contents_of(self._cache.tiers, most, self._clock(), time.time())
 
     # --- a request's way
 

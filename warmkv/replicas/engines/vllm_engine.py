@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from llguidance import LLMatcher
@@ -21,6 +21,7 @@ from llguidance import LLMatcher
 from warmkv.config import Config, ConfigError, EngineConfig
 from warmkv.model_shape import ModelShape
 from warmkv.policies import memory_plan
+from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.replicas import device_memory
@@ -46,6 +47,7 @@ from warmkv.replicas.protocol import (
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 """Tokens of which vLLM's blocks are multiples."""
@@ -146,7 +148,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
         gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
         kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
-        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         disable_log_stats=True,
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=config.prefix_cache.enabled,
@@ -212,6 +214,7 @@ class VllmEngine:
         self._flushing = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beside: list[asyncio.Task[None]] = []
+        self.stream: EventStream | None = None  # once it is followed
         self._completions = Completions()
         self._failed = 0
 
@@ -257,9 +260,11 @@ class VllmEngine:
 
     def drop_prefixes(self, tenant: str) -> Future[int]:
         """Forget what is stored of a tenant. vLLM evicts it in time: nobody finds it under its new salt."""
-        dropped: Future[int] = Future()
-        dropped.set_result(self.store.drop(tenant))
-        return dropped
+        return _known(self.store.drop(tenant))
+
+    def contents(self, most: int) -> Future[Contents]:
+        """Look up at most `most` of the blocks that may be read, with their lives."""
+        return _known(self.store.contents(most))
 
     def stats(self) -> EngineStats:
         """Return the numbers as of the last step."""
@@ -378,7 +383,7 @@ class VllmEngine:
             socket.set_hwm(0)
             socket.connect(endpoint(self._folder, "events"))
             socket.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
-            stream = EventStream(self.store.take, partial(self._replayed, context), self._reset)
+            self.stream = stream = EventStream(self.store.take, partial(self._replayed, context), self._reset)
             while True:
                 _, number, payload = await socket.recv_multipart()
                 try:
@@ -392,16 +397,15 @@ class VllmEngine:
         import zmq
 
         found: list[Batch] = []
-        with context.socket(zmq.REQ) as socket:
+        with context.socket(zmq.DEALER) as socket:  # one question, many answers
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(endpoint(self._folder, "replay"))
-            await socket.send(first.to_bytes(8, "big"))
+            await socket.send_multipart([b"", first.to_bytes(8, "big")])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPLAY_SECONDS):
                     while True:
-                        _, number, payload = await socket.recv_multipart()
-                        at = int.from_bytes(number, "big", signed=True)
-                        if at < 0:
+                        *_, number, payload = await socket.recv_multipart()
+                        if (at := int.from_bytes(number, "big", signed=True)) < 0:
                             break
                         found.append((at, payload))
         return found
@@ -462,6 +466,12 @@ def generate(llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[
         tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id
     )
     return outputs
+
+
+def _known(value: T) -> Future[T]:
+    result: Future[T] = Future()
+    result.set_result(value)
+    return result
 
 
 def _logprobs(token: int, found: Mapping[int, Any], sampling: SamplingParams) -> TokenLogprobs:
