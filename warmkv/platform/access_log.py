@@ -81,19 +81,33 @@ class AccessLog:
             self._write(records)
 
     def _write(self, records: list[Record]) -> None:
-        """Append a batch; what the disk does not take is counted and reported, and fails no request."""
+        """Append a batch; what the disk does not take is counted and reported, and fails no request.
+
+        A record that cannot be made into a line costs no other one.
+        """
         written = 0
         try:
-            lines = [record.to_json().encode() + b"\n" for record in records]
+            lines = [line for record in records if (line := self._line(record))]
             with self._locked():
                 for line in lines:
                     self._append(line)
                     written += 1
         except Exception as error:
-            if (suppressed := self._complaints.take()) is not None:
-                log.error("access log %s: %s suppressed=%d", self._path, error, suppressed)
+            self._complain(error)
         if written < len(records):
             self._dropped(len(records) - written)
+
+    def _line(self, record: Record) -> bytes:
+        """Return a record as a line, or nothing where it cannot be made into one."""
+        try:
+            return record.to_json().encode() + b"\n"
+        except Exception as error:
+            self._complain(error)
+            return b""
+
+    def _complain(self, error: Exception) -> None:
+        if (suppressed := self._complaints.take()) is not None:
+            log.error("access log %s: %s suppressed=%d", self._path, error, suppressed)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -135,6 +135,11 @@ class Scale:
         return True
 
 
+def joined(parts: Sequence[Part]) -> list[bool]:
+    """Tell of each part if it is in one position with the part before it."""
+    return [bool(part.run) and part.run == before.run for part, before in zip(parts, [Part(b""), *parts], strict=False)]
+
+
 class TextPrompt(NamedTuple):
     """A prompt whose tokens are counted by its text."""
 
@@ -168,11 +173,8 @@ def plan(parts: Sequence[Part], root: bytes, block_size: int, bytes_per_token: f
         data = text[full * step : byte_ends[position]]
         return hashlib.blake2b(parent + data, digest_size=hashing.DIGEST_BYTES).digest()
 
-    joined = [
-        bool(part.run) and part.run == before.run for part, before in zip(parts, [Part(b""), *parts], strict=False)
-    ]
     marked = breakpoints.breakpoints(ends, [part.ttl for part in parts], 1)
-    reads = tuple(Candidate(at, name(at)) for at in breakpoints.read_candidates(ends, marked, joined=joined))
+    reads = tuple(Candidate(at, name(at)) for at in breakpoints.read_candidates(ends, marked, joined=joined(parts)))
     keys = {read.position: read.key for read in reads}
     marks = tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marked)
     return TextPrompt(len(text) * block_size // step, CachePlan(tuple(hashes), marks, reads))

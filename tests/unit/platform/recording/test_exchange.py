@@ -1,0 +1,172 @@
+"""Lines of recorded exchanges: what they tell, and that nothing of a prompt, an answer or a key is in them."""
+
+import gzip
+import json
+import zlib
+
+import brotli
+import pytest
+import zstandard
+
+from warmkv.platform.recording.exchange import Analyst, Answer, Exchange, api_of
+from warmkv.platform.recording.state import State, StateError
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.usage import Usage
+
+SECRETS = ("sk-ant-verysecret", "The quick brown fox", "jumps over the lazy dog", "Bash", "user_account_7")
+SYSTEM = "The quick brown fox " * 300
+USAGE = {"input_tokens": 12, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 1500, "output_tokens": 1}
+SPLIT = {"cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 1500}}
+
+
+def messages(*texts, **more):
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    body = {
+        "model": "claude-x",
+        "max_tokens": 64,
+        "tools": [{"name": "Bash"}],
+        "metadata": {"user_id": "user_account_7"},
+    }
+    body["system"] = [{"type": "text", "text": SYSTEM, "cache_control": mark}]
+    return body | {"messages": [{"role": "user", "content": text} for text in texts]} | more
+
+
+def stream(*events):
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events).encode()
+
+
+ANSWER = stream(
+    {"type": "message_start", "message": {"id": "msg_1", "usage": USAGE | SPLIT}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "jumps over the lazy dog"}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 33}},
+)
+
+
+def exchange(body, answer=ANSWER, path="/v1/messages?beta=true", code=200, **more):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"x-api-key": "sk-ant-verysecret", "user-agent": "x"}
+    found = Exchange(
+        path, 1000.0, headers, bytearray(data), bytearray(answer), {"request-id": "req_1"}, code, first=0.5, last=2.0
+    )
+    for name, value in more.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.fixture
+def analyst():
+    return Analyst(State(b"salt"), 64)
+
+
+def test_a_line_has_usage_marks_and_times_and_no_text(analyst):
+    line = analyst.record(exchange(messages("jumps over the lazy dog"))).to_json()
+    for secret in SECRETS:
+        for start in range(len(secret) - 3):
+            assert secret[start : start + 4] not in line
+    record = RequestRecord.from_json(line)
+    assert (record.api, record.model, record.id, record.max_tokens) == ("messages", "claude-x", "req_1", 64)
+    assert record.usage == Usage(12, 0, {"1h": 1500}, 33)
+    assert (record.ttft, record.e2e, record.output_tokens, record.stop_reason) == (0.5, 2.0, 33, "end_turn")
+    assert [mark.ttl for mark in record.marks] == ["1h"]
+    assert record.input_tokens == pytest.approx(1512, abs=2)  # scaled by the usage
+    assert record.bytes_per_token == pytest.approx(6090 / 1512, abs=0.1)
+
+
+def test_equal_beginnings_are_equal_for_one_key_and_model_only(analyst):
+    one, two = (analyst.record(exchange(messages(text))) for text in ("a", "b"))
+    assert one.hashes[:-1] == two.hashes[:-1]
+    assert one.marks == two.marks
+    for other in (
+        exchange(messages("a"), headers={"authorization": "Bearer x"}),
+        exchange(messages("a", model="other")),
+    ):
+        assert not set(analyst.record(other).hashes) & set(one.hashes)
+    assert not set(Analyst(State(b"other salt"), 64).record(exchange(messages("a"))).hashes) & set(one.hashes)
+
+
+def test_a_tokenizer_counts_exactly():
+    record = Analyst(State(b"salt"), 8, lambda text: list(range(len(text) // 2))).record(exchange(messages("hello")))
+    assert (record.bytes_per_token, record.input_tokens // 8) == (0.0, len(record.hashes))
+    assert record.marks[0].position < record.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/messages", "messages"),
+        ("/anthropic/v1/messages?beta=true", "messages"),
+        ("/v1/chat/completions", "chat"),
+        ("/v1/completions", "completions"),
+        ("/v1/responses", "responses"),
+        ("/v1/messages/count_tokens", None),
+        ("/v1/embeddings", None),
+    ],
+)
+def test_requests_that_generate_are_written(path, api):
+    assert api_of("POST", path) == api
+    assert api_of("GET", path) is None
+
+
+def chunk(**more):
+    event = {"choices": [{"delta": {"content": "x"}, "finish_reason": None}], "usage": None} | more
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def test_streams_of_the_openai_apis(analyst):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt_cache_key": "user_account_7"}
+    usage = {"prompt_tokens": 400, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 256}}
+    events = chunk() * 3 + chunk(choices=[{"delta": {}, "finish_reason": "length"}])
+    record = analyst.record(exchange(body, (events + chunk(choices=[], usage=usage)).encode(), "/v1/chat/completions"))
+    assert (record.api, record.usage, record.stop_reason) == ("chat", Usage(144, 256, {}, 3), "length")
+    assert record.session == analyst.record(exchange(body)).session != ""
+    silent = analyst.record(exchange(body, events.encode(), "/v1/chat/completions"))
+    assert (silent.usage, silent.output_tokens) == (Usage(), 3)
+    completed = {"type": "response.completed", "response": {"usage": {"input_tokens": 9, "output_tokens": 2}}}
+    assert Answer.of(stream(completed)).usage == Usage(9, 0, {}, 2)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [
+        ("gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("br", brotli.compress),
+        ("zstd", zstandard.ZstdCompressor().compress),
+        ("identity", bytes),
+    ],
+)
+def test_packed_answers_are_read(analyst, encoding, pack):
+    packed = exchange(messages("a"), pack(ANSWER), answer_headers={"content-encoding": encoding})
+    assert analyst.record(packed).usage.output == 33
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "rot13"])
+def test_what_cannot_be_unpacked_reports_nothing(analyst, encoding):
+    record = analyst.record(exchange(messages("a"), b"junk", answer_headers={"content-encoding": encoding}))
+    assert (record.usage, record.status) == (Usage(), "ok")
+
+
+def test_errors_and_cancelled_requests_say_so(analyst):
+    refused = json.dumps({"type": "error", "error": {"type": "overloaded_error", "message": "jumps over"}}).encode()
+    record = analyst.record(exchange(messages("a"), refused, code=529))
+    assert (record.status, record.error, record.ttft) == ("error", "overloaded_error", 0.0)
+    assert analyst.record(exchange(messages("a"), b"<html>", code=500)).error == "http_500"
+    assert analyst.record(exchange(messages("a"), ANSWER[:90], outcome="cancelled")).status == "cancelled"
+    within = stream({"type": "error", "error": {"type": "api error: secret text"}})
+    assert analyst.record(exchange(messages("a"), within)).error == "error"
+    for body in (b"no json", b"[]"):
+        with pytest.raises(ValueError, match=r"JSON|Expecting"):
+            analyst.record(exchange(body))
+
+
+def test_a_recording_goes_on_with_its_salt_and_scale(tmp_path):
+    path = tmp_path / "new" / "log.state"
+    one = Analyst(State.of(path), 64).record(exchange(messages("a")))
+    assert path.stat().st_mode & 0o777 == 0o600
+    usage = json.dumps({"usage": {"input_tokens": 9000, "output_tokens": 1}}).encode()
+    two = Analyst(State.of(path), 64).record(exchange(messages("a"), usage))
+    assert (two.hashes, two.bytes_per_token) == (one.hashes, one.bytes_per_token)
+    assert State.of(path, "given").salt == b"given"
+    path.write_text("{}")
+    with pytest.raises(StateError, match="is no state of `warmkv record`"):
+        State.of(path)

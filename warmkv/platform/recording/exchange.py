@@ -1,0 +1,217 @@
+"""From the bytes of a request and its answer to a line of the access log, in which nothing of them can be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from warmkv.platform.recording.state import State
+from warmkv.prefixes import breakpoints, hashing, prompt_text
+from warmkv.prefixes.breakpoints import CachePlan
+from warmkv.prefixes.prompt_text import Part
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.reported_usage import usage_of
+from warmkv.prefixes.usage import Usage
+
+APIS = {"messages": "messages", "chat/completions": "chat", "completions": "completions", "responses": "responses"}
+NAMES = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}")  # of models, errors and reasons to stop: no room for a text
+USAGE = re.compile(rb'"usage"\s*:\s*\{')
+SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
+LONGEST_INFLATED = 1 << 28  # bytes of an answer, unpacked
+MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+Tokenize = Callable[[str], list[int]]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request that passed, and what came back. Times are seconds; `started` is Unix time."""
+
+    path: str
+    started: float
+    headers: Mapping[str, str]  # of the request, by names in lower case
+    request: bytearray = field(default_factory=bytearray)
+    answer: bytearray = field(default_factory=bytearray)
+    answer_headers: Mapping[str, str] = field(default_factory=dict)
+    code: int = 0  # of HTTP; 0 where there was no answer
+    outcome: Literal["ok", "error", "cancelled"] = "ok"
+    first: float = 0.0  # from the start to the first byte of the answer's body
+    last: float = 0.0
+
+
+def api_of(method: str, path: str) -> str | None:
+    """Return the API of a request that generates; None for all others."""
+    path = path.partition("?")[0].rstrip("/")
+    return next((api for end, api in APIS.items() if method == "POST" and path.endswith(f"/{end}")), None)
+
+
+class Analyst:
+    """Makes records of exchanges, one after the other. With `tokenize` prompts are counted in a model's tokens."""
+
+    def __init__(self, state: State, block_size: int, tokenize: Tokenize | None = None) -> None:
+        self._state, self._block_size, self._tokenize = state, block_size, tokenize
+        self._number = 0
+
+    def record(self, exchange: Exchange) -> RequestRecord:
+        """Return the record of an exchange. Raises ValueError where its request is no JSON object."""
+        self._number += 1
+        body = json.loads(exchange.request)
+        if not isinstance(body, dict):
+            raise ValueError("the request is no JSON object")
+        api = api_of("POST", exchange.path) or ""
+        answer = Answer.of(_unpacked(exchange.answer, exchange.answer_headers.get("content-encoding", "")))
+        usage = answer.usage
+        model = _name(body.get("model"))
+        parts = prompt_text.parts_of(body)
+        if api != "messages":
+            parts = [part._replace(ttl=None) for part in parts]
+        if usage is not None and self._tokenize is None and self._state.scale.learn(model, parts, usage.prompt):
+            self._state.save()
+        tenant = self._tenant(exchange.headers)
+        tokens, plan, scale = self._plan(parts, model, tenant)
+        outcome = "error" if exchange.outcome == "ok" and (exchange.code >= 400 or answer.error) else exchange.outcome
+        ok = outcome == "ok"
+        return RequestRecord(
+            id=_name(exchange.answer_headers.get("request-id") or exchange.answer_headers.get("x-request-id"))
+            or f"recorded-{exchange.started:.6f}-{self._number}",
+            arrival=exchange.started,
+            tenant=tenant,
+            model=model,
+            api=api,
+            policy="full",
+            block_size=self._block_size,
+            input_tokens=tokens,
+            output_tokens=usage.output if usage and usage.output else answer.events,
+            hashes=plan.hashes,
+            marks=plan.marks,
+            reads=plan.reads,
+            usage=usage or Usage(),
+            cached_tokens=usage.read if usage else 0,
+            ttft=exchange.first if ok else 0.0,
+            e2e=exchange.last,
+            max_tokens=next((n for key in MAX_TOKENS if type(n := body.get(key)) is int and n >= 0), 0),
+            status=outcome,
+            stop_reason=answer.stop_reason if ok else outcome,
+            error=answer.error or (f"http_{exchange.code}" if outcome == "error" else ""),
+            session=self._session(exchange.headers, body),
+            bytes_per_token=scale,
+        )
+
+    def _plan(self, parts: list[Part], model: str, tenant: str) -> tuple[int, CachePlan, float]:
+        salt, size = hashing.tenant_salt(self._state.salt, tenant), self._block_size
+        root = hashing.chain_root(salt, model, str(size))
+        if self._tokenize is None:
+            scale = self._state.scale.of(model)
+            tokens, plan = prompt_text.plan(parts, root, size, scale)
+            return tokens, plan, scale
+        ids: list[int] = []
+        ends = []
+        for part in parts:
+            ids += self._tokenize(part.text.decode("utf-8", "replace"))
+            ends.append(len(ids))
+        marks = breakpoints.breakpoints(ends, [part.ttl for part in parts], 1)
+        plan = breakpoints.plan(ids, ends, marks, root, block_size=size, joined=prompt_text.joined(parts))
+        return len(ids), plan, 0.0
+
+    def _tenant(self, headers: Mapping[str, str]) -> str:
+        key = headers.get("x-api-key") or headers.get("authorization") or headers.get("api-key") or ""
+        return self._hash("tenant", key)
+
+    def _session(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
+        metadata = body.get("metadata")
+        named = [headers.get(name) for name in SESSION_HEADERS]
+        named += [body.get("prompt_cache_key"), metadata.get("user_id") if isinstance(metadata, dict) else None]
+        session = next((name for name in named if isinstance(name, str) and name), None)
+        return self._hash("session", session) if session else ""
+
+    def _hash(self, what: str, text: str) -> str:
+        data = f"{what}\0{text}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, key=hashlib.sha256(self._state.salt).digest(), digest_size=8).hexdigest()
+
+
+def _name(value: Any) -> str:
+    """Return a name as it is, anything else as nothing: the log has no texts."""
+    return value if isinstance(value, str) and NAMES.fullmatch(value) else ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What an answer tells: its usage, if it reports one, why it ended, and else of a stream how many events it had."""
+
+    usage: Usage | None = None
+    stop_reason: str = ""
+    error: str = ""
+    events: int = 0
+
+    @classmethod
+    def of(cls, body: bytes) -> Answer:
+        """Read a JSON object or a stream of server-sent events; what is cut off or is neither tells nothing."""
+        found = cls()
+        if body.lstrip()[:1] == b"{":
+            found._take([_parsed(body)])
+        else:
+            found._take(_events(body))
+            found.events = body.count(b"\ndata:") if found.usage is None else 0
+        return found
+
+    def _take(self, documents: list[Mapping[str, Any]] | Iterator[Mapping[str, Any]]) -> None:
+        counts: dict[str, Any] = {}
+        for document in documents:
+            inner = [document, *(document.get(name) for name in ("message", "response", "delta"))]
+            choices = document.get("choices")
+            inner += choices if isinstance(choices, list) else []
+            for one in inner:
+                if not isinstance(one, dict):
+                    continue
+                if isinstance(usage := one.get("usage"), dict):
+                    counts |= {key: value for key, value in usage.items() if value is not None}
+                self.stop_reason = _name(one.get("stop_reason") or one.get("finish_reason")) or self.stop_reason
+            if isinstance(error := document.get("error"), dict):
+                self.error = _name(error.get("type") or error.get("code")) or "error"
+        try:
+            self.usage = usage_of(counts) if counts else None
+        except ValueError:
+            self.usage = None
+
+
+def _events(body: bytes) -> Iterator[Mapping[str, Any]]:
+    """Yield those events of a stream that have a usage, an error or a reason to stop."""
+    for line in body.splitlines():
+        if line.startswith(b"data:") and (USAGE.search(line) or b'"error"' in line or b'_reason"' in line):
+            yield _parsed(line[5:])
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unpacked(data: bytes | bytearray, encoding: str) -> bytes:
+    """Return an answer's body without its content encoding, as far as it came; nothing of an unknown one."""
+    data = bytes(data)
+    try:
+        match encoding.strip().lower():
+            case "" | "identity":
+                return data
+            case "gzip" | "x-gzip" | "deflate":
+                raw = encoding.strip().lower() == "deflate" and data[:1] != b"\x78"
+                return zlib.decompressobj(-15 if raw else 47).decompress(data, LONGEST_INFLATED)
+            case "br":
+                import brotli
+
+                return bytes(brotli.Decompressor().process(data, output_buffer_limit=LONGEST_INFLATED))
+            case "zstd":
+                import zstandard
+
+                return zstandard.ZstdDecompressor().stream_reader(data).read(LONGEST_INFLATED)
+    except Exception:  # whatever a library makes of damaged data
+        return b""
+    return b""
