@@ -186,6 +186,16 @@ class PrefillState:
         """Attend q [1, q_heads, n, head_dim] to k and v [1, kv_heads, n, head_dim] of the chunk; returns the shape of
         q.
         """
+        self._take(layer, query, key, value, softmax)
+        return self._attend(layer, query)
+
+    def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """Attend as `attend`; returns what is drawn from, that is the last position of the last chunk, if any."""
+        self._take(layer, query, key, value, softmax)
+        return self._attend(layer, query[:, :, -1:]) if self.ends else query[:, :, :0]
+
+    def _take(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> None:
+        """Put keys and values of the chunk in place, and what is observed of its queries."""
         start, end = self.chunk.start, self.chunk.stop
         softmax = self._softmaxes[layer] = replace(softmax, window=self.window(layer))
         self.keys[layer, :, start:end] = key[0]
@@ -198,6 +208,11 @@ class PrefillState:
         if self.column_sums is not None and layer not in self._summed:
             add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax)
             self._summed.add(layer)
+
+    def _attend(self, layer: int, query: Tensor) -> Tensor:
+        """Attend the last queries of the chunk [1, q_heads, n, head_dim] to the keys and values in place."""
+        end, softmax = self.chunk.stop, self._softmaxes[layer]
+        start = end - query.shape[2]
         if not softmax.is_plain:
             first = self._first_seen(start, softmax.window)
             keys, values = self.keys[layer, :, first:end], self.values[layer, :, first:end]
@@ -213,7 +228,7 @@ class PrefillState:
                     self.keys[layer, None, :, first:stop],
                     self.values[layer, None, :, first:stop],
                     attn_mask=mask,
-                    is_causal=mask is None,
+                    is_causal=mask is None and stop - begin > 1,
                     scale=softmax.scale,
                     enable_gqa=True,
                 )
@@ -225,10 +240,12 @@ class PrefillState:
         return max(0, query + 1 - window) if window else 0
 
     def _mask(self, window: int, begin: int, stop: int) -> Tensor | None:
-        """Return the mask of queries over the keys that they see; None if causal. Made once for all layers."""
+        """Return the mask of queries over the keys that they see; None if one sees all, or they are causal from the
+        first key on. Made once for all layers.
+        """
         key = window, begin
         if key not in self._masks:
-            plain = begin == 0 and not 0 < window < stop
+            plain = stop - begin == 1 or (begin == 0 and not 0 < window < stop)
             keys = range(self._first_seen(begin, window), stop)
             self._masks[key] = None if plain else causal(begin, stop - begin, keys, window, self.keys.device)
         return self._masks[key]

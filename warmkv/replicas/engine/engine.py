@@ -43,6 +43,7 @@ from warmkv.replicas.engine.prompts import Prompts
 from warmkv.replicas.engine.sampling import NO_TOKEN, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
+from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
     Failed,
@@ -381,11 +382,10 @@ class Engine:
         drawing = [*batch.ending, *batch.decoding]
         masks = self._begin_masks(drawing)
         ids, positions = batch.ids(device), batch.positions(device)
-        if len(batch.prompts) == 1 and not batch.decoding and not batch.prompts[0].is_scored:
-            logits = self._forward(ids, positions, batch.prompts[0].workspace)
-        else:
-            logits, scored = self._forward(ids, positions, batch, batch.drawn(device)).tensor_split([len(drawing)])
-            note_prompt_logprobs(batch.prompts, scored)
+        is_scored = any(prompt.is_scored for prompt in batch.prompts)
+        found = self._forward(ids, positions, DrawnOnly(batch, batch.drawn(device), is_scored))
+        logits, scored = found.tensor_split([len(drawing)])
+        note_prompt_logprobs(batch.prompts, scored)
         tokens = iter(self._draw(drawing, logits, masks) if drawing else ())
         drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
         for sequence in batch.prompts:

@@ -12,32 +12,44 @@ from torch import Tensor
 
 from warmkv.policies.compression.hook import StepState
 from warmkv.policies.compression.softmax import Softmax
+from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.loading.packed_weights import packed_bytes
+
+LEAST_LEFT_OUT = 16
+"""Positions of a pass as of which the last layer leaves them out: its queries are computed twice for the others."""
 
 
 class ModelRunner:
     """The model as it is, for prompts and for sequences that decode."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._module = model.module
+        self._module, self._leaves_at_drawn = model.module, model.leaves_at_drawn
         # States know what is seen. Without a ready mask transformers looks for packed sequences, which a GPU waits for.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
 
-    def __call__(self, ids: Tensor, positions: Tensor, state: StepState, places: Tensor | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
         """Return logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
 
-        With `places` [k], those of these places of a single row: [k, vocabulary].
+        By a `DrawnOnly` of a single row, those of its places: [drawn, vocabulary].
         """
+        if not isinstance(state, DrawnOnly):
+            return self._logits(ids, positions, state, 1)[:, -1]
+        few = ids.shape[1] - len(state.places) >= LEAST_LEFT_OUT
+        if state.is_scored or not few or not self._leaves_at_drawn:
+            return self._logits(ids, positions, state.state, state.places)[0]
+        return self._logits(ids, positions, state, 0)[0]
+
+    def _logits(self, ids: Tensor, positions: Tensor, state: StepState, keep: int | Tensor) -> Tensor:
         output = self._module(
             input_ids=ids,
             position_ids=positions,
             attention_mask=self._mask,
             use_cache=False,
-            logits_to_keep=1 if places is None else places,
+            logits_to_keep=keep,
             warmkv=state,
         )
-        logits: Tensor = output.logits[:, -1] if places is None else output.logits[0]
+        logits: Tensor = output.logits
         return logits
 
 

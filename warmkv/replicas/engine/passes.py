@@ -63,19 +63,35 @@ class Pass:
             end += len(sequence.workspace.chunk)
             if sequence.workspace.ends:
                 places.append(end - 1)
-        return torch.tensor([*places, *range(end, end + len(self.decoding)), *scored], device=device)
+        drawn = [*places, *range(end, end + len(self.decoding)), *scored]
+        return torch.tensor(drawn, dtype=torch.long, device=device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [1, q_heads, tokens, head_dim] to k and v [1, kv_heads, tokens, head_dim], each in its sequence."""
-        out, start = torch.empty_like(query), 0
-        for sequence in self.prompts:
+        return self._attend(layer, query, key, value, softmax, [each.workspace.attend for each in self.prompts])
+
+    def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """Attend as `attend`; returns [1, q_heads, drawn, head_dim], of the places of `drawn` alone."""
+        return self._attend(layer, query, key, value, softmax, [each.workspace.attend_drawn for each in self.prompts])
+
+    def _attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        softmax: Softmax,
+        attending: list[Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]],
+    ) -> Tensor:
+        out, start = [], 0
+        for sequence, attend in zip(self.prompts, attending, strict=True):
             at = slice(start, start + len(sequence.workspace.chunk))
-            out[:, :, at] = sequence.workspace.attend(layer, query[:, :, at], key[:, :, at], value[:, :, at], softmax)
+            out.append(attend(layer, query[:, :, at], key[:, :, at], value[:, :, at], softmax))
             start = at.stop
         if self.state is not None:
             q, k, v = (part[0, :, start:].transpose(0, 1)[:, :, None] for part in (query, key, value))
-            out[0, :, start:] = self.state.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
-        return out
+            out.append(self.state.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)[None])
+        return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 
 @dataclass(frozen=True, slots=True)

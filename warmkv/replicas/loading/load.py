@@ -19,6 +19,7 @@ from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
@@ -44,6 +45,7 @@ class LoadedModel:
     fixed_rotation: (
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
+    leaves_at_drawn: bool = False  # whether its last layer can be left out where nothing is drawn
 
     def prefill_state(
         self,
@@ -172,6 +174,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         inv_freq=rotation(rotary).to(module.device, torch.float64),
         fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
+        leaves_at_drawn=leave_at_drawn(module),
     )
 
 

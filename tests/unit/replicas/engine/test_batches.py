@@ -236,18 +236,22 @@ def test_a_pass_that_fails_once_changes_nothing(models, policy, layer):
     requests = [make_request(prompt(50 + at, seed=at), new=12, policy=policy, name=str(at)) for at in range(4)]
     expected = Driver(models["llama"], **OFF, step_tokens=40).run(*requests)
     driver = Driver(models["llama"], **OFF, step_tokens=40)
-    attend, calls = PrefillState.attend, []
+    calls: list[int] = []
 
-    def failing(self: PrefillState, at: int, *given: Any) -> torch.Tensor:
-        out = attend(self, at, *given)
-        if at == layer:
-            calls.append(1)
-            if len(calls) % 4 == 3:
-                raise ValueError("it fails behind a layer")
-        return out
+    def failing(attend: Any) -> Any:
+        def attended(self: PrefillState, at: int, *given: Any) -> torch.Tensor:
+            out: torch.Tensor = attend(self, at, *given)
+            if at == layer:
+                calls.append(1)
+                if len(calls) % 4 == 3:
+                    raise ValueError("it fails behind a layer")
+            return out
+
+        return attended
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillState, "attend", failing)
+        for name in ("attend", "attend_drawn"):
+            patch.setattr(PrefillState, name, failing(getattr(PrefillState, name)))
         assert driver.run(*requests) == expected
     assert len(calls) > 8
     assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
