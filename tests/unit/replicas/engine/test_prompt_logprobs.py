@@ -8,6 +8,7 @@ import torch
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request, replace_eos
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.replicas.engine import engine as engines
+from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.protocol import Failed, PromptLogprobs, Started, TokenLogprobs
 
 
@@ -92,10 +93,10 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(models, monkeypatch):
     driver = Driver(models["llama"])
     forward, bad = driver.engine._forward, VOCABULARY - 1
 
-    def spoiled(ids, positions, state, places=None):
-        logits = forward(ids, positions, state, places)
-        if places is not None:
-            logits[(ids[0, places] == bad).nonzero()] = float("nan")
+    def spoiled(ids, positions, state):
+        logits = forward(ids, positions, state)
+        if isinstance(state, DrawnOnly):
+            logits[(ids[0, state.places] == bad).nonzero()] = float("nan")
         return logits
 
     monkeypatch.setattr(driver.engine, "_forward", spoiled)
