@@ -31,6 +31,16 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens that an answer may think: where they are used up, the token that closes thinking is drawn."""
+
+    tokens: int
+    opening: int  # token ids
+    closing: int
+    is_open: bool = False  # at the end of the prompt
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn, as in vLLM. The defaults leave the model's distribution as it is; temperature 0 is greedy.
 
@@ -55,6 +65,7 @@ class SamplingParams:
     logprobs: int | None = None  # of drawn tokens, and of so many of the most probable ones
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, for which all of it is computed
     constraint: Constraint | None = None
+    thinking: ThinkingBudget | None = None
     shown_ids: tuple[int, ...] = ()  # special tokens that are part of the text, as the delimiters of tool calls
 
 

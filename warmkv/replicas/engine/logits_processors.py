@@ -1,4 +1,4 @@
-"""What changes a request's logits before a token is drawn: bias, penalties, and what may not be drawn (cf. vLLM)."""
+"""What changes logits before a token is drawn: bias, penalties, what may not be drawn, and what must (cf. vLLM)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class LogitsProcessor:
     ending: tuple[int, ...]  # token ids that end the answer
     matcher: LLMatcher | None = None
     drawn: array[int] = field(default_factory=lambda: array("q"))
+    thinks: bool = False  # whether the last token is a thought
+    thoughts: int = 0  # tokens so far
     _prompt_ids: Tensor | None = None
 
     @classmethod
@@ -34,10 +36,11 @@ class LogitsProcessor:
     ) -> LogitsProcessor | None:
         """Return the processor of a request, None if it leaves the logits as they are."""
         sampling = request.sampling
-        if not (matcher or sampling.min_tokens or sampling.logit_bias or is_penalized(sampling)):
+        budget = sampling.thinking
+        if not (matcher or budget or sampling.min_tokens or sampling.logit_bias or is_penalized(sampling)):
             return None
         ending = tuple({*eos_ids, *sampling.stop_token_ids})
-        return cls(sampling, request.token_ids, ending, matcher)
+        return cls(sampling, request.token_ids, ending, matcher, thinks=budget is not None and budget.is_open)
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -46,9 +49,20 @@ class LogitsProcessor:
             return self.ending
         return ()
 
+    @property
+    def forced(self) -> int | None:
+        """Return the only token that may be drawn now: what closes thinking whose budget is used up."""
+        budget = self.sampling.thinking
+        return budget.closing if budget is not None and self.thinks and self.thoughts >= budget.tokens else None
+
     def take(self, token: int) -> str:
         """Take the next token of the answer; returns why the constraint forbids it, "" if it does not."""
         self.drawn.append(token)
+        if (budget := self.sampling.thinking) is not None:
+            if token in (budget.opening, budget.closing):
+                self.thinks = token == budget.opening
+            elif self.thinks:
+                self.thoughts += 1
         return "" if self.matcher is None or self.matcher.consume_token(token) else reason(self.matcher)
 
     def prompt_ids(self, device: torch.device) -> Tensor:
@@ -71,7 +85,8 @@ def is_penalized(sampling: SamplingParams) -> bool:
 def process(processors: Items[LogitsProcessor | None], logits: Tensor, masks: Future[Tensor] | None) -> Tensor:
     """Return float32 logits [n, vocabulary] of which each row is changed by its processor, if it has one.
 
-    `masks` are the rows of those with a matcher. In vLLM's order: bias, what may not end yet, penalties; then masks.
+    `masks` are the rows of those with a matcher. In vLLM's order: bias, what may not end yet, penalties; then what ends
+    thinking, and masks.
     """
     rows = [(row, one) for row, one in enumerate(processors) if one is not None]
     logits = logits.to(torch.float32, copy=True)  # the model's own are needed for log-probabilities
@@ -86,6 +101,10 @@ def process(processors: Items[LogitsProcessor | None], logits: Tensor, masks: Fu
     if penalized := [(row, one) for row, one in rows if is_penalized(one.sampling)]:
         at = torch.tensor([row for row, _ in penalized], device=device)
         logits[at] = penalize([one for _, one in penalized], logits[at])
+    if forced := [(row, token) for row, one in rows if (token := one.forced) is not None]:
+        at, tokens = torch.tensor(forced, device=device).T
+        logits[at] = -torch.inf
+        logits[at, tokens] = 0
     if masks is not None:
         masked = [row for row, one in rows if one.matcher is not None]
         forbidden = masks.result()

@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx2
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from tests.unit.platform.exchanges import STARTED, Exchange, Gateway, chat, message
+from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.thinking import restore, verify
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.replicas.loading.load import load_tokenizer
-from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, FinishReason, GenerateRequest
+from warmkv.replicas.protocol import (
+    Admitted,
+    Constraint,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    ThinkingBudget,
+)
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
 TOOL = {"name": "look_up", "description": "Finds a word.", "input_schema": SCHEMA}
@@ -436,3 +449,41 @@ def test_plain_text_is_written_as_before(tmp_path):
         gateway.text[start : start + 3] for start in range(0, len(gateway.text), 3)
     ]
     assert gateway.requests[0].sampling.shown_ids == ()
+
+
+def test_a_thinking_budget_reaches_the_replica_where_its_ends_are_tokens(tmp_path, monkeypatch):
+    enabled = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    asked = {**message(Gateway(tmp_path)), **enabled}
+    plain = Scripted(tmp_path, "Yes.")
+
+    async def ignored() -> str:
+        exchange = await Exchange(plain, "/v1/messages", asked).whole()
+        return exchange.headers["x-warmkv-ignored"]
+
+    assert asyncio.run(ignored()) == "thinking.budget_tokens"
+    assert plain.requests[-1].sampling.thinking is None
+    made = ResponseFormat.of
+
+    def of(*args: Any) -> Any:
+        found = made(*args)
+        return found and replace(found, thinking_ids=(5, 6))
+
+    monkeypatch.setattr(ResponseFormat, "of", of)
+    gateway = Scripted(tmp_path, "Yes.")
+    gateway.messages(**enabled)
+    assert gateway.requests[-1].sampling.thinking == ThinkingBudget(1024, 5, 6)
+    gateway.chat(extra_body={"thinking_token_budget": 7})
+    assert gateway.requests[-1].sampling.thinking == ThinkingBudget(7, 5, 6)
+    gateway.chat(extra_body={"thinking_token_budget": 7, "guided_grammar": 'start: "a"'}, tools=[])
+    assert gateway.requests[-1].sampling.constraint == Constraint("grammar", 'start: "a"')
+    assert gateway.requests[-1].sampling.thinking is None  # a grammar of one's own begins with the answer
+    gateway.messages()
+    assert gateway.requests[-1].sampling.thinking is None
+
+
+def test_the_ends_of_thinking_are_found_among_a_tokenizer_s_tokens():
+    tokens = {number: AddedToken(text) for number, text in ((7, "<think>"), (9, "</think>"), (11, "<tool_call>"))}
+    qwen = SimpleNamespace(chat_template="<tool_call> <think></think>", added_tokens_decoder=tokens)
+    assert ResponseFormat.of(qwen).thinking_ids == (7, 9)
+    del tokens[9]
+    assert ResponseFormat.of(qwen).thinking_ids is None

@@ -17,7 +17,7 @@ from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.replicas.engine.logits_processors import LogitsProcessor, process
 from warmkv.replicas.engine.sampling import draw, sample
 from warmkv.replicas.engine.scheduler import Sequence
-from warmkv.replicas.protocol import LEAST_LOGPROB, SamplingParams, UnservableRequestError
+from warmkv.replicas.protocol import LEAST_LOGPROB, SamplingParams, ThinkingBudget, UnservableRequestError
 
 TOKENS, EOS = 8, 7
 PARAMETERS = st.fixed_dictionaries(
@@ -209,3 +209,41 @@ def test_a_plain_step_calls_nothing_new():
     assert operations(stop_token_ids=(3,), seed=4) == plain
     for used in ({"logprobs": 0}, {"min_tokens": 1}, {"presence_penalty": 1.0}, {"logit_bias": ((1, 1.0),)}):
         assert len(operations(**used)) > len(plain)
+
+
+OPEN, CLOSE = 90, 91
+
+
+def thoughts(tokens: list[int], *, is_open: bool) -> int:
+    """Return how many tokens stand within thinking."""
+    found = 0
+    for token in tokens:
+        if token in (OPEN, CLOSE):
+            is_open = token == OPEN
+        else:
+            found += is_open
+    return found
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_thinking_ends_where_its_budget_is_used_up(models, budget, is_open):
+    """Whatever the model, bias and penalties would rather have; thinking that begins again counts on."""
+    said, ended = prompt(20), 0
+    for seed in range(6):
+        options = {"new": 30, "temperature": 1.5, "seed": seed, "logit_bias": ((OPEN, 6.0), (CLOSE, -100.0))}
+        options["thinking"] = ThinkingBudget(budget, OPEN, CLOSE, is_open)
+        alone = Driver(models["llama"])
+        (tokens,) = alone.run(make_request(said, repetition_penalty=1.3, **options))
+        assert thoughts(tokens, is_open=is_open) <= budget
+        closings = [at for at, token in enumerate(tokens) if token == CLOSE]
+        assert all(thoughts(tokens[:at], is_open=is_open) == budget for at in closings)  # not before
+        ended += len(closings)
+        request = make_request(said, repetition_penalty=1.3, **options)
+        taken = Driver(models["llama"]).run(replace(request, resume=tuple(tokens[:7])))[0]
+        assert taken == tokens  # also where another replica goes on
+        other = make_request(prompt(9), new=30, name="other", logit_bias=((OPEN, 6.0),))
+        both = Driver(models["llama"])
+        assert both.run(request, other)[0] == tokens
+        assert CLOSE not in both.tokens("other")
+    assert ended > 3

@@ -20,7 +20,7 @@ from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
-from warmkv.platform.gateway.apis.structured import Wanted, behind_thinking
+from warmkv.platform.gateway.apis.structured import Wanted, behind_thinking, thinking_is_open
 from warmkv.platform.gateway.apis.template_options import variables
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
@@ -29,7 +29,7 @@ from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies import budgets
 from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
-from warmkv.replicas.protocol import Constraint
+from warmkv.replicas.protocol import Constraint, SamplingParams, ThinkingBudget
 
 BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted twice
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
@@ -69,6 +69,8 @@ class Parsing:
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
         prompt, edited = self._message_prompt(arrival, tokenizer, body, body.warmkv.chat_template_kwargs)
+        budget = body.thinking.budget_tokens if body.thinking is not None else None
+        sampling = self._thinking_at_most(budget, "thinking.budget_tokens", sampling, prompt, left_out)
         asked = ParsedRequest(
             prompt,
             sampling,
@@ -132,6 +134,9 @@ class Parsing:
         prompt = self._prompt(arrival, tokenizer, openai.turns(body), taken)
         asked = self._completion(arrival, body, prompt, left_out)
         check_prompt_logprobs([asked])
+        budget, place = body.thinking_token_budget, "thinking_token_budget"
+        sampling = self._thinking_at_most(budget, place, asked.sampling, prompt, left_out)
+        asked = replace(asked, sampling=sampling, headers={**asked.headers, **left_out.headers})
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         strict = frozenset(tool.function.name for tool in body.tools if tool.function.strict)
         expecting = self._expecting(asked, tools, parallel=body.parallel_tool_calls is not False)
@@ -183,6 +188,20 @@ class Parsing:
             headers=left_out.headers,
         )
         return self._within_limits(arrival, asked)
+
+    def _thinking_at_most(
+        self, budget: int | None, place: str, sampling: SamplingParams, prompt: Prompt, left_out: FieldsLeftOut
+    ) -> SamplingParams:
+        """Limit the tokens that an answer may think; the field is left out where the model's thinking has no end of one
+        token.
+        """
+        if budget is None:
+            return sampling
+        if (format_ := self._format) is None or format_.thinking is None or format_.thinking_ids is None:
+            left_out.note(place)
+            return sampling
+        is_open = thinking_is_open(prompt.begun, format_.thinking)
+        return replace(sampling, thinking=ThinkingBudget(budget, *format_.thinking_ids, is_open))
 
     def _within_limits(self, arrival: Arrival, asked: ParsedRequest) -> ParsedRequest:
         """Cut max_tokens to what this server gives. Raises ApiError (400) where it is strict."""
@@ -251,7 +270,10 @@ class Parsing:
         if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
             constraint = behind_thinking(constraint, asked.prompt.begun, thinking, asked.expected.format.special)
             self._check_constraint(wanted.place, constraint)
-        return replace(asked, sampling=replace(asked.sampling, constraint=constraint))
+        sampling = replace(asked.sampling, constraint=constraint)
+        if constraint.kind == "grammar" and constraint is wanted.constraint:  # one's own, which begins with the answer
+            sampling = replace(sampling, thinking=None)
+        return replace(asked, sampling=sampling)
 
     def _forced(
         self,

@@ -24,6 +24,7 @@ class ResponseFormat:
     undelimited: bool
     shown_ids: tuple[int, ...]  # special tokens that are delimiters
     thinking: tuple[str, str] | None = None  # what opens and closes it, where these are texts
+    thinking_ids: tuple[int, int] | None = None  # where each of these is a token
     calls: CallSyntax | None = None  # of those that are constrained
     special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens
 
@@ -42,6 +43,8 @@ class ResponseFormat:
         delimiters = "\n".join(_texts(family.template)).replace("\\", "")
         added = getattr(tokenizer, "added_tokens_decoder", {})
         shown = (number for number, token in added.items() if token.special and token.content in delimiters)
+        ids = {token.content: number for number, token in added.items()}
+        thinking = _delimiters(fields.get("reasoning_content", {}))
         try:
             loaded = load_response_template(dict(family.template))
         except ValueError as error:
@@ -53,7 +56,8 @@ class ResponseFormat:
             load_response_template({**family.template, "fields": others}) if others else None,
             family.undelimited,
             tuple(sorted(shown)),
-            _delimiters(fields.get("reasoning_content", {})),
+            thinking,
+            None if thinking is None or not {*thinking} <= ids.keys() else (ids[thinking[0]], ids[thinking[1]]),
             family.calls,
             {token.content: number for number, token in added.items() if token.special},
         )

@@ -32,7 +32,7 @@ VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")
 class ThinkingConfig(Body):
     """What of thinking the request wants; `adaptive` and `between_tools` are `enabled` where a template knows no more.
 
-    `budget_tokens` and `block_binding` are taken and change nothing: what is thought counts towards max_tokens.
+    What is thought counts towards max_tokens. `block_binding` is taken and changes nothing.
     """
 
     type: Literal["disabled", "enabled", "adaptive", "between_tools"]

@@ -162,6 +162,7 @@ class ChatRequest(CompletionBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    thinking_token_budget: int | None = Field(None, ge=0)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Items[ChatTool] = Field([])
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
