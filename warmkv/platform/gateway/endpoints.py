@@ -168,7 +168,7 @@ def create_app(
         body, asked = await intake.take(request, partial(parsing.response, stored, arrival))
         admission = await service.start("responses", arrival, asked)
         salt = arrival.lease.tenant.salt
-        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time)
+        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time, text_of)
         if asked.stream:
             written = partial(responses.stream, exchange, config.model.name)
             return EventStream(written, admission, OPENAI_PING, PING_SECONDS, asked.headers)

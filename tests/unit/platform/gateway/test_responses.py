@@ -9,9 +9,11 @@ import openai
 import pytest
 
 from tests.unit.platform.gateway.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
+from warmkv.platform.gateway.apis.responses import answers
 from warmkv.platform.gateway.apis.responses import store as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore, StoredResponse
 from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.protocol import TokenLogprobs
 
 LONG = "for position in range(length):\n    total += position\n" * 40
 
@@ -339,3 +341,36 @@ def test_as_many_tenants_as_may_have_responses(monkeypatch):
     for tenant in (b"a", b"b", b"a", b"c"):
         store.keep(tenant, kept("1"))
     assert [store.get(tenant, "1") is not None for tenant in (b"a", b"b", b"c")] == [True, False, True]
+
+
+INCLUDED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("prompt", ["def main():", "Hello"])
+def test_log_probabilities_of_a_text_are_those_of_the_same_chat(server, prompt):
+    whole = ask(server, prompt, **INCLUDED)
+    same = chat(server, ("user", prompt), logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    found = whole.output[0].content[0].logprobs
+    assert [(one.token, one.logprob, one.bytes) for one in found] == [
+        (one.token, one.logprob, one.bytes) for one in same[: len(found)]
+    ]
+    assert all(len(one.top_logprobs) == 2 for one in found)
+    assert "".join(one.token for one in found) == whole.output_text
+    events = list(ask(server, prompt, stream=True, **INCLUDED))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert all("".join(one.token for one in event.logprobs) == event.delta for event in deltas)
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [(one.token, one.logprob) for one in done.logprobs] == [(one.token, one.logprob) for one in found]
+    assert events[-1].response.output[0].content[0].logprobs == found
+    assert ask(server, prompt, top_logprobs=2).output[0].content[0].logprobs == []
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        ask(server, prompt, top_logprobs=21)
+
+
+def test_each_text_has_the_log_probabilities_of_its_own_tokens():
+    """Not those of thinking and calls beside it."""
+    pieces = [*"<think>Hm.</think>", "\n\nI ", "look.", *'<tool_call>{"a": 1}', "</tool_call>\n", "", "Wait", ".\n"]
+    came = [[TokenLogprobs(number, -float(number)) for number in range(len(pieces))]]
+    found = answers.TextLogprobs(lambda: came.pop() if came else [], lambda token: pieces[token])
+    tokens = [[one["token"] for one in found.of(text)] for text in ("Hm.", "I look.", "Wait.")]
+    assert tokens == [["H", "m", "."], ["\n\nI ", "look."], ["", "Wait", ".\n"]]

@@ -10,11 +10,13 @@ from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
 from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, ToolCall
 from warmkv.platform.gateway.apis.errors import clipped
+from warmkv.platform.gateway.apis.openai.logprobs import of_chat
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore, StoredResponse
 from warmkv.platform.gateway.apis.responses.tools import names_in_namespaces
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.streams import EventWriter
+from warmkv.replicas.protocol import TokenLogprobs
 
 Event = dict[str, Any]
 
@@ -30,7 +32,9 @@ class Exchange:
         store: ResponseStore,
         tenant: bytes,
         created: float,
+        decode: Callable[[int], str],
     ) -> None:
+        self.decode = decode  # a token to its text
         self.body, self.asked, self.admission = body, asked, admission
         self._store, self._tenant, self._created = store, tenant, created
         self.name = admission.id.removeprefix("req_")
@@ -59,11 +63,16 @@ class Exchange:
             "text": {"format": body.text.format},
             "tool_choice": body.tool_choice,
             "tools": body.tools,
+            "top_logprobs": body.top_logprobs,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
             **more,
         }
+
+    def logprobs(self, answer: Answer) -> TextLogprobs | None:
+        """Return the log-probabilities of an answer's text; None where they are not asked for."""
+        return TextLogprobs(answer.take_logprobs, self.decode) if self.body.includes_logprobs else None
 
     def ended(self, answer: Answer, output: list[Item]) -> dict[str, Any]:
         """Return the response with its usage, and store it where that is asked for."""
@@ -89,7 +98,7 @@ class Exchange:
 async def respond(exchange: Exchange) -> dict[str, Any]:
     """Return the whole answer. Raises ApiError."""
     answer = await exchange.admission.begin()
-    output = ResponseOutput(exchange.name, Numbered(), exchange.body.tools)
+    output = ResponseOutput(exchange.name, Numbered(), exchange.body.tools, exchange.logprobs(answer))
     output.events(await answer.parts())
     output.end(_status(answer))
     return exchange.ended(answer, output.items)
@@ -98,9 +107,9 @@ async def respond(exchange: Exchange) -> dict[str, Any]:
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
     """Write the answer as server-sent events. A fault after admission is the event `response.failed`."""
     numbered = Numbered()
-    output = ResponseOutput(exchange.name, numbered, exchange.body.tools)
     try:
         answer = await exchange.admission.begin()
+        output = ResponseOutput(exchange.name, numbered, exchange.body.tools, exchange.logprobs(answer))
         begun = exchange.response("in_progress", [], model)
         await out.send(numbered({"type": "response.created", "response": begun}))
         await out.send(numbered({"type": "response.in_progress", "response": begun}))
@@ -122,8 +131,15 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
 class ResponseOutput:
     """The items that an answer is made of: its message, what it thought before, and calls; and their events."""
 
-    def __init__(self, name: str, numbered: Numbered, tools: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        numbered: Numbered,
+        tools: Iterable[dict[str, Any]] = (),
+        logprobs: TextLogprobs | None = None,
+    ) -> None:
         self.items: list[Item] = []  # those that have ended
+        self._logprobs, self._told = logprobs, list[dict[str, Any]]()  # those of the item that goes on
         self._name, self._numbered = name, numbered
         self._names = names_in_namespaces(tools)
         self._kind: type[Part] | None = None  # of the item that goes on
@@ -144,10 +160,17 @@ class ResponseOutput:
             return self._end("completed") + self._call(part)
         before = b"" if self._kind is type(part) else self._end("completed") + self._begin(type(part))
         self._texts.append(part.text)
-        return before + self._delta(part.text)
+        if self._logprobs is None:
+            return before + self._delta(part.text)
+        logprobs = self._logprobs.of(part.text)
+        delta = {"type": f"response.{self._event}.delta", **self._place, "delta": part.text}
+        if self._kind is Text:
+            self._told += logprobs
+            delta["logprobs"] = logprobs
+        return before + self._numbered(delta)
 
     def _begin(self, kind: type[Part]) -> bytes:
-        self._kind, self._texts = kind, []
+        self._kind, self._texts, self._told = kind, [], []
         added = {"type": "response.output_item.added", "output_index": len(self.items)}
         begun = {"type": "response.content_part.added", **self._place, "part": self._part("")}
         delta = {"type": f"response.{self._event}.delta", **self._place, "delta": TEXT}
@@ -159,7 +182,7 @@ class ResponseOutput:
             return b""
         text = "".join(self._texts)
         done = {"type": f"response.{self._event}.done", **self._place, "text": text}
-        done |= {"logprobs": []} if self._kind is Text else {}
+        done |= {"logprobs": self._told} if self._kind is Text else {}
         part, item = self._part(text), self._item(status, [self._part(text)])
         events = [done, {"type": "response.content_part.done", **self._place, "part": part}]
         events.append({"type": "response.output_item.done", "output_index": len(self.items), "item": item})
@@ -199,7 +222,7 @@ class ResponseOutput:
 
     def _part(self, text: str) -> dict[str, Any]:
         if self._kind is Text:
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._told}
         return {"type": "reasoning_text", "text": text}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
@@ -207,6 +230,34 @@ class ResponseOutput:
         if self._kind is Text:
             return {"id": f"msg_{name}", "type": "message", "status": status, "role": "assistant", "content": content}
         return {"id": f"rs_{name}", "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+class TextLogprobs:
+    """The log-probabilities of the tokens of an answer's parts, which are told in their order.
+
+    `take` returns those that came since the last call, `decode` the text of a token.
+    """
+
+    def __init__(self, take: Callable[[], list[TokenLogprobs]], decode: Callable[[int], str]) -> None:
+        self._take, self._decode = take, decode
+        self._rest: list[tuple[str, TokenLogprobs]] = []
+
+    def of(self, text: str) -> list[dict[str, Any]]:
+        """Return those of a text, without what stood before it, such as a call; all if it is not found as it is."""
+        self._rest += [(self._decode(one.token), one) for one in self._take()]
+        joined = "".join(piece for piece, _ in self._rest)
+        begin = max(0, joined.find(text))
+        end = begin + len(text) if text in joined else len(joined)
+        found, rest, at = list[TokenLogprobs](), list[tuple[str, TokenLogprobs]](), 0
+        for piece, one in self._rest:
+            if at >= end:
+                rest.append((piece, one))
+            elif at + len(piece) > begin or not piece:
+                found.append(one)
+            at += len(piece)
+        self._rest = rest
+        told: list[dict[str, Any]] = of_chat(found, self._decode)["content"]
+        return told
 
 
 class Numbered:

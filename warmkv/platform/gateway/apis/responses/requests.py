@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from warmkv.platform.gateway.apis.errors import from_validation
-from warmkv.platform.gateway.apis.openai.requests import ChatRequest
+from warmkv.platform.gateway.apis.openai.requests import MOST_LOGPROBS, ChatRequest
 from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.responses.tools import chat_tools, qualified
 from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
@@ -83,12 +83,12 @@ class ResponsesRequest(Body):
     """Body of /v1/responses."""
 
     ignored = frozenset({
-        "client_metadata", "include", "max_tool_calls", "prompt_cache_options",
+        "client_metadata", "max_tool_calls", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "user",
     })  # fmt: skip
     unsupported = MappingProxyType({
         "background": (False,), "context_management": ([],), "conversation": (), "moderation": (), "prompt": (),
-        "top_logprobs": (0,), "truncation": ("disabled",),
+        "truncation": ("disabled",),
     })  # fmt: skip
 
     model: str
@@ -107,9 +107,15 @@ class ResponsesRequest(Body):
     tools: Items[dict[str, Any]] = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    include: Items[str] = Field([])  # of which what is not here changes nothing
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     prompt_cache_key: str = ""
     ignore_eos: bool = False  # by vLLM's name, for benchmarks
     warmkv: WarmkvOptions = WarmkvOptions()
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
 
     @property
     def items(self) -> list[Item]:
@@ -136,6 +142,8 @@ class ResponsesRequest(Body):
             "tools": tools or None,
             "tool_choice": _choice(self.tool_choice) if tools else None,
             "parallel_tool_calls": self.parallel_tool_calls if tools else None,
+            "logprobs": self.includes_logprobs,
+            "top_logprobs": self.top_logprobs if self.includes_logprobs else None,
         }
         try:
             chat = ChatRequest.model_validate(wanted, context=left_out)
