@@ -455,7 +455,70 @@ def test_a_system_message_joins_the_user_s_where_the_template_has_none():
     before = prompt_of(changed, turns[:2])
     assert before.tokens[: before.ends[1]] == prompt.tokens[: prompt.ends[1]]
     with pytest.raises(ApiError, match="roles must alternate"):
-        prompt_of(changed, [said("user", "one"), said("user", "two")])
+        prompt_of(changed, [said("assistant", "one"), said("user", "two")])
+
+
+def spoken(role: Any, *texts: str) -> Turn:
+    return Turn(role, tuple(ContentBlock(text, "5m") for text in texts))
+
+
+def test_messages_in_a_row_are_one_where_roles_must_alternate():
+    """As the Messages API says; ends of blocks within them are exact, and so are prefixes across turns."""
+    changed = with_template(ALTERNATING)
+    said = [spoken("system", "brief"), spoken("user", "one"), spoken("user", "two", "three")]
+    said += [spoken("assistant", "four"), spoken("assistant", "five"), spoken("user", "six")]
+    whole = prompt_of(changed, said)
+    text = "[S]brief[/S][user]one\ntwo\nthree[assistant]four\nfive[user]six"
+    assert changed.decode(whole.tokens) == text
+    assert whole.ttls == ("5m",) * 7
+    for count in range(2, len(said) + 1):
+        if said[count - 1].role == "user":
+            part = prompt_of(changed, said[:count])
+            assert whole.ends[: len(part.ends)] == part.ends
+            end = part.ends[-1]
+            assert part.tokens[:end] == whole.tokens[:end]
+            assert changed.decode(part.tokens[:end]).endswith(said[count - 1].blocks[-1].text)
+
+
+def test_messages_in_a_row_stay_apart_where_the_template_takes_them():
+    usual = tokenizer()
+    apart, joined = ([spoken("user", "one"), spoken("user", "two")], [spoken("user", "one", "two")])
+    assert usual.decode(prompt_of(usual, apart).tokens).count("<|im_start|>user") == 2
+    assert prompt_of(usual, apart).tokens != prompt_of(usual, joined).tokens
+
+
+COUNTING = """\
+{%- set ns = namespace(count=0) -%}
+{%- for t in tools or [] -%}[AVAILABLE_TOOLS][{{ t | tojson }}][/AVAILABLE_TOOLS]{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) -%}
+{%- if (m.role == 'user') != (ns.count % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+{%- set ns.count = ns.count + 1 -%}
+{%- endif -%}
+{%- if m.role == 'user' -%}[INST]{{ m.content }}[/INST]
+{%- elif m.role == 'tool' -%}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- elif m.tool_calls is defined -%}
+{%- for call in m.tool_calls -%}[TOOL_CALLS][{{ call.function.name }}({{ call.function.arguments | tojson }})]
+{%- endfor -%}{{ m.content }}</s>
+{%- else -%}{{ m.content }}</s>{%- endif -%}
+{%- endfor -%}
+"""
+"""Of the kind that Mistral has: of answers only those without calls count."""
+
+
+def test_text_behind_results_joins_them_where_the_template_wants_no_user_there():
+    changed = with_template(COUNTING)
+    calls = Turn("assistant", tuple(ContentBlock.of_value({"n": n}, call="look") for n in range(2)))
+    said = [spoken("user", "a", "b"), calls, spoken("tool", "r0"), spoken("tool", "r1"), spoken("user", "c", "d")]
+    whole = prompt_of(changed, [*said, spoken("assistant", "e"), spoken("user", "f"), spoken("user", "g")])
+    assert changed.decode(whole.tokens) == (
+        '[INST]a\nb[/INST][TOOL_CALLS][look({"n": 0})][TOOL_CALLS][look({"n": 1})]</s>'
+        "[TOOL_RESULTS]r0[/TOOL_RESULTS][TOOL_RESULTS]r1\nc\nd[/TOOL_RESULTS]e</s>[INST]f\ng[/INST]"
+    )
+    for count in (1, 4, 5):
+        part = prompt_of(changed, said[:count])
+        assert whole.ends[: len(part.ends)] == part.ends
+        assert part.tokens[: part.ends[-1]] == whole.tokens[: part.ends[-1]]
 
 
 def test_runs_of_calls_and_of_results_are_told():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -107,7 +108,8 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
 
     If the last turn is the assistant's, its text is the beginning of the answer. `variables` are the template's own.
     Thinking of earlier answers is given to the template, which shows what it wants of it. A system message within the
-    conversation is shown as such, or as part of the user's where the template has no such messages. Tools that the
+    conversation is shown as such, or as part of the user's where the template has no such messages. Messages in a row of
+    one role are one message where the template wants roles to alternate. Tools that the
     template does not show as JSON end where the first message's text begins, and such calls where the next one's does.
     Raises ApiError (400) where the model's template refuses the messages, moves their content, or shows no tools.
     """
@@ -123,7 +125,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
     options = {"continue_final_message": True} if prefilled else {"add_generation_prompt": True}
     apply = partial(_apply, tokenizer, key=key, options={**(variables or {}), **options})
     marks = _marks()
-    marked = apply(turns, marks)
+    turns, marked = _alternating_turns(turns, partial(apply, marks=marks))
     uses = uses_of_content(source) if source else None
     texts = ([block.text for block in turn.blocks if not _is_json(turn, block)] for turn in turns)
     if uses is None or not all(uses.ignore_marks(said) for said in texts if said):
@@ -233,6 +235,40 @@ def _as_users_text(tokenizer: Any, turns: Sequence[Turn]) -> Sequence[Turn]:
         else:
             found.append(turn)
         joins = reminder
+    return found
+
+
+_SAME_ROLES: tuple[tuple[Role, Role], ...] = (("user", "user"), ("assistant", "assistant"))
+_TEXT_BEHIND_RESULTS: tuple[Role, Role] = ("tool", "user")
+
+
+def _alternating_turns(turns: Sequence[Turn], apply: Callable[[Sequence[Turn]], str]) -> tuple[Sequence[Turn], str]:
+    """Return turns that the template takes, and what it makes of them: as they are, or else combined.
+
+    First those of one role in a row; then also the user's text behind results, which joins the last of these, since
+    templates that count answers without calls want none there (Mistral). Raises ApiError (400) as for the turns as they
+    are.
+    """
+    try:
+        return turns, apply(turns)
+    except ApiError as error:
+        for pairs in (_SAME_ROLES, (*_SAME_ROLES, _TEXT_BEHIND_RESULTS)):
+            if len(combined := _combined(turns, pairs)) < len(turns):
+                with contextlib.suppress(ApiError):
+                    return combined, apply(combined)
+        raise error
+
+
+def _combined(turns: Sequence[Turn], pairs: Collection[tuple[Role, Role]]) -> list[Turn]:
+    """Return turns of which each takes in the next one, where their roles are such a pair."""
+    found: list[Turn] = []
+    for turn in turns:
+        before = found[-1] if found else None
+        if before is not None and (before.role, turn.role) in pairs:
+            thinking = "\n".join(filter(None, (before.thinking, turn.thinking)))
+            found[-1] = Turn(before.role, (*before.blocks, *turn.blocks), thinking)
+        else:
+            found.append(turn)
     return found
 
 
