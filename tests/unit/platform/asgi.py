@@ -47,6 +47,7 @@ class Gateway:
         self.asked = 0  # requests that reached the replica
         self.leaves = False  # whether the client goes as soon as its answer begins
         self.dropped: list[str] = []
+        self.others: list[Gateway] = []  # of the same service
         self.actions: list[OperatorAction] = []  # the lines of the audit log
         self.metrics = Counted()
         self.model = config.model.name
@@ -63,8 +64,10 @@ class Gateway:
         async def status() -> dict[str, Any]:
             return {"replicas": {}}
 
-        async def drop(tenant: str) -> list[int]:
+        async def drop(tenant: str, root: bytes) -> list[int]:
             self.dropped.append(tenant)
+            for gateway in (self, *self.others):
+                gateway.app.state.forget(root)
             return [0]
 
         service = Service(

@@ -130,7 +130,7 @@ class Server:
             config, send, self.metrics, write_log=self.records.append, clock=time.monotonic, wall_clock=time.time
         )
 
-        async def drop(tenant: str) -> list[int]:
+        async def drop(tenant: str, root: bytes) -> list[int]:
             self.dropped.append(tenant)
             return [5, 7]
 

@@ -49,6 +49,8 @@ class Gateway:
         self._http: HttpServer | None = None
         self._control = RemoteControl(config.cluster.application)
         self._handle = replicas
+        self._gateways = serve.get_deployment_handle(context.deployment, context.app_name)  # all of them
+        self._app: Any = None
         self._drop_timeout = config.gateway.request_timeout_seconds
         router = Router(config, telemetry.RayRecorder(*telemetry.ROUTER), Random(), time.monotonic)
         self._following = router.follow(self._name)
@@ -91,6 +93,7 @@ class Gateway:
             self._whatif,
             self._audit.write if self._audit else None,
         )
+        self._app = app
         inner = app.router.lifespan_context
 
         @asynccontextmanager
@@ -116,14 +119,19 @@ class Gateway:
     async def _replicas(self) -> dict[str, Any]:
         return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))
 
-    async def _drop_prefixes(self, tenant: str) -> list[int]:
-        """Drop a tenant's prefixes; return the bytes freed by each running replica.
+    async def _drop_prefixes(self, tenant: str, root: bytes) -> list[int]:
+        """Drop a tenant's prefixes, and in all gateways its prompts; return the bytes freed by each running replica.
 
         Raises what the first one that fails raises.
         """
-        response = self._handle.broadcast("drop_prefixes", tenant)
-        freed: list[int] = await response.results_async(timeout_s=self._drop_timeout)
+        calls = self._gateways.broadcast("forget", root), self._handle.broadcast("drop_prefixes", tenant)
+        _, freed = await asyncio.gather(*(call.results_async(timeout_s=self._drop_timeout) for call in calls))
         return freed
+
+    async def forget(self, root: bytes) -> None:
+        """Forget the earlier prompts whose hashes begin with `root`: their tokens, and what was found of them."""
+        if self._app is not None:
+            self._app.state.forget(root)
 
     def __del__(self) -> None:
         self._members.close()

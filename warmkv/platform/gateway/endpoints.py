@@ -39,10 +39,11 @@ from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
 from warmkv.platform.gateway.whatif import WhatIfControl, add_whatif_endpoints
+from warmkv.platform.tenants import chain_root
 from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
-DropPrefixes = Callable[[str], Awaitable[list[int]]]
+DropPrefixes = Callable[[str, bytes], Awaitable[list[int]]]
 
 
 def create_app(
@@ -64,7 +65,8 @@ def create_app(
     `taking` counts the replicas that take requests, as far as this process knows: no call, no wait. `keep_action` takes
     the lines of the audit log.
 
-    `drop` has every replica forget the prefixes of a tenant's label and tells the bytes that each one freed.
+    `drop` has every replica forget the prefixes of a tenant's label, and tells the bytes that each one freed, and every
+    gateway the earlier prompts whose hashes begin with a root (`app.state.forget` does it here).
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
     The application follows the policy of `control` from its start to its end, as the gateway of that name.
     """
@@ -93,6 +95,7 @@ def create_app(
     intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context, partial(restore, secret=secret))
+    app.state.forget = parsing.forget
     stored = ResponseStore(service.clock)
     text_of = cache(lambda token: tokenizer.decode([token]))  # of a vocabulary's tokens
 
@@ -233,8 +236,9 @@ def create_app(
     @app.delete("/v1/warmkv/prefixes")
     async def drop_prefixes(request: Request) -> Response:
         tenant = admitted(request).lease.tenant
-        parsing.forget(tenant)
-        freed = await drop(tenant.label)
+        root = chain_root(tenant.salt, config)
+        app.state.forget(root)
+        freed = await drop(tenant.label, root)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
     @app.get("/health")  # as vLLM's server has it, for clients that ask before they begin

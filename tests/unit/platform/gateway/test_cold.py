@@ -127,3 +127,16 @@ def test_forgotten_prefixes_were_never_written(server):
     body = conversation()
     body["messages"][0]["content"][0]["text"] += "!"
     assert ask(server, "forgotten", **body).warmkv["cache"]["reason"] == "never_written"
+
+
+def test_prefixes_are_forgotten_in_all_gateways(tmp_path):
+    one, other = Gateway(tmp_path), Gateway(tmp_path)
+    one.others, said = [other], [{"role": "user", "content": [text(WORDS, **MARK)]}]
+
+    def reason(gateway: Gateway) -> Any:
+        gateway.written = 4096
+        return gateway.messages("a", messages=said).body["usage"]["warmkv"]["cache"]["reason"]
+
+    assert [reason(gateway) for gateway in (one, other, other)] == ["never_written", "never_written", "evicted"]
+    assert one.call("DELETE", "/v1/warmkv/prefixes", "a").status == 200
+    assert [reason(gateway) for gateway in (one, other)] == ["never_written", "never_written"]

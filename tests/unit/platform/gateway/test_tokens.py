@@ -24,7 +24,7 @@ from warmkv.platform.gateway.apis.templates import Uses, uses_of_content
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
 from warmkv.platform.gateway.apis.tokens import OPTIONS, Piece, Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.parsing import Parsing
-from warmkv.platform.tenants import Tenant
+from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.hashing import block_hashes
 from warmkv.replicas.loading.load import load_tokenizer
@@ -392,7 +392,7 @@ def test_a_tenants_prompts_are_forgotten_when_it_says_so(counted):
     body = message(counted.gateway, LONG)
     for salt in (b"a", b"b"):
         counted.parse(body, salt)
-    counted.parsing.forget(Tenant("", b"a", frozenset(), LimitsConfig()))
+    counted.parsing.forget(chain_root(b"a", counted.gateway.config))
     counted.parse(body, b"b")
     assert counted.tokenizer.texts == []
     counted.parse(body, b"a")

@@ -165,9 +165,8 @@ class Parsing:
         check_prompt_logprobs(asked)
         return asked
 
-    def forget(self, tenant: Tenant) -> None:
-        """Forget a tenant's earlier prompts."""
-        root = chain_root(tenant.salt, self._service.config)
+    def forget(self, root: bytes) -> None:
+        """Forget the earlier prompts of the tenant whose hashes begin with `root`."""
         self._cache.forget(root)
         self._service.history.forget(root)
 
