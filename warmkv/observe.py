@@ -22,6 +22,7 @@ import requests
 import yaml
 
 from warmkv.config import Config, TenantConfig
+from warmkv.config.tenants import TenantLimits
 from warmkv.dashboards import alerts, build
 from warmkv.faults import UserError
 from warmkv.models.tiny import corpus
@@ -32,9 +33,19 @@ HOST = "127.0.0.1"
 SCRAPE_SECONDS = 5
 READY_SECONDS = 60.0
 STOP_SECONDS = 10.0
-TENANTS = ("support", "research", "nightly")
+TENANTS = {"support": "messages", "research": "chat/completions", "nightly": "messages"}  # and the API of each
+LIMITS = {"nightly": {"requests_per_minute": 36}}  # which it exceeds now and then
 POLICIES = ("full", "full", "snapkv@0.2", "streaming_llm@0.4")
-DOCUMENTS = 6  # that a tenant asks about again and again
+SETTINGS = (
+    "gateway.port=0",
+    "cluster.replicas=2",
+    "prefix_cache.memory_bytes=128MiB",  # less than is asked about
+    "prefix_cache.host.memory_bytes=32MiB",
+    "prefix_cache.ttls={30s: 30, 5m: 300, 1h: 3600}",
+    "prefix_cache.default_ttl=30s",  # shorter than the time between two questions about most documents
+)
+"""Under which a what-if finds something better: a longer TTL, which an operator can apply, and more memory."""
+DOCUMENTS = 24  # that a tenant asks about again and again, the n-th a n-th as often as the first
 DOCUMENT_CHARACTERS = 5000
 ANSWER_TOKENS = 12
 COLD_SHARE = 0.1  # of the requests, with a text that nobody asked about before
@@ -79,7 +90,15 @@ def observing(config: Config, rate: float, seed: int) -> Iterator[Observed]:
 
 def observable(config: Config, keys: Mapping[str, str], origin: str) -> Config:
     """Return the settings with tenants of these keys, a what-if service, and Grafana's origin allowed."""
-    tenants = [TenantConfig(name=name, key_sha256=hash_key(key), rights=("policy",)) for name, key in keys.items()]
+    tenants = [
+        TenantConfig(
+            name=name,
+            key_sha256=hash_key(key),
+            rights=("policy",),
+            limits=TenantLimits.model_validate(LIMITS.get(name, {})),
+        )
+        for name, key in keys.items()
+    ]
     sections: dict[str, dict[str, Any]] = {
         "gateway": {"tenants": [tenant.model_dump(mode="json", exclude_unset=True) for tenant in tenants]},
         "control": {"whatif": {}, "allowed_origins": [origin]},
@@ -183,7 +202,8 @@ def provision(folder: Path, prometheus: str, gateway: str, operator_key: str) ->
         path.chmod(0o600)  # the operator's key is in it
     boards.mkdir()
     for name, board in build.documents().items():
-        (boards / f"{name}.json").write_text(json.dumps(publish.opening(board, target)), encoding="utf-8")
+        shown = {**publish.opening(board, target), "time": {"from": "now-15m", "to": "now"}}
+        (boards / f"{name}.json").write_text(json.dumps(shown), encoding="utf-8")
 
 
 @contextmanager
@@ -235,6 +255,7 @@ class Client:
     key: str
     random: random.Random
     texts: Sequence[str]
+    api: str = "messages"
     outcomes: Counter[int] = field(default_factory=Counter)  # by status; 0: no answer
     _history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -245,7 +266,8 @@ class Client:
             self._history.append({"role": "user", "content": question})
         else:
             fresh = draw > 1 - COLD_SHARE
-            text = excerpt(self.random) if fresh else self.random.choice(self.texts)
+            often = [1 / rank for rank in range(1, len(self.texts) + 1)]
+            text = excerpt(self.random) if fresh else self.random.choices(self.texts, often)[0]
             document = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
             self._history = [{"role": "user", "content": [document, {"type": "text", "text": question}]}]
         return {
@@ -259,7 +281,7 @@ class Client:
         """Send the next request and wait for the answer."""
         try:
             sent = requests.post(
-                f"{self.url}/v1/messages", json=self.body(), headers={"x-api-key": self.key}, timeout=READY_SECONDS
+                f"{self.url}/v1/{self.api}", json=self.body(), headers={"x-api-key": self.key}, timeout=READY_SECONDS
             )
         except requests.RequestException:
             self.outcomes[0] += 1
@@ -267,9 +289,14 @@ class Client:
             return
         self.outcomes[sent.status_code] += 1
         if sent.ok:
-            self._history.append({"role": "assistant", "content": sent.json()["content"][0]["text"] or "-"})
+            self._history.append({"role": "assistant", "content": self._answer(sent.json()) or "-"})
         else:
             self._history = []
+
+    def _answer(self, answer: Any) -> str:
+        message = answer if self.api == "messages" else answer["choices"][0]["message"]
+        content = message["content"]
+        return str(content if isinstance(content, str) else content[0]["text"])
 
 
 def excerpt(draw: random.Random) -> str:
@@ -283,9 +310,10 @@ def excerpt(draw: random.Random) -> str:
 def traffic(url: str, model: str, keys: Mapping[str, str], rate: float, seed: int) -> Iterator[list[Client]]:
     """Send `rate` requests a second meanwhile, as they come by a Poisson process, from a thread for each tenant."""
     stop, clients, threads = threading.Event(), [], []
-    for number, key in enumerate(keys.values()):
+    for number, (name, key) in enumerate(keys.items()):
         draw = random.Random(f"{seed} {number}")
-        client = Client(url, model, key, draw, [excerpt(draw) for _ in range(DOCUMENTS)])
+        texts = [excerpt(draw) for _ in range(DOCUMENTS)]
+        client = Client(url, model, key, draw, texts, TENANTS.get(name, "messages"))
         clients.append(client)
 
         def run(client: Client = client) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests import grafana
 from tests.e2e.conftest import Cluster
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
@@ -52,7 +53,7 @@ def record_whatif() -> telemetry.RayRecorder:
     recorder = telemetry.RayRecorder(*telemetry.WHATIF, application="dashboards")
     for metric in (*telemetry.WHATIF_FIGURES.values(), telemetry.WHATIF_RANK):
         recorder.set(metric, 1, candidate=NOW)
-        recorder.set(metric, 2, candidate="best")
+        recorder.set(metric, 1, candidate="best")
     recorder.set(telemetry.WHATIF_ERROR, 0.1, figure="hit_rate")
     recorder.set(telemetry.WHATIF_WINDOW, 40)
     recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
@@ -76,8 +77,7 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
     with cluster.changed(short), scraped as prometheus:
 
         def results(expression: str) -> Any:
-            expression = re.sub(r"\$(application|policy|model|tenant)\b", ".*", expression)
-            query = {"query": expression.replace("$__rate_interval", "1m")}
+            query = {"query": grafana.filled(expression)}
             answer: Any = requests.get(f"{prometheus}/api/v1/query", params=query, timeout=PATIENCE).json()
             assert answer["status"] == "success", (expression, answer)
             return answer["data"]["result"]

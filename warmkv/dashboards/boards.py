@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -12,6 +12,7 @@ from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
+    VariableHide,
     VariableOption,
     VariableRefresh,
     VariableSort,
@@ -21,6 +22,7 @@ from warmkv import telemetry
 from warmkv.dashboards import events
 from warmkv.dashboards.panels import DATASOURCE, INFINITY, PanelRow, TextPanel
 from warmkv.dashboards.rows import memory, money, prefix_cache, routing, simulation, traffic, tuning
+from warmkv.platform.whatif.candidates import NOW
 
 TAG = "warmkv"  # of the dashboards, and of the annotations they show
 GRAFANA = common.DataSourceRef(type_val="grafana", uid="-- Grafana --")  # Grafana's own store of annotations
@@ -38,6 +40,7 @@ class Board:
     description: str
     healthy: str  # Markdown: what a healthy picture looks like
     rows: Sequence[PanelRow]
+    candidates: bool = False  # the viewer chooses some of the what-if's
 
     def build(self) -> Any:
         """Return the dashboard as the SDK's object; `warmkv.dashboards.build` writes it as JSON."""
@@ -50,14 +53,6 @@ class Board:
             .time("now-1h", "now")
             .refresh("10s")
             .tooltip(DashboardCursorSync.CROSSHAIR)
-            .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-            .with_variable(_variable("application", "Application", telemetry.REQUESTS))
-            .with_variable(_variable("policy", "Compression policy", telemetry.REQUESTS))
-            .with_variable(_variable("model", "Model", telemetry.REQUESTS))
-            .with_variable(_variable("tenant", "Tenant", telemetry.REQUESTS))
-            .with_variable(dashboard.DatasourceVariable("api").label("Control API").type(INFINITY))
-            .with_variable(_address("gateway", "Gateway, for actions", GATEWAY))
-            .with_variable(_address("results", "Results of a sweep", RESULTS))
             .link(
                 dashboard.DashboardLink("warmkv")
                 .type(DashboardLinkType.DASHBOARDS)
@@ -69,6 +64,8 @@ class Board:
             .annotation(_annotation("Annotations & Alerts", "dashboard", []).built_in(1))
             .annotation(_annotation("Changes of warmkv", "tags", [TAG]))
         )
+        for variable in _variables(self.candidates, any(row.has_tables for row in self.rows)):
+            board.with_variable(variable)
         for event in events.EVENTS:
             board.annotation(event.build())
         numbers = count(1)
@@ -78,7 +75,22 @@ class Board:
         return board.build()
 
 
-def _variable(label: str, title: str, metric: telemetry.Metric) -> Any:
+def _variables(candidates: bool, tables: bool) -> Iterator[Any]:
+    """Build the variables. What only tables need is hidden on other dashboards, whose links pass it on."""
+    yield dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    yield _label("application", "Application", telemetry.REQUESTS)
+    yield _label("policy", "Compression policy", telemetry.REQUESTS)
+    yield _label("model", "Model", telemetry.REQUESTS)
+    yield _label("tenant", "Tenant", telemetry.REQUESTS)
+    if candidates:
+        yield _label("candidate", "Candidates", telemetry.WHATIF_RANK).current(VariableOption(text=NOW, value=NOW))
+    hide = VariableHide.DONT_HIDE if tables else VariableHide.HIDE_VARIABLE
+    yield dashboard.DatasourceVariable("api").label("Control API").type(INFINITY).hide(hide)
+    yield _address("gateway", "Gateway, for actions", GATEWAY).hide(hide)
+    yield _address("results", "Results of a sweep", RESULTS).hide(hide)
+
+
+def _label(label: str, title: str, metric: telemetry.Metric) -> Any:
     """Build a variable of a label's present values; all of them unless the viewer picks some."""
     return (
         dashboard.QueryVariable(label)
@@ -116,15 +128,13 @@ BOARDS = (
         (
             traffic.AT_A_GLANCE,
             traffic.TRAFFIC,
-            traffic.ERRORS,
-            prefix_cache.PREFIX_CACHE,
             traffic.LATENCY,
+            prefix_cache.PREFIX_CACHE,
             memory.KV_MEMORY,
             routing.ROUTING,
-            routing.TRANSFER,
-            tuning.LIVE_CONFIGURATION,
-            tuning.WHAT_IF,
             money.MONEY,
+            traffic.ERRORS,
+            tuning.LIVE_CONFIGURATION,
         ),
     ),
     Board(
@@ -134,7 +144,13 @@ BOARDS = (
         "**Healthy:** more is read than written; blocks leave by their TTL, or are demoted to a lower tier, and few "
         "are evicted; blocks are idle longer before an eviction than the gap between reuses, so that memory, and the"
         " TTL, are long enough. More: `docs/prefix_cache.md`",
-        (prefix_cache.PREFIX_CACHE, prefix_cache.REUSE, prefix_cache.MISSES, prefix_cache.RESIDENCY),
+        (
+            prefix_cache.PREFIX_CACHE,
+            prefix_cache.STORED,
+            prefix_cache.REUSE,
+            prefix_cache.MISSES,
+            prefix_cache.RESIDENCY,
+        ),
     ),
     Board(
         "compression",
@@ -150,7 +166,7 @@ BOARDS = (
         "Where requests go and why, whether the warm prefix was there, and what replicas do.",
         "**Healthy:** most decisions are `warm`, and `cold` only for new prompts; hardly any token is missing that was "
         "expected; routers are less than a second behind; replicas have about the same load. More: `docs/routing.md`",
-        (routing.ROUTING, routing.PREDICTION, routing.REPLICAS, routing.TRANSFER),
+        (routing.ROUTING, routing.PREDICTION, routing.REPLICAS, routing.TRANSFER, routing.DIRECTORY),
     ),
     Board(
         "cost",
@@ -168,6 +184,7 @@ BOARDS = (
         "line goes to the predicted one; else Roll back. Needs `control.whatif` and the Infinity data source. More: "
         "`docs/tuning.md`",
         (tuning.CANDIDATES, tuning.WHAT_IF, tuning.SETTINGS, tuning.LIVE_CONFIGURATION),
+        candidates=True,
     ),
     Board(
         "simulation",

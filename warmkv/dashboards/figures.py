@@ -24,6 +24,17 @@ def with_cache(by: By = APPLICATION) -> str:
     return f"({rate(t.DOLLARS, by, part='!output')} * 3600)"
 
 
+def spent(by: By = APPLICATION) -> str:
+    """Return dollars per hour for prompts and answers."""
+    return f"{rate(t.DOLLARS, by)} * 3600"
+
+
+def failed(by: By = APPLICATION) -> str:
+    """Return the share of the requests that ended with an error of the service; 0 and not a gap where none ever did."""
+    ended = rate(t.REQUESTS, by)
+    return f"({rate(t.REQUESTS, by, status='error')} or 0 * {ended}) / {ended}"
+
+
 def saved(by: By = APPLICATION) -> str:
     """Return dollars per hour that the cache saves; negative while prefixes are written and not yet read."""
     return f"{without_cache(by)} - {with_cache(by)}"

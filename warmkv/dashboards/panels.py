@@ -10,7 +10,14 @@ from grafana_foundation_sdk.builders import common as options
 from grafana_foundation_sdk.builders import dashboard, prometheus, stat, table, text, timeseries
 from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common
-from grafana_foundation_sdk.models.dashboard import ActionType, DynamicConfigValue, HttpRequestMethod
+from grafana_foundation_sdk.models.dashboard import (
+    ActionType,
+    DynamicConfigValue,
+    FieldColorModeId,
+    HttpRequestMethod,
+    Threshold,
+    ThresholdsMode,
+)
 from grafana_foundation_sdk.models.text import TextMode
 
 from warmkv.dashboards.queries import Query
@@ -18,7 +25,15 @@ from warmkv.dashboards.queries import Query
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 INFINITY = "yesoreyeram-infinity-datasource"  # reads JSON from the control API, on Grafana's server
 API = common.DataSourceRef(type_val=INFINITY, uid="${api}")
-TOKENS_PER_SECOND = "suffix: tok/s"
+TOKENS_PER_SECOND = "si:tok/s"
+BLOCKS_PER_SECOND = "si:blocks/s"
+WARM_AND_COLD = {"warm": "orange", "cold": "blue"}
+MEASURED = {"measured": "text", "now": "yellow"}  # beside what other candidates would do
+ACTIONS = "actions"
+"""Column of a table that shows its actions as buttons."""
+
+Step = tuple[float | None, str]  # of a threshold: from this value on (None: from the least), this colour
+PLAIN: Sequence[Step] = ((None, "blue"),)  # of a number that is neither good nor bad
 
 
 class Panel(Protocol):
@@ -36,18 +51,26 @@ class Graph:
     description: str
     unit: str
     queries: Sequence[Query]
-    width: int = 12
+    width: int = 8
+    height: int = 8
     stacked: bool = False
     least: float | None = 0
     top: float | None = None
+    decimals: int | None = None  # on the axis; 0 for what is counted
+    limit: float | None = None  # drawn as a dashed line
+    none: str | None = None  # what it says while there is nothing to show, as in a healthy service
+    colors: Mapping[str, str] = field(default_factory=dict)  # of series whose legend begins so
+    shades: str | None = None  # one colour for all series, as of what should not happen
 
     def build(self, number: int) -> Any:
         legend = options.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
         panel = (
             _common(timeseries.Panel(), number, self.title, self.description, self.unit, self.queries)
-            .height(8)
+            .height(self.height)
             .span(self.width)
-            .fill_opacity(30 if self.stacked else 8)
+            .line_width(1 if self.stacked else 2)
+            .point_size(4)
+            .fill_opacity(30 if self.stacked else 0)
             .legend(legend.placement(common.LegendPlacement.BOTTOM))
             .tooltip(
                 options.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
@@ -55,29 +78,49 @@ class Graph:
         )
         if self.stacked:
             panel.stacking(options.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
-        if self.least is not None:
-            panel.min(self.least)
-        return panel if self.top is None else panel.max(self.top)
+        for value, setter in (
+            (self.least, panel.min),
+            (self.top, panel.max),
+            (self.decimals, panel.decimals),
+            (self.none, panel.no_value),
+        ):
+            if value is not None:
+                setter(value)
+        if self.limit is not None:
+            panel.thresholds(_thresholds(((None, "transparent"), (self.limit, "red"))))
+            panel.thresholds_style(options.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
+        if self.decimals == 0:
+            panel.axis_soft_max(1)  # else the axis of a constant 0 goes to 100
+        if self.shades is not None:
+            panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.SHADES).fixed_color(self.shades))
+        for beginning, color in self.colors.items():
+            panel.override_by_regexp(f"/^{beginning}/", [_color(color)])
+        return panel
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One present value for each application."""
+    """One present value for each application, and its course behind it."""
 
     title: str
     description: str
     unit: str
     query: str
+    steps: Sequence[Step] = PLAIN
+    decimals: int | None = None
 
     def build(self, number: int) -> Any:
         queries = [(self.query, "{{application}}")]
-        return (
+        panel = (
             _common(stat.Panel(), number, self.title, self.description, self.unit, queries)
             .height(4)
-            .span(4)
+            .span(6)
             .graph_mode(common.BigValueGraphMode.AREA)
             .reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+            .thresholds(_thresholds(self.steps))
+            .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
         )
+        return panel if self.decimals is None else panel.decimals(self.decimals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +131,35 @@ class TextPanel:
     markdown: str
 
     def build(self, number: int) -> Any:
-        panel = text.Panel().id(number).title(self.title).height(4).span(24)
+        panel = text.Panel().id(number).title(self.title).height(3).span(24)
         return panel.mode(TextMode.MARKDOWN).content(self.markdown)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; without a unit it holds text."""
+    """A column of a table; without a unit it holds text. Those without a width share what is left."""
 
     name: str
     unit: str = "string"
+    width: int | None = None
+    bar: bool = False  # drawn behind the number, as long as it is large beside the column's largest
+
+    def properties(self) -> list[DynamicConfigValue]:
+        """Return how the column is shown."""
+        found = [DynamicConfigValue("noValue", "–")]
+        if self.unit == "bool":
+            shown = {"true": {"text": "yes", "color": "green"}, "false": {"text": "–", "color": "text"}}
+            found.append(DynamicConfigValue("mappings", [{"type": "value", "options": shown}]))
+            found.append(DynamicConfigValue("custom.cellOptions", {"type": "color-text"}))
+        elif self.unit != "string":
+            found.append(DynamicConfigValue("unit", self.unit))
+        if self.bar:
+            found.append(DynamicConfigValue("custom.cellOptions", {"type": "gauge", "mode": "basic"}))
+            found.append(DynamicConfigValue("min", 0))
+            found.append(_color("blue"))
+        if self.width is not None:
+            found.append(DynamicConfigValue("custom.width", self.width))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +207,7 @@ class InfinityQuery(Dataquery):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        kinds = {"string": "string", "bool": "boolean"}
+        kinds = {"string": "string", "bool": "boolean", "dateTimeAsIso": "timestamp"}
         return {
             "refId": "A",
             "datasource": {"type": API.type_val, "uid": API.uid},
@@ -174,25 +236,28 @@ class Table:
     rows: str
     columns: Sequence[Column]
     actions: Sequence[Action] = ()
+    actions_width: int = 150
     width: int = 24
     height: int = 10
+    none: str | None = None  # what it says without rows
 
     def build(self, number: int) -> Any:
         panel = table.Panel().id(number).title(self.title).description(self.description).datasource(API)
         panel.height(self.height).span(self.width).unit("none")
-        for column in self.columns:
-            if column.unit != "string":
-                panel.override_by_name(column.name, [DynamicConfigValue("unit", column.unit)])
+        if self.none is not None:
+            panel.no_value(self.none)
         columns = [*self.columns]
+        for column in columns:
+            panel.override_by_name(column.name, column.properties())
         if self.actions:
-            panel.actions(list(self.actions))
             columns.append(Column(ACTIONS))
-            panel.override_by_name(ACTIONS, [DynamicConfigValue("custom.cellOptions", {"type": "actions"})])
+            buttons = [
+                DynamicConfigValue("custom.cellOptions", {"type": "actions"}),
+                DynamicConfigValue("custom.width", self.actions_width),
+                DynamicConfigValue("actions", [action.build() for action in self.actions]),
+            ]
+            panel.override_by_name(ACTIONS, buttons)
         return panel.with_target(InfinityQuery(self.url, self.rows, columns))
-
-
-ACTIONS = "actions"
-"""Column of a table that shows its actions as buttons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +266,10 @@ class PanelRow:
 
     title: str
     panels: Sequence[Panel]
+
+    @property
+    def has_tables(self) -> bool:
+        return any(isinstance(panel, Table) for panel in self.panels)
 
     def add_to(self, board: dashboard.Dashboard, numbers: Iterator[int]) -> None:
         """Add the row to a dashboard; rows and panels take their ids from `numbers`."""
@@ -214,3 +283,12 @@ def _common(panel: Any, number: int, title: str, description: str, unit: str, qu
     for at, (expression, legend) in enumerate(queries):
         panel.with_target(prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + at)))
     return panel
+
+
+def _thresholds(steps: Sequence[Step]) -> Any:
+    found = [Threshold(value, color) for value, color in steps]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(found)
+
+
+def _color(name: str) -> DynamicConfigValue:
+    return DynamicConfigValue("color", {"mode": "fixed", "fixedColor": name})

@@ -20,7 +20,7 @@ RANGE = "$__rate_interval"
 
 
 def rate(counter: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
-    """Build the query of a counter's growth per second. `match` filters by label; `"!x"` is everything but x."""
+    """Build the query of a counter's growth per second. `match` filters: `"!x"` is all but x, `"~x"` an expression."""
     _expect(counter, "counter")
     series = f"{counter.exported}{selector(counter, match)}"
     return f"sum by ({_labels(counter, by)}) (rate({series}[{RANGE}]))"
@@ -54,7 +54,7 @@ def mean(histogram: Metric, by: tuple[str, ...] = ("application",), **match: str
 
 def percentiles(histogram: Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:
     """Build the queries of several quantiles, each with its legend."""
-    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}") for share, name in shares]
+    return [(quantile(share, histogram, (by,)), f"{{{{{by}}}}} {name}".strip()) for share, name in shares]
 
 
 def _expect(metric: Metric, kind: str) -> None:
@@ -74,5 +74,6 @@ def selector(metric: Metric, match: Mapping[str, str] = NOTHING) -> str:
     terms = ['application=~"$application"']
     terms += [f'{label}=~"${label}"' for label in ("policy", "model", "tenant") if label in metric.labels]
     for label, value in match.items():
-        terms.append(f'{label}!="{value[1:]}"' if value.startswith("!") else f'{label}="{value}"')
+        operator = {"!": "!=", "~": "=~"}.get(value[:1], "=")
+        terms.append(f'{label}{operator}"{value if operator == "=" else value[1:]}"')
     return "{" + ", ".join(terms) + "}"

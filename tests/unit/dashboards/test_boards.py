@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import grafana
 from tests.polling import PATIENCE
 from warmkv import telemetry
 from warmkv.config import GatewayConfig
 from warmkv.dashboards import metrics_page, queries
 from warmkv.dashboards.boards import BOARDS
 from warmkv.dashboards.build import build_all, documents
+from warmkv.platform.whatif.candidates import NOW
 
 ROOT = Path(__file__).parents[3]
 EXPORTED = {metric.exported: metric for metric in telemetry.ALL}
@@ -53,11 +55,6 @@ def events(boards: dict[str, dict[str, Any]]) -> dict[str, str]:
         for board in boards.values()
     }
     return dict(found)
-
-
-def plain(expression: str) -> str:
-    """The expression as Prometheus would get it: all applications, policies and models, a range of a minute."""
-    return re.sub(r"\$(application|policy|model|tenant)\b", ".*", expression.replace("$__rate_interval", "1m"))
 
 
 def test_committed_json_is_a_fresh_build(tmp_path: Path) -> None:
@@ -122,7 +119,7 @@ def test_tables_read_the_control_api_and_their_actions_ask_first(boards: dict[st
     found = {}
     for board in boards.values():
         for panel in panels(board):
-            actions = panel["fieldConfig"]["defaults"].get("actions", [])
+            actions = grafana.actions(panel)
             assert panel["type"] == "table" or not actions
             if panel["type"] == "table":
                 assert panel["datasource"] == {"type": "yesoreyeram-infinity-datasource", "uid": "${api}"}
@@ -139,7 +136,58 @@ def test_tables_read_the_control_api_and_their_actions_ask_first(boards: dict[st
                 assert set(re.findall(r"\$(\w+)", text)) == asked, action["title"]  # nothing more, nothing less
                 assert set(re.findall(r"\${__data\.fields\.([^}]+)}", text)) <= set(columns), action["title"]
                 assert action["fetch"]["url"].startswith("${gateway}/v1/warmkv/policy")
-    assert list(found) == ["Apply candidate", "Set TTL", "Set budget", "Roll back", "Roll back to the start"]
+    assert list(found) == ["Apply candidate", "Set TTL", "Set budget", "Change", "Roll back", "Roll back to the start"]
+
+
+UNITS = re.compile(r"short|none|s|dthms|dateTimeAsIso|bytes|Bps|percentunit|currencyUSD|reqps|cpm|si:[a-z/]+")
+
+
+def test_units_are_grafana_s(boards: dict[str, dict[str, Any]]) -> None:
+    """Grafana shows one that it does not know behind the bare number. `make pictures` asks its own list."""
+    for board in boards.values():
+        for panel in panels(board):
+            assert all(UNITS.fullmatch(unit) for unit in grafana.units(panel)), panel["title"]
+
+
+def test_panels_fill_their_rows(boards: dict[str, dict[str, Any]]) -> None:
+    for board in boards.values():
+        lines: dict[int, list[dict[str, int]]] = {}
+        for panel in board["panels"]:
+            lines.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"])
+        for line in lines.values():
+            assert sum(place["w"] for place in line) == 24, (board["title"], line)
+            assert len({place["h"] for place in line}) == 1, (board["title"], line)
+
+
+def test_numbers_have_thresholds_of_their_own(boards: dict[str, dict[str, Any]]) -> None:
+    """Without any, Grafana shows whatever is above 80 in red: bytes, dollars, requests."""
+    numbers = [panel for board in boards.values() for panel in panels(board) if panel["type"] == "stat"]
+    steps = {panel["title"]: panel["fieldConfig"]["defaults"]["thresholds"]["steps"] for panel in numbers}
+    assert steps["KV memory"] == [{"color": "blue", "value": None}]
+    for title, found in steps.items():
+        assert found[0]["value"] is None, title
+        assert 80 not in [step["value"] for step in found], title
+
+
+def test_legends_name_labels_that_their_series_have(boards: dict[str, dict[str, Any]]) -> None:
+    for board in boards.values():
+        for panel in graphs(board):
+            for target in panel["targets"]:
+                (by, *_) = re.findall(r"sum by \(([\w, ]*)\)", target["expr"])
+                named = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+                assert named <= set(by.split(", ")), (panel["title"], target["legendFormat"])
+            fixed = [target["legendFormat"] for target in panel["targets"]]
+            assert len(set(fixed)) == len(fixed), f"{panel['title']}: two lines of one name"
+
+
+def test_what_a_healthy_service_lacks_is_told(boards: dict[str, dict[str, Any]]) -> None:
+    rare = (telemetry.ERRORS, telemetry.REJECTED, telemetry.FAILED, telemetry.PREEMPTED, telemetry.DROPPED_LINES)
+    rare += (telemetry.RETRIED, telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, telemetry.WHATIF_QUALITY)
+    for metric in (*rare, *telemetry.TRANSFER):
+        for board in boards.values():
+            for panel in graphs(board):
+                if metric.exported in panel["targets"][0]["expr"]:
+                    assert panel["fieldConfig"]["defaults"].get("noValue"), panel["title"]
 
 
 def faults(expression: str) -> list[str]:
@@ -223,7 +271,7 @@ def test_promql_parses(boards: dict[str, dict[str, Any]], tmp_path: Path) -> Non
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: expressions are linted but not parsed")
     rules = [
-        {"record": f"warmkv:panel{number}", "expr": plain(expr)}
+        {"record": f"warmkv:panel{number}", "expr": grafana.filled(expr)}
         for number, expr in enumerate([*(expr for _, expr in expressions(boards)), *events(boards).values()])
     ]
     path = tmp_path / "rules.yaml"
@@ -263,7 +311,7 @@ def test_what_prometheus_computes(tmp_path: Path) -> None:
     by_title = {panel["title"]: panel for panel in panels(boards["overview"])}
 
     def check(title: str, expected: dict[str, float]) -> dict[str, Any]:
-        expression = plain(by_title[title]["targets"][0]["expr"])
+        expression = grafana.filled(by_title[title]["targets"][0]["expr"])
         samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
         return {"expr": f"round({expression}, 1e-6)", "eval_time": "5m", "exp_samples": samples}
 
@@ -290,6 +338,8 @@ def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: P
         "kind": ("input", "read", "write_5m", "output"),
         "part": ("input", "read", "write", "output"),
         "use": ("slots", "workspace", "store"),
+        "candidate": (NOW, "x"),
+        "reason": ("load", "x"),
     }
     series = []
     for metric in telemetry.ALL:
@@ -306,8 +356,14 @@ def test_every_query_returns_data(boards: dict[str, dict[str, Any]], tmp_path: P
                     series.append({**one, "series": one["series"].replace("{", f"_{part}{{", 1)})
             else:
                 series.append(grows(metric, 1, **labels))
+                if metric is telemetry.WHATIF_RANK:
+                    series[-1]["values"] = "1x40"
     checks = [
-        {"expr": f"count({plain(expr)}) > bool 0", "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 1}]}
+        {
+            "expr": f"count({grafana.filled(expr)}) > bool 0",
+            "eval_time": "5m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
         for _, expr in expressions(boards)
     ]
     test = {
@@ -354,7 +410,7 @@ def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], t
             samples = [{"labels": labels, "value": 1}] if labels else []
             checks.append(
                 {
-                    "expr": f"count by (application, deployment, fault, version, who, what, why) ({plain(expression)})",
+                    "expr": f"count by (application, deployment, fault, version, who, what, why) ({grafana.filled(expression)})",
                     "eval_time": at,
                     "exp_samples": samples,
                 }

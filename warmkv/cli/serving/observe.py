@@ -25,7 +25,7 @@ def observe(
     """
     from warmkv import observe as observation
 
-    settings = options.under("gateway.port=0", "cluster.replicas=2").read()
+    settings = options.under(*observation.SETTINGS).read()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with observation.observing(settings, rate, seed) as seen:

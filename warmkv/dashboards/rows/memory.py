@@ -43,6 +43,7 @@ LIMITS = PanelRow(
             "again count until another request takes them: it is short where requests wait as well.",
             "percentunit",
             [(slots_used(("replica",)), "{{replica}}")],
+            width=12,
             top=1,
         ),
         Graph(
@@ -50,6 +51,8 @@ LIMITS = PanelRow(
             "Requests that wait in each replica for a slot or for memory.",
             "short",
             [(level(t.WAITING, ("replica",)), "{{replica}}")],
+            width=12,
+            decimals=0,
         ),
     ),
 )
@@ -63,12 +66,14 @@ COMPRESSION = PanelRow(
             "rounded up, so without compression it is a little below 1.",
             "short",
             [(f"{rate(t.WHOLE_BYTES, _POLICY)} / {rate(t.SLOT_BYTES, _POLICY)}", "{{policy}}")],
+            width=12,
         ),
         Graph(
             "Kept tokens by policy",
             "Share of the prompts' tokens that slots keep, of a layer and KV head on average.",
             "percentunit",
             [(f"{rate(t.KEPT_TOKENS, _POLICY)} / {rate(t.COMPRESSED_TOKENS, _POLICY)}", "{{policy}}")],
+            width=12,
             top=1,
         ),
         Graph(
@@ -77,12 +82,14 @@ COMPRESSION = PanelRow(
             "behind.",
             "s",
             [(f"{rate(t.COMPRESSION_SECONDS, _POLICY)} / {rate(t.COMPRESSED_PROMPTS, _POLICY)}", "{{policy}}")],
+            width=12,
         ),
         Graph(
             "Prompts by policy",
             "Prompts per second that were handed over to a decode slot, by policy.",
             "reqps",
             [(rate(t.COMPRESSED_PROMPTS, _POLICY), "{{policy}}")],
+            width=12,
             stacked=True,
         ),
     ),

@@ -30,6 +30,7 @@ MONEY = PanelRow(
             "distance is the saving; it is negative while prefixes are written and not yet read.",
             "currencyUSD",
             [(without_cache(), "{{application}} without"), (with_cache(), "{{application}} as billed")],
+            colors={".* without": "orange", ".* as billed": "green"},
         ),
     ),
 )
@@ -45,6 +46,7 @@ TENANTS = PanelRow(
             "gateway the rest is `other`; without tenants all are `open`.",
             "currencyUSD",
             [(f"{rate(t.DOLLARS, ('tenant',))} * 3600", "{{tenant}}")],
+            width=12,
             stacked=True,
         ),
         Graph(
@@ -52,6 +54,7 @@ TENANTS = PanelRow(
             "Dollars per hour that cached prefixes save on a tenant's prompts; below 0 it writes more than it reads.",
             "currencyUSD",
             [(saved(_TENANT), "{{tenant}}")],
+            width=12,
             least=None,
         ),
         Graph(
@@ -59,6 +62,7 @@ TENANTS = PanelRow(
             "Share of a tenant's prompt tokens whose KV was reused.",
             "percentunit",
             [(hit_rate(("tenant",)), "{{tenant}}")],
+            width=12,
             top=1,
         ),
         Graph(
@@ -66,6 +70,7 @@ TENANTS = PanelRow(
             "Requests answered per second, by tenant.",
             "reqps",
             [(rate(t.REQUESTS, ("tenant",)), "{{tenant}}")],
+            width=12,
             stacked=True,
         ),
     ),

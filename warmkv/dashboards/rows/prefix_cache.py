@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate
-from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, PanelRow
+from warmkv.dashboards.panels import BLOCKS_PER_SECOND, TOKENS_PER_SECOND, WARM_AND_COLD, Graph, PanelRow
 from warmkv.dashboards.queries import level, observed, percentiles, rate
 
 PREFIX_CACHE = PanelRow(
@@ -19,16 +19,9 @@ PREFIX_CACHE = PanelRow(
         ),
         Graph(
             "Why prompts were cold",
-            "Tokens per second that were not read before the last breakpoint, by why.",
-            "short",
+            "Prompt tokens per second before the last breakpoint that were not read, by why.",
+            TOKENS_PER_SECOND,
             [(rate(t.MISSED_TOKENS, ("reason",)), "{{reason}}")],
-            stacked=True,
-        ),
-        Graph(
-            "Stored blocks",
-            "Prefix blocks and tails resident in each replica.",
-            "short",
-            [(level(t.STORED_BLOCKS, ("replica",)), "{{replica}}")],
             stacked=True,
         ),
         Graph(
@@ -38,15 +31,37 @@ PREFIX_CACHE = PanelRow(
             [(level(t.PREFIX_BYTES, ("tier",)), "{{tier}}")],
             stacked=True,
         ),
+    ),
+)
+
+STORED = PanelRow(
+    "Stored blocks",
+    (
+        Graph(
+            "Stored blocks",
+            "Prefix blocks and tails resident in each replica.",
+            "short",
+            [(level(t.STORED_BLOCKS, ("replica",)), "{{replica}}")],
+            stacked=True,
+        ),
+        Graph(
+            "Room in the tiers",
+            "Share of its limit that stored prefixes take in each tier. A full tier is no fault; what leaves it before "
+            "its TTL tells.",
+            "percentunit",
+            [(f"{level(t.PREFIX_BYTES, ('tier',))} / {level(t.PREFIX_LIMIT_BYTES, ('tier',))}", "{{tier}}")],
+            top=1,
+        ),
         Graph(
             "Evictions and expiries by tier",
             "Blocks and tails per second that left a tier: demoted to a lower one, evicted to make room, dropped by an "
             "operator, and expired by their TTL.",
-            "short",
+            BLOCKS_PER_SECOND,
             [
                 (rate(t.EVICTED_BLOCKS, ("tier", "reason")), "{{tier}} {{reason}}"),
                 (rate(t.EXPIRED_BLOCKS, ("tier",)), "{{tier}} expired"),
             ],
+            none="No block has left a tier",
         ),
     ),
 )
@@ -59,6 +74,7 @@ REUSE = PanelRow(
             "Prompt tokens per second as they are billed: plain input, read from the cache, written to it by TTL.",
             TOKENS_PER_SECOND,
             [(rate(t.TOKENS, ("kind",), kind="!output"), "{{kind}}")],
+            width=12,
             stacked=True,
         ),
         Graph(
@@ -66,15 +82,8 @@ REUSE = PanelRow(
             "Prompt tokens per second whose KV was reused, by the tier it came from.",
             TOKENS_PER_SECOND,
             [(rate(t.CACHED_TOKENS, ("tier",)), "{{tier}}")],
+            width=12,
             stacked=True,
-        ),
-        Graph(
-            "Room in the tiers",
-            "Share of its limit that stored prefixes take in each tier. A full tier is no fault; what leaves it before "
-            "its TTL tells.",
-            "percentunit",
-            [(f"{level(t.PREFIX_BYTES, ('tier',))} / {level(t.PREFIX_LIMIT_BYTES, ('tier',))}", "{{tier}}")],
-            top=1,
         ),
     ),
 )
@@ -87,7 +96,9 @@ MISSES = PanelRow(
             "Requests per second that reused cached KV, and those that found nothing.",
             "reqps",
             [(observed(t.TTFT, ("cache",)), "{{cache}}")],
+            width=12,
             stacked=True,
+            colors=WARM_AND_COLD,
         ),
         Graph(
             "Tokens that were expected warm",
@@ -95,10 +106,14 @@ MISSES = PanelRow(
             "they had left meanwhile.",
             TOKENS_PER_SECOND,
             [(rate(t.EXPECTED_TOKENS, ("outcome",), outcome="!unexpected"), "{{outcome}}")],
+            width=12,
             stacked=True,
+            colors={"found": "green", "missing": "red"},
         ),
     ),
 )
+
+_FEW_HALF_MOST = ((0.05, "p5"), (0.5, "p50"), (0.95, "p95"))
 
 RESIDENCY = PanelRow(
     "Residency",
@@ -106,24 +121,24 @@ RESIDENCY = PanelRow(
         Graph(
             "Gap between reuses",
             "Percentiles of the time between two uses of a stored prefix. A TTL below the p95 loses one reuse in 20.",
-            "s",
+            "dthms",
             percentiles(t.REUSE_GAP, "application"),
-            width=8,
+            none="No prefix was reused",
         ),
         Graph(
             "Lifetime of a block",
             "Percentiles of the time from storing a block until it left its tier, by tier.",
-            "s",
-            percentiles(t.BLOCK_LIFETIME, "tier"),
-            width=8,
+            "dthms",
+            percentiles(t.BLOCK_LIFETIME, "tier", _FEW_HALF_MOST),
+            none="No block has left a tier",
         ),
         Graph(
             "Idle before eviction",
             "Percentiles of the time since its last use after which a block was evicted or demoted. Below the gap "
             "between reuses memory is short: what would be read again is gone.",
-            "s",
-            percentiles(t.BLOCK_IDLE, "tier"),
-            width=8,
+            "dthms",
+            percentiles(t.BLOCK_IDLE, "tier", _FEW_HALF_MOST),
+            none="No block was evicted: there is memory for all",
         ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from warmkv import telemetry as t
-from warmkv.dashboards.panels import TOKENS_PER_SECOND, Graph, PanelRow
+from warmkv.dashboards.panels import TOKENS_PER_SECOND, WARM_AND_COLD, Graph, PanelRow
 from warmkv.dashboards.queries import level, mean, percentiles, rate
 
 _ROUTED = rate(t.ROUTED, ("reason",))
@@ -17,6 +17,7 @@ ROUTING = PanelRow(
             "reqps",
             [(_ROUTED, "{{reason}}")],
             stacked=True,
+            colors=WARM_AND_COLD,
         ),
         Graph(
             "Share of routing reasons",
@@ -25,12 +26,7 @@ ROUTING = PanelRow(
             [(f"{_ROUTED} / on () group_left () {rate(t.ROUTED, ())}", "{{reason}}")],
             stacked=True,
             top=1,
-        ),
-        Graph(
-            "Requests sent again",
-            "Requests per second that were sent again since a replica had failed: while waiting, or while streaming.",
-            "reqps",
-            [(rate(t.RETRIED, ("when",)), "{{when}}")],
+            colors=WARM_AND_COLD,
         ),
         Graph(
             "Staleness of the routers",
@@ -38,27 +34,46 @@ ROUTING = PanelRow(
             "s",
             percentiles(t.STALENESS, "application"),
         ),
+    ),
+)
+
+DIRECTORY = PanelRow(
+    "Prefix directory",
+    (
         Graph(
             "Routers that follow",
             "Routers whose copy of the index follows the directory, by shard; the others go on with what they had.",
             "short",
             [(level(t.FOLLOWING, ("shard",)), "shard {{shard}}")],
+            width=6,
+            decimals=0,
         ),
         Graph(
-            "Prefix directory",
+            "Memory of the directory",
             "Memory of the prefix directory by shard.",
             "bytes",
             [(level(t.DIRECTORY_BYTES, ("shard",)), "shard {{shard}}")],
+            width=6,
             stacked=True,
         ),
         Graph(
-            "Blocks in the prefix directory",
+            "Blocks in the directory",
             "Distinct blocks that the directory knows, and those that it has had no room for since it started.",
             "short",
             [
                 (level(t.DIRECTORY_BLOCKS), "{{application}} known"),
                 (level(t.DIRECTORY_LEFT_OUT), "{{application}} left out"),
             ],
+            width=6,
+        ),
+        Graph(
+            "Requests sent again",
+            "Requests per second that were sent again since a replica had failed: while waiting, or while streaming.",
+            "reqps",
+            [(rate(t.RETRIED, ("when",)), "{{when}}")],
+            width=6,
+            shades="red",
+            none="No request was sent again",
         ),
     ),
 )
@@ -68,18 +83,11 @@ PREDICTION = PanelRow(
     (
         Graph(
             "Match of decisions",
-            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose, by reason.",
+            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose, of all decisions "
+            "and of those for load.",
             "percentunit",
-            [(mean(t.MATCH, ("reason",)), "{{reason}}")],
-            width=8,
-            top=1,
-        ),
-        Graph(
-            "Match, percentiles",
-            "Percentiles of the share of a prompt's blocks that the router took to be warm in the replica it chose.",
-            "percentunit",
-            percentiles(t.MATCH, "application"),
-            width=8,
+            [(mean(t.MATCH), "{{application}}"), (mean(t.MATCH, reason="load"), "{{application}}, for load")],
+            width=12,
             top=1,
         ),
         Graph(
@@ -88,7 +96,8 @@ PREDICTION = PanelRow(
             "behind), warm though not expected (tails at breakpoints, and what came after the decision).",
             TOKENS_PER_SECOND,
             [(rate(t.EXPECTED_TOKENS, ("outcome",)), "{{outcome}}")],
-            width=8,
+            width=12,
+            colors={"found": "green", "missing": "red", "unexpected": "blue"},
             stacked=True,
         ),
     ),
@@ -102,7 +111,7 @@ REPLICAS = PanelRow(
             "Requests that decode in each replica.",
             "short",
             [(level(t.DECODING, ("replica",)), "{{replica}}")],
-            width=8,
+            decimals=0,
             stacked=True,
         ),
         Graph(
@@ -110,7 +119,7 @@ REPLICAS = PanelRow(
             "Requests that wait in each replica for a slot or for memory.",
             "short",
             [(level(t.WAITING, ("replica",)), "{{replica}}")],
-            width=8,
+            decimals=0,
             stacked=True,
         ),
         Graph(
@@ -118,7 +127,6 @@ REPLICAS = PanelRow(
             "Bytes of prefix blocks that each replica holds in all tiers.",
             "bytes",
             [(level(t.PREFIX_BYTES, ("replica",)), "{{replica}}")],
-            width=8,
             stacked=True,
         ),
     ),
@@ -134,6 +142,7 @@ TRANSFER = PanelRow(
             "reqps",
             [(rate(t.FETCHES, ("result",)), "{{result}}")],
             stacked=True,
+            none="Nothing was fetched from another replica",
         ),
         Graph(
             "Blocks moved between replicas",
@@ -143,12 +152,14 @@ TRANSFER = PanelRow(
                 (rate(t.FETCHED_BYTES), "{{application}} fetched"),
                 (rate(t.HANDED_BYTES), "{{application}} taken over"),
             ],
+            none="Nothing was fetched from another replica",
         ),
         Graph(
             "Time of a fetch",
             "Percentiles of the time that a fetch from another replica took, blocks stored.",
             "s",
             percentiles(t.FETCH_SECONDS, "application"),
+            none="Nothing was fetched from another replica",
         ),
     ),
 )

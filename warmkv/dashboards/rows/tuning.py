@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.figures import hit_rate
-from warmkv.dashboards.panels import Action, Column, Graph, PanelRow, Table
-from warmkv.dashboards.queries import level, rate
+from warmkv.dashboards.panels import MEASURED, Action, Column, Graph, PanelRow, Table
+from warmkv.dashboards.queries import Query, level, quantile, rate
+from warmkv.platform.whatif.candidates import NOW
 
 LIVE_CONFIGURATION = PanelRow(
     "Live configuration",
@@ -15,69 +16,78 @@ LIVE_CONFIGURATION = PanelRow(
             "Version of the live configuration in force in each gateway; 0 is the configuration at start.",
             "short",
             [(level(t.LIVE_CONFIG_VERSION, ("replica",)), "{{replica}}")],
+            width=12,
+            decimals=0,
         ),
         Graph(
             "Tenants files read",
-            "Changes of gateway.tenants_file that the gateways took, and those that they refused: then the tenants "
-            "before stay in force, and GET /v1/warmkv/tenants says why.",
-            "short",
-            [(rate(t.TENANTS_READ, ("result",)), "{{result}}")],
+            "Changes of gateway.tenants_file per minute that the gateways took, and those that they refused: then the "
+            "tenants before stay in force, and GET /v1/warmkv/tenants says why.",
+            "cpm",
+            [(f"{rate(t.TENANTS_READ, ('result',))} * 60", "{{result}}")],
+            width=12,
+            none="gateway.tenants_file has not changed",
         ),
     ),
 )
 
+_CANDIDATE = ("candidate",)
+_MODEL = ("application", "candidate")
+
+
+def _predicted(metric: t.Metric) -> list[Query]:
+    """Build the queries of the candidates that the viewer chose, and of the table's first if another than `now`."""
+    others, rank = level(metric, _MODEL, candidate="!" + NOW), level(t.WHATIF_RANK, _MODEL)
+    first = f"{others} and on (application, candidate) ({rank} == 1)"
+    return [(level(metric, _CANDIDATE, candidate="~$candidate"), "{{candidate}}"), (first, "{{candidate}}, the first")]
+
+
 WHAT_IF = PanelRow(
-    "What-if",
+    "Predicted and measured",
     (
         Graph(
-            "Hit rate, predicted",
-            "Predicted share of the prompt tokens that are reused, by candidate, and the measured one; `now` are the "
-            "settings in force.",
+            "Hit rate",
+            "Share of the prompt tokens that are reused: measured, and predicted for the chosen candidates and for the "
+            "first in the table; `now` are the settings in force.",
             "percentunit",
-            [(level(t.WHATIF_HIT_RATE, ("candidate",)), "{{candidate}}"), (hit_rate(), "{{application}} measured")],
+            [(hit_rate(), "measured"), *_predicted(t.WHATIF_HIT_RATE)],
             top=1,
+            colors=MEASURED,
         ),
         Graph(
-            "Stored prefixes, predicted",
-            "Predicted bytes of stored prefixes in all replicas, by candidate.",
+            "Stored prefixes",
+            "Bytes of stored prefixes in all replicas: measured, and predicted.",
             "bytes",
-            [
-                (level(t.WHATIF_BYTES, ("candidate",)), "{{candidate}}"),
-                (level(t.PREFIX_BYTES), "{{application}} measured"),
-            ],
+            [(level(t.PREFIX_BYTES), "measured"), *_predicted(t.WHATIF_BYTES)],
+            colors=MEASURED,
         ),
         Graph(
-            "Time to first token, predicted",
-            "Predicted p50 and p99 of the time to first token, by candidate.",
+            "Dollars per million tokens",
+            "Bill of a million tokens of prompts and answers: measured, and predicted.",
+            "currencyUSD",
+            [(f"{rate(t.DOLLARS)} / {rate(t.TOKENS)} * 1e6", "measured"), *_predicted(t.WHATIF_DOLLARS)],
+            colors=MEASURED,
+        ),
+        Graph(
+            "Time to first token p50",
+            "Time to first token that half of the requests stay under: measured, and predicted.",
             "s",
-            [
-                (level(t.WHATIF_TTFT_P50, ("candidate",)), "{{candidate}} p50"),
-                (level(t.WHATIF_TTFT_P99, ("candidate",)), "{{candidate}} p99"),
-            ],
+            [(quantile(0.5, t.TTFT), "measured"), *_predicted(t.WHATIF_TTFT_P50)],
+            colors=MEASURED,
         ),
         Graph(
-            "Dollars per million tokens, predicted",
-            "Predicted bill of a million tokens of prompts and answers, by candidate.",
+            "Time to first token p99",
+            "Time to first token that 99% of the requests stay under: measured, and predicted.",
+            "s",
+            [(quantile(0.99, t.TTFT), "measured"), *_predicted(t.WHATIF_TTFT_P99)],
+            colors=MEASURED,
+        ),
+        Graph(
+            "Cost of replicas per million tokens",
+            "Predicted cost of the replicas for a million tokens of prompts and answers.",
             "currencyUSD",
-            [(level(t.WHATIF_DOLLARS, ("candidate",)), "{{candidate}}")],
-        ),
-        Graph(
-            "Cost of replicas, predicted",
-            "Predicted cost of the replicas for a million tokens of prompts and answers, by candidate.",
-            "currencyUSD",
-            [(level(t.WHATIF_GPU_DOLLARS, ("candidate",)), "{{candidate}}")],
-        ),
-        Graph(
-            "Order of candidates",
-            "Place of each candidate in the order of the table; 1 is the best.",
-            "short",
-            [(level(t.WHATIF_RANK, ("candidate",)), "{{candidate}}")],
-        ),
-        Graph(
-            "Quality of candidates",
-            "Share of the full cache's score that a candidate's policy kept in the evaluation, if one was given.",
-            "percentunit",
-            [(level(t.WHATIF_QUALITY, ("candidate",)), "{{candidate}}")],
+            _predicted(t.WHATIF_GPU_DOLLARS),
+            colors=MEASURED,
         ),
         Graph(
             "Error of the model",
@@ -88,13 +98,26 @@ WHAT_IF = PanelRow(
             least=None,
         ),
         Graph(
-            "Requests in the what-if window",
-            "Requests that can be replayed, and rounds of replays per minute by how they ended.",
+            "Quality",
+            "Share of the full cache's score that a candidate's policy kept in the evaluation.",
+            "percentunit",
+            _predicted(t.WHATIF_QUALITY),
+            colors=MEASURED,
+            none="Give an evaluation: control.whatif.quality",
+        ),
+        Graph(
+            "Requests in the window",
+            "Latest requests, which a round replays.",
             "short",
-            [
-                (level(t.WHATIF_WINDOW), "{{application}} requests"),
-                (f"{rate(t.WHATIF_ROUNDS, ('result',))} * 60", "{{result}} a minute"),
-            ],
+            [(level(t.WHATIF_WINDOW), "requests")],
+            width=4,
+        ),
+        Graph(
+            "Rounds of replays",
+            "Rounds per minute, by how they ended.",
+            "cpm",
+            [(f"{rate(t.WHATIF_ROUNDS, ('result',))} * 60", "{{result}}")],
+            width=4,
         ),
     ),
 )
@@ -114,19 +137,19 @@ CANDIDATES = PanelRow(
             "'bytes': figures.bytes, 'TTFT p99': figures.ttft_p99, "
             "'$ per M tokens': figures.dollars_per_million_tokens, "
             "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality, "
-            "'pareto': pareto, 'restart': $join(restart, ', '), 'version': $version, 'actions': ''}])",
+            "'pareto': pareto, 'restart': $count(restart) > 0, 'version': $version, 'actions': ''}])",
             (
-                Column("candidate"),
+                Column("candidate", width=130),
                 Column("changes"),
-                Column("hit rate", "percentunit"),
-                Column("bytes", "bytes"),
-                Column("TTFT p99", "s"),
-                Column("$ per M tokens", "currencyUSD"),
-                Column("replicas $ per M", "currencyUSD"),
-                Column("quality", "percentunit"),
-                Column("pareto", "bool"),
-                Column("restart"),
-                Column("version", "none"),
+                Column("hit rate", "percentunit", 80),
+                Column("bytes", "bytes", 90),
+                Column("TTFT p99", "s", 90),
+                Column("$ per M tokens", "currencyUSD", 120),
+                Column("replicas $ per M", "currencyUSD", 130),
+                Column("quality", "percentunit", 75),
+                Column("pareto", "bool", 70),
+                Column("restart", "bool", 70),
+                Column("version", "none", 75),
             ),
             (
                 Action(
@@ -138,6 +161,8 @@ CANDIDATES = PanelRow(
                     "Bring ${__data.fields.candidate} into force: ${__data.fields.changes}?",
                 ),
             ),
+            height=15,
+            none="control.whatif is off, or nothing was replayed yet",
         ),
     ),
 )
@@ -146,12 +171,17 @@ SETTINGS = PanelRow(
     "Settings in force",
     (
         Table(
-            "Live settings",
-            "Settings that a running service can change, as they are in force. TTLs are replaced as a whole.",
+            "TTLs and budget",
+            "Seconds that prefixes stay, by name, and the policy of requests that name none.",
             "/v1/warmkv/policy",
-            "($version := version; $each(settings, function($value, $setting) {"
-            "{'setting': $setting, 'value': $string($value), 'version': $version, 'actions': ''}}))",
-            (Column("setting"), Column("value"), Column("version", "none")),
+            "[{'policy': settings.`compression.policy`, 'TTLs': $string(settings.`prefix_cache.ttls`), "
+            "'default TTL': settings.`prefix_cache.default_ttl`, 'version': version, 'actions': ''}]",
+            (
+                Column("policy"),
+                Column("TTLs"),
+                Column("default TTL", width=110),
+                Column("version", "none", 75),
+            ),
             (
                 Action(
                     "Set TTL",
@@ -171,6 +201,28 @@ SETTINGS = PanelRow(
                     {"budget": "Share of the prompt that is kept, as in 0.3", **_WHY},
                 ),
             ),
+            actions_width=190,
+            height=3,
+        ),
+        Table(
+            "Live settings",
+            "Settings that a running service can change, as they are in force. TTLs are replaced as a whole.",
+            "/v1/warmkv/policy",
+            "($version := version; $each(settings, function($value, $setting) {"
+            "{'setting': $setting, 'value': $string($value), 'version': $version, 'actions': ''}}))",
+            (Column("setting", width=245), Column("value"), Column("version", "none", 75)),
+            (
+                Action(
+                    "Change",
+                    "PUT",
+                    "/v1/warmkv/policy",
+                    '{"changes": {"${__data.fields.setting}": $value}, "version": ${__data.fields.version}, '
+                    '"why": "$why"}',
+                    "Change ${__data.fields.setting}, which is ${__data.fields.value}?",
+                    {"value": 'JSON, as in 0.5, "1h" or {"5m": 300}', **_WHY},
+                ),
+            ),
+            actions_width=90,
             width=10,
         ),
         Table(
@@ -180,7 +232,13 @@ SETTINGS = PanelRow(
             "/v1/warmkv/policy/history",
             "[versions.{'version': version, 'when': when, 'who': who, 'why': why, 'changes': $string(changes), "
             "'actions': ''}]",
-            (Column("version", "none"), Column("when"), Column("who"), Column("why"), Column("changes")),
+            (
+                Column("version", "none", 75),
+                Column("when", "dateTimeAsIso", 160),
+                Column("who", width=90),
+                Column("why"),
+                Column("changes"),
+            ),
             (
                 Action(
                     "Roll back",
@@ -199,7 +257,9 @@ SETTINGS = PanelRow(
                     _WHY,
                 ),
             ),
+            actions_width=250,
             width=14,
+            none="The settings are those of the start",
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,21 @@ def test_apply_brings_a_candidate_into_force_as_it_is_shown(gateway: Gateway) ->
 
 def test_ttl_and_budget_are_set_and_rolled_back(gateway: Gateway) -> None:
     def row() -> dict[str, Any]:
-        return next(row for row in shown(gateway, "Live settings") if row["setting"] == "compression.policy")
+        (only,) = shown(gateway, "TTLs and budget")
+        return only
 
-    assert (row()["value"], row()["version"]) == ("full", 0)
-    assert click(gateway, "Live settings", "Set TTL", row(), ttls='{"5m": 600, "1h": 3600}', why="longer").status == 200
+    assert row() == {
+        "policy": "full",
+        "TTLs": '{"5m":300.0,"1h":3600.0}',
+        "default TTL": "5m",
+        "version": 0,
+        "actions": "",
+    }
+    ttls = '{"5m": 600, "1h": 3600}'
+    assert click(gateway, "TTLs and budget", "Set TTL", row(), ttls=ttls, why="longer").status == 200
     assert changed(gateway) == {"prefix_cache.ttls": TTLS}
     gateway.call("PUT", POLICY, "ops'", {"changes": {"compression.policy": "snapkv@0.5"}, "why": "test"})
-    assert click(gateway, "Live settings", "Set budget", row(), budget="0.3", why="memory is short").status == 200
+    assert click(gateway, "TTLs and budget", "Set budget", row(), budget="0.3", why="memory is short").status == 200
     assert changed(gateway)["compression.policy"] == "snapkv@0.3"
     versions = shown(gateway, "Versions")
     assert [one["version"] for one in versions] == [3, 2, 1]
@@ -109,6 +118,14 @@ def test_ttl_and_budget_are_set_and_rolled_back(gateway: Gateway) -> None:
     assert changed(gateway)["compression.policy"] == "snapkv@0.5"
     back = click(gateway, "Versions", "Roll back to the start", versions[0], why="as it was")
     assert (back.body["version"], back.body["rolled_back_to"]) == (5, 0)
+
+
+def test_any_live_setting_is_changed_in_its_row(gateway: Gateway) -> None:
+    for setting, value in (("prefix_cache.default_ttl", '"1h"'), ("routing.load_weight", "2")):
+        row = next(row for row in shown(gateway, "Live settings") if row["setting"] == setting)
+        assert click(gateway, "Live settings", "Change", row, value=value, why="a try").status == 200
+        assert changed(gateway)[setting] == json.loads(value)
+    assert click(gateway, "Live settings", "Change", row, value="3", why="late").status == 409
 
 
 def test_without_the_role_nothing_changes(gateway: Gateway) -> None:
