@@ -181,6 +181,11 @@ def _publish_source(grafana: GrafanaFace, source: dict[str, Any], write: bool) -
     shown = {key: value for key, value in source.items() if key != "secureJsonData"}
     places = tuple(differences(shown, known)) if known is not None else ()
     state: State = "created" if known is None else "updated" if places else "unchanged"
+    if write and known is not None and places and known.get("readOnly"):
+        raise PublishError(
+            f"data source {uid} differs and was provisioned from a file of Grafana's: change it there "
+            f"({', '.join(places)}), or leave --prometheus and --gateway out"
+        )
     if write and state == "created":
         grafana.datasource.create_datasource(source)
     elif write and state == "updated":
@@ -209,6 +214,8 @@ def _publish_board(
         places = tuple(differences(dashboard, known["dashboard"]))
         places += ("folder",) * (where.get("folderUid") != folder)
     state: State = "created" if known is None else "updated" if places else "unchanged"
+    if write and places and known is not None and known["meta"].get("provisioned"):
+        raise PublishError(f"dashboard {uid} differs and was provisioned from a file of Grafana's: replace that file")
     if write and state != "unchanged":
         where = grafana.dashboard.update_dashboard(
             {"dashboard": dashboard, "folderUid": folder, "overwrite": True, "message": target.message}
@@ -232,7 +239,7 @@ def _explained(url: str) -> Iterator[None]:
             ) from error
         if error.status_code == 403:
             raise PublishError(
-                f"{url} knows the token but forbids this (403): give the service account the role Editor, or "
+                f"{url} knows the token but forbids this (403, {error}): give the service account the role Editor, or "
                 f"permission to create folders and dashboards; to "
                 f"make data sources it must be Admin"
             ) from error

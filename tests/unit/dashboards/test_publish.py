@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -19,21 +20,36 @@ from warmkv.dashboards.build import documents
 from warmkv.dashboards.publish import Published, PublishError, Target, folder_uid, publish
 
 TOKEN = "glsa_right"
+NEEDS = {  # permission, by method and beginning of the path; who has a role has those of the roles before it
+    "Viewer": {"GET /folders": "folders:read", "GET /dashboards": "dashboards:read"},
+    "Editor": {"POST /folders": "folders:create", "POST /dashboards": "dashboards:create"},
+    "Admin": {
+        "GET /datasources": "datasources:read",
+        "POST /datasources": "datasources:create",
+        "PUT /datasources": "datasources:write",
+    },
+}
+Answer = tuple[int, Any]
 
 
 class Grafana(ThreadingHTTPServer):
-    """The endpoints that publishing uses, under `/grafana`: health; folders, data sources and dashboards by uid."""
+    """The endpoints that publishing uses, under `/grafana`, with the checks and refusals of Grafana's HTTP API.
+
+    Sources: Dashboard, Folder and Data source HTTP API of its documentation, and how `/api` maps its errors.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[str, str, Any]] = []
         self.version: str | None = "12.1.0"
+        self.role = "Admin"
         self.folders: dict[str, str] = {}
         self.sources: dict[str, dict[str, Any]] = {}
         self.secrets: dict[str, Any] = {}
         self.dashboards: dict[str, dict[str, Any]] = {}
         self.versions: dict[str, int] = {}
         self.places: dict[str, str] = {}  # folder of a dashboard
+        self.provisioned: set[str] = set()  # dashboards that Grafana reads from files
         self.forced: tuple[int, str] | None = None  # an answer to everything, whatever was asked
 
     @property
@@ -43,6 +59,16 @@ class Grafana(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/grafana"
+
+
+def refused(code: int, message: str, /, **more: Any) -> Answer:
+    return code, {"message": message, "traceID": "", **more}
+
+
+def bad_uid(uid: Any) -> Answer | None:
+    if not re.fullmatch(r"[A-Za-z0-9_-]*", uid or ""):
+        return refused(400, "uid contains illegal characters")
+    return refused(400, "uid too long, max 40 characters") if len(uid or "") > 40 else None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,52 +92,98 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def answer(self, body: Any) -> tuple[int, Any]:
-        server, path = self.server, self.path.removeprefix("/grafana/api")
+    def answer(self, body: Any) -> Answer:
+        path = self.path.removeprefix("/grafana/api")
         if path == "/health":
-            return 200, {"database": "ok"} | ({"version": server.version} if server.version else {})
+            version = {"version": self.server.version} if self.server.version else {}  # anonymous users may not see it
+            return 200, {"database": "ok", **version}
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return 401, {"message": "Invalid API key"}
-        if self.command == "GET" and path.startswith("/folders/"):
-            uid = path.removeprefix("/folders/")
-            if uid in server.folders:
-                return 200, {"uid": uid, "title": server.folders[uid]}
-            return 404, {"message": "folder not found"}
-        if self.command == "POST" and path == "/folders":
-            server.folders[body["uid"]] = body["title"]
-            return 200, body
-        if path.startswith("/datasources"):
-            return self.source(path.removeprefix("/datasources").removeprefix("/uid/"), body)
-        if self.command == "GET" and path.startswith("/dashboards/uid/"):
-            uid = path.removeprefix("/dashboards/uid/")
-            if uid not in server.dashboards:
-                return 404, {"message": "Dashboard not found"}
-            meta = {"url": f"/grafana/d/{uid}/x", "version": server.versions[uid], "folderUid": server.places[uid]}
-            kept = {**server.dashboards[uid], "id": 7, "version": server.versions[uid]}  # which Grafana adds
-            return 200, {"dashboard": kept, "meta": meta}
-        if self.command == "POST" and path == "/dashboards/db":
-            uid = body["dashboard"]["uid"]
-            if body["folderUid"] not in server.folders:
-                return 400, {"message": "folder not found"}
-            if uid in server.dashboards and not body["overwrite"]:
-                return 412, {"message": "The dashboard has been changed by someone else"}
-            server.dashboards[uid] = body["dashboard"]
-            server.places[uid] = body["folderUid"]
-            server.versions[uid] = server.versions.get(uid, 0) + 1
-            return 200, {"uid": uid, "url": f"/grafana/d/{uid}/x", "version": server.versions[uid], "status": "success"}
-        return 404, {"message": "Not found"}
+            return refused(401, "Invalid API key", messageId="api-key.invalid", statusCode=401)
+        if body is not None and self.headers["Content-Type"] != "application/json":
+            return refused(400, "bad request data")
+        _, kind, rest = path.split("/", 2) if path.count("/") > 1 else (*path.split("/", 1), "")
+        held = list(NEEDS)[: list(NEEDS).index(self.server.role) + 1]
+        if not any(f"{self.command} /{kind}" in NEEDS[role] for role in held):
+            lacking = next(
+                needs[f"{self.command} /{kind}"] for needs in NEEDS.values() if f"{self.command} /{kind}" in needs
+            )
+            message = f"You'll need additional permissions to perform this action. Permissions needed: {lacking}"
+            return 403, {"accessErrorId": "ACE0123456789", "message": message, "title": "Access denied"}
+        answers = {"folders": self.folder, "datasources": self.source, "dashboards": self.dashboard}
+        return answers[kind](rest, body)
 
-    def source(self, uid: str, body: Any) -> tuple[int, Any]:
-        known = self.server.sources
+    def folder(self, uid: str, body: Any) -> Answer:
+        known = self.server.folders
         if self.command == "GET":
-            return (200, known[uid]) if uid in known else (404, {"message": "Data source not found"})
-        if (self.command, uid in known) == ("PUT", False):
-            return 404, {"message": "Data source not found"}
-        if self.command == "POST" and body["uid"] in known:
-            return 409, {"message": "data source with the same name already exists"}
-        self.server.secrets[body["uid"]] = body.pop("secureJsonData", {})
-        known[body["uid"]] = {**body, "id": 1, "readOnly": False}
-        return 200, {"datasource": known[body["uid"]], "message": "Datasource added"}
+            if uid not in known:
+                return refused(404, "folder not found", status="not-found")
+            return 200, {
+                "id": 1,
+                "uid": uid,
+                "title": known[uid],
+                "url": f"/grafana/dashboards/f/{uid}/x",
+                "version": 1,
+            }
+        if not body.get("title"):
+            return refused(400, "folder title cannot be empty")
+        if bad := bad_uid(body.get("uid")):
+            return bad
+        if body["uid"] in known:
+            return refused(412, "the folder has been changed by someone else", status="version-mismatch")
+        known[body["uid"]] = body["title"]
+        return 200, {"id": 1, **body}
+
+    def dashboard(self, rest: str, body: Any) -> Answer:
+        server = self.server
+        if self.command == "GET":
+            uid = rest.removeprefix("uid/")
+            if uid not in server.dashboards:
+                return refused(404, "Dashboard not found")
+            version, provisioned = server.versions[uid], uid in server.provisioned
+            meta = {"url": f"/grafana/d/{uid}/x", "version": version, "folderUid": server.places[uid], "slug": "x"}
+            kept = {**server.dashboards[uid], "id": 7, "version": version}  # which Grafana adds
+            return 200, {"dashboard": kept, "meta": {**meta, "canSave": not provisioned, "provisioned": provisioned}}
+        assert rest == "db"
+        board = body["dashboard"]
+        uid = board.get("uid")
+        if not board.get("title"):
+            return refused(400, "Dashboard title cannot be empty", status="empty-name")
+        if bad := bad_uid(uid):
+            return bad
+        if board.get("id"):
+            return refused(404, "Dashboard not found", status="not-found")  # an id of another Grafana
+        if body.get("folderUid") and body["folderUid"] not in server.folders:
+            return refused(400, "folder not found")
+        if uid in server.provisioned:
+            return refused(400, "Cannot save provisioned dashboard")
+        if uid in server.dashboards and not body.get("overwrite") and board.get("version") != server.versions[uid]:
+            return refused(412, "The dashboard has been changed by someone else", status="version-mismatch")
+        server.dashboards[uid] = board
+        server.places[uid] = body.get("folderUid", "")  # without one it goes to the root
+        server.versions[uid] = version = server.versions.get(uid, 0) + 1
+        told = {"uid": uid, "url": f"/grafana/d/{uid}/x", "version": version, "slug": "x", "status": "success"}
+        return 200, {"id": 7, "folderUid": server.places[uid], **told}
+
+    def source(self, rest: str, body: Any) -> Answer:
+        known, uid = self.server.sources, rest.removeprefix("uid/")
+        if self.command in ("GET", "PUT") and uid not in known:
+            return refused(404, "Data source not found")
+        if self.command == "GET":
+            return 200, known[uid]
+        if missing := [key for key in ("name", "type", "access") if not body.get(key)]:
+            return refused(400, f"bad request data: {missing} required")
+        if bad := bad_uid(body.get("uid")):
+            return bad
+        others = [one for one in known.values() if one["uid"] != uid]
+        if body["name"] in [one["name"] for one in others]:
+            return refused(409, "data source with the same name already exists")
+        if self.command == "PUT" and known[uid]["readOnly"]:
+            return refused(403, "Cannot update read-only data source")
+        secrets = body.pop("secureJsonData", {})
+        self.server.secrets[body["uid"]] = secrets  # of which only the names are ever shown
+        kept = {**body, "id": 1, "orgId": 1, "readOnly": False, "secureJsonFields": dict.fromkeys(secrets, True)}
+        known[body["uid"]] = kept
+        return 200, {"datasource": kept, "id": 1, "message": "Datasource added", "name": body["name"]}
 
     def log_message(self, *_: object) -> None:
         pass
@@ -223,6 +295,8 @@ def test_an_old_grafana_is_refused(grafana: Grafana, version: str | None, fits: 
     ("status", "body", "expected"),
     [
         (403, '{"message": "Access denied"}', "role Editor"),
+        (412, '{"message": "changed by someone else", "status": "version-mismatch"}', "changed by someone else"),
+        (413, '{"message": "Dashboard is too large, max is 16 MB"}', "too large"),
         (400, '{"message": "bad dashboard"}', "bad dashboard"),
         (500, '{"message": "database is locked"}', "database is locked"),
         (502, "a message from a proxy", "failed|not as Grafana does"),
@@ -233,6 +307,49 @@ def test_refusals_say_what_to_do(grafana: Grafana, status: int, body: str, expec
     grafana.forced = (status, body)
     with pytest.raises(PublishError, match=expected):
         publish(at(grafana), documents())
+
+
+@pytest.mark.parametrize(
+    ("role", "addresses", "expected"),
+    [
+        ("Viewer", {}, "folders:create.*role Editor"),
+        ("Editor", {}, None),
+        ("Editor", {"prometheus": "http://prometheus:9090"}, "datasources:read.*must be Admin"),
+        ("Admin", {"prometheus": "http://prometheus:9090"}, None),
+    ],
+)
+def test_a_role_that_may_not_is_told_which_may(
+    grafana: Grafana, role: str, addresses: dict[str, str], expected: str | None
+) -> None:
+    grafana.role = role
+    if expected is None:
+        publish(at(grafana, **addresses), documents())
+        assert len(grafana.dashboards) == len(BOARDS)
+        return
+    with pytest.raises(PublishError, match=expected):
+        publish(at(grafana, **addresses), documents())
+    assert grafana.dashboards == {}
+
+
+def test_what_grafana_reads_from_files_is_left_to_them(grafana: Grafana) -> None:
+    target = at(grafana, prometheus="http://prometheus:9090")
+    publish(target, documents())
+    grafana.sources["prometheus"]["readOnly"] = True
+    assert states(publish(target, documents()))["prometheus"] == "unchanged"
+    with pytest.raises(PublishError, match=r"data source prometheus.*provisioned.*--prometheus"):
+        publish(at(grafana, prometheus="http://elsewhere:9090"), documents())
+    grafana.provisioned.add("warmkv-cost")
+    grafana.dashboards["warmkv-cost"]["title"] = "edited"
+    with pytest.raises(PublishError, match=r"dashboard warmkv-cost.*provisioned"):
+        publish(target, documents())
+
+
+def test_another_source_of_that_name_is_not_overwritten(grafana: Grafana) -> None:
+    taken = {"uid": "P1809F7CD0C75ACF3", "name": "prometheus", "type": "prometheus", "readOnly": False}
+    grafana.sources["P1809F7CD0C75ACF3"] = dict(taken)
+    with pytest.raises(PublishError, match="same name already exists"):
+        publish(at(grafana, prometheus="http://prometheus:9090"), documents())
+    assert grafana.sources == {"P1809F7CD0C75ACF3": taken}
 
 
 def test_wrong_token(grafana: Grafana) -> None:
