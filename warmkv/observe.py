@@ -43,6 +43,7 @@ SETTINGS = (
     "prefix_cache.host.memory_bytes=32MiB",
     "prefix_cache.ttls={30s: 30, 5m: 300, 1h: 3600}",
     "prefix_cache.default_ttl=30s",  # shorter than the time between two questions about most documents
+    "pricing.write={30s: 1.1, 5m: 1.25, 1h: 2.0}",
 )
 """Under which a what-if finds something better: a longer TTL, which an operator can apply, and more memory."""
 DOCUMENTS = 24  # that a tenant asks about again and again, the n-th a n-th as often as the first

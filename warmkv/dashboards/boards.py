@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
@@ -64,7 +67,7 @@ class Board:
             .annotation(_annotation("Annotations & Alerts", "dashboard", []).built_in(1))
             .annotation(_annotation("Changes of warmkv", "tags", [TAG]))
         )
-        for variable in _variables(self.candidates, any(row.has_tables for row in self.rows)):
+        for variable in self._variables():
             board.with_variable(variable)
         for event in events.EVENTS:
             board.annotation(event.build())
@@ -72,22 +75,27 @@ class Board:
         board.with_panel(TextPanel("What a healthy picture looks like", self.healthy).build(next(numbers)))
         for row in self.rows:
             row.add_to(board, numbers)
-        return board.build()
+        return _hide_unused(board.build())
+
+    def _variables(self) -> Iterator[Any]:
+        yield dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+        yield _label("application", "Application", telemetry.REQUESTS)
+        yield _label("policy", "Compression policy", telemetry.REQUESTS)
+        yield _label("model", "Model", telemetry.REQUESTS)
+        yield _label("tenant", "Tenant", telemetry.REQUESTS)
+        if self.candidates:
+            yield _label("candidate", "Candidates", telemetry.WHATIF_RANK).current(VariableOption(text=NOW, value=NOW))
+        yield dashboard.DatasourceVariable("api").label("Control API").type(INFINITY)
+        yield _address("gateway", "Gateway, for actions", GATEWAY)
+        yield _address("results", "Results of a sweep", RESULTS)
 
 
-def _variables(candidates: bool, tables: bool) -> Iterator[Any]:
-    """Build the variables. What only tables need is hidden on other dashboards, whose links pass it on."""
-    yield dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
-    yield _label("application", "Application", telemetry.REQUESTS)
-    yield _label("policy", "Compression policy", telemetry.REQUESTS)
-    yield _label("model", "Model", telemetry.REQUESTS)
-    yield _label("tenant", "Tenant", telemetry.REQUESTS)
-    if candidates:
-        yield _label("candidate", "Candidates", telemetry.WHATIF_RANK).current(VariableOption(text=NOW, value=NOW))
-    hide = VariableHide.DONT_HIDE if tables else VariableHide.HIDE_VARIABLE
-    yield dashboard.DatasourceVariable("api").label("Control API").type(INFINITY).hide(hide)
-    yield _address("gateway", "Gateway, for actions", GATEWAY).hide(hide)
-    yield _address("results", "Results of a sweep", RESULTS).hide(hide)
+def _hide_unused(board: Any) -> Any:
+    """Hide the variables that no panel of a built dashboard names; its links still pass them on."""
+    named = set(re.findall(r"\$\{?(\w+)", json.dumps(board.panels, cls=JSONEncoder)))
+    for variable in board.templating.list_val:
+        variable.hide = VariableHide.DONT_HIDE if variable.name in named else VariableHide.HIDE_VARIABLE
+    return board
 
 
 def _label(label: str, title: str, metric: telemetry.Metric) -> Any:

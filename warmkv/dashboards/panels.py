@@ -156,6 +156,7 @@ class Column:
         if self.bar:
             found.append(DynamicConfigValue("custom.cellOptions", {"type": "gauge", "mode": "basic"}))
             found.append(DynamicConfigValue("min", 0))
+            found.append(DynamicConfigValue("fieldMinMax", True))  # else the largest of all columns
             found.append(_color("blue"))
         if self.width is not None:
             found.append(DynamicConfigValue("custom.width", self.width))
@@ -266,10 +267,6 @@ class PanelRow:
 
     title: str
     panels: Sequence[Panel]
-
-    @property
-    def has_tables(self) -> bool:
-        return any(isinstance(panel, Table) for panel in self.panels)
 
     def add_to(self, board: dashboard.Dashboard, numbers: Iterator[int]) -> None:
         """Add the row to a dashboard; rows and panels take their ids from `numbers`."""

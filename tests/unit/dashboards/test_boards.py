@@ -77,6 +77,13 @@ def test_variables(boards: dict[str, dict[str, Any]]) -> None:
             assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
 
 
+def test_variables_that_no_panel_names_are_hidden(boards: dict[str, dict[str, Any]]) -> None:
+    for board in boards.values():
+        named = set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"])))
+        for variable in board["templating"]["list"]:
+            assert (variable["name"] in named) == (not variable.get("hide")), (board["title"], variable["name"])
+
+
 def test_every_board_leads_to_the_others_and_says_what_is_healthy(boards: dict[str, dict[str, Any]]) -> None:
     assert len({board["uid"] for board in boards.values()}) == len(boards) == 7
     for board in boards.values():

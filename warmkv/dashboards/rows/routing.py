@@ -83,10 +83,9 @@ PREDICTION = PanelRow(
     (
         Graph(
             "Match of decisions",
-            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose, of all decisions "
-            "and of those for load.",
+            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose.",
             "percentunit",
-            [(mean(t.MATCH), "{{application}}"), (mean(t.MATCH, reason="load"), "{{application}}, for load")],
+            [(mean(t.MATCH), "{{application}}")],
             width=12,
             top=1,
         ),

@@ -12,23 +12,25 @@ SWEEP = PanelRow(
             "Points that `warmkv sweep` replayed, with their figures and whether they are on the Pareto front. The "
             "variable Results is the address of its results.json.",
             "${results}",
-            "[points.{'settings': $string(settings), 'front': front, 'hit rate': figures.hit_rate_tokens, "
-            "'stored': figures.resident_bytes_mean, 'slots': figures.slot_bytes_mean, 'TTFT p50': figures.ttft_p50, "
+            "[points.{'settings': $join($each(settings, function($value, $path) {"
+            "$split($path, '.')[-1] & '=' & $string($value)}), ', '), 'front': front, "
+            "'hit rate': figures.hit_rate_tokens, 'stored': figures.resident_bytes_mean, "
+            "'slots': figures.slot_bytes_mean, 'TTFT p50': figures.ttft_p50, "
             "'TTFT p99': figures.ttft_p99, 'in SLO': figures.in_slo, "
             "'$ per M tokens': figures.dollars_per_million_tokens, "
             "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality}]",
             (
                 Column("settings"),
                 Column("front", "bool", 70),
-                Column("hit rate", "percentunit", 140, bar=True),
-                Column("stored", "bytes", 140, bar=True),
-                Column("slots", "bytes", 100),
+                Column("hit rate", "percentunit", 110, bar=True),
+                Column("stored", "bytes", 95),
+                Column("slots", "bytes", 95),
                 Column("TTFT p50", "s", 90),
-                Column("TTFT p99", "s", 140, bar=True),
+                Column("TTFT p99", "s", 90),
                 Column("in SLO", "percentunit", 80),
-                Column("$ per M tokens", "currencyUSD", 120),
-                Column("replicas $ per M", "currencyUSD", 150, bar=True),
-                Column("quality", "percentunit", 80),
+                Column("$ per M tokens", "currencyUSD", 130, bar=True),
+                Column("replicas $ per M", "currencyUSD", 130, bar=True),
+                Column("quality", "percentunit", 75),
             ),
             height=20,
         ),
