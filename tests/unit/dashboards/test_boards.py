@@ -410,6 +410,7 @@ def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], t
         "Deploy": {"4m15s": '{application="warmkv", deployment="replica"}'},
         "Fault": {"6m15s": '{application="warmkv", fault="memory"}'},
     }
+    told = "application, deployment, fault, version, who, what, why"
     checks = []
     for name, expression in events(boards).items():
         for at in ("1m30s", "2m", "4m15s", "6m15s", "9m"):
@@ -417,7 +418,7 @@ def test_events_are_marked_when_they_happen(boards: dict[str, dict[str, Any]], t
             samples = [{"labels": labels, "value": 1}] if labels else []
             checks.append(
                 {
-                    "expr": f"count by (application, deployment, fault, version, who, what, why) ({grafana.filled(expression)})",
+                    "expr": f"count by ({told}) ({grafana.filled(expression)})",
                     "eval_time": at,
                     "exp_samples": samples,
                 }

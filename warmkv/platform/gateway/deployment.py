@@ -126,7 +126,7 @@ class Gateway:
         """
         calls = self._gateways.broadcast("forget", root), self._handle.broadcast("drop_prefixes", tenant)
         _, freed = await asyncio.gather(*(call.results_async(timeout_s=self._drop_timeout) for call in calls))
-        return freed
+        return list(freed)
 
     async def forget(self, root: bytes) -> None:
         """Forget the earlier prompts whose hashes begin with `root`: their tokens, and what was found of them."""

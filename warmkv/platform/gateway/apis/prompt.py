@@ -108,9 +108,9 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
 
     If the last turn is the assistant's, its text is the beginning of the answer. `variables` are the template's own.
     Thinking of earlier answers is given to the template, which shows what it wants of it. A system message within the
-    conversation is shown as such, or as part of the user's where the template has no such messages. Messages in a row of
-    one role are one message where the template wants roles to alternate. Tools that the
-    template does not show as JSON end where the first message's text begins, and such calls where the next one's does.
+    conversation is shown as such, or as part of the user's where the template has no such messages. Messages in a row
+    of one role are one message where the template wants roles to alternate. Tools that the template
+    does not show as JSON end where the first message's text begins, and such calls where the next one's does.
     Raises ApiError (400) where the model's template refuses the messages, moves their content, or shows no tools.
     """
     template = getattr(tokenizer, "chat_template", None)

@@ -26,7 +26,7 @@ from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, Rendered, tokenize
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
 from warmkv.platform.gateway.service import Arrival, Service
-from warmkv.platform.tenants import Tenant, chain_root
+from warmkv.platform.tenants import chain_root
 from warmkv.policies import budgets
 from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
 from warmkv.replicas.protocol import Constraint, SamplingParams, ThinkingBudget
