@@ -52,7 +52,8 @@ class EngineConfig(Section):
     )
     step_tokens: AutoTokens = Field(
         "auto",
-        description="tokens computed in a step: one of every sequence that decodes, and of prompts the rest. With "
+        description="tokens computed in a step: one of every sequence that decodes, and of prompts the rest, where "
+        "tokens behind long contexts count for more while sequences decode. With "
         f"fewer tokens come more evenly, with more prompts are computed faster. auto: {CPU_STEP_TOKENS} on a CPU, "
         f"{GPU_STEP_TOKENS} on a GPU",
     )

@@ -27,36 +27,62 @@ class WaitingRequest(Protocol):
 Request = TypeVar("Request", bound=WaitingRequest)
 
 
-def split(budget: int, remaining: Sequence[int]) -> list[int]:
+def work_per_token(context: int, keys_per_token: float, decoding: int) -> float:
+    """Return the tokens of a budget that a prompt's next token counts for, behind `context` tokens.
+
+    While sequences decode, a token behind a long context counts as often as its attention takes longer than the rest of
+    it, which is as long as attention to `keys_per_token` keys: no step takes more than twice what its budget does
+    behind short contexts. Otherwise nobody waits for the step, and every token counts once.
+    """
+    return max(1.0, context / keys_per_token) if decoding else 1.0
+
+
+def keys_per_token(weights: float, layers: int, q_heads: int, head_dim: int) -> float:
+    """Return the keys to which a token's attention takes as many operations as its products with the weights."""
+    return weights / (2 * layers * q_heads * head_dim)
+
+
+def split(budget: int, remaining: Sequence[int], work: Sequence[float] = ()) -> list[int]:
     """Divide the tokens that a step has for prompts; returns those of each.
 
-    `remaining` are the tokens that each prompt lacks, in the order of admission. The first has its share, the rest goes
-    to the shortest. The sum is the budget, or everything that is lacking.
+    `remaining` are the tokens that each prompt lacks, in the order of admission, `work` is what each of them counts
+    for (`work_per_token`), 1 if not given. The first has its share, at least a token, the rest goes to the shortest.
+    Where every token counts once, the sum is the budget, or everything that is lacking.
     """
     if not remaining:
         return []
+    work = work or [1.0] * len(remaining)
     shares = [0] * len(remaining)
-    shares[0] = min(remaining[0], budget, max(1, budget // OLDEST_SHARE))
-    left = budget - shares[0]
+    shares[0] = _first_share(budget, remaining[0], work[0])
+    left = budget - shares[0] * work[0]
     for at in sorted(range(len(remaining)), key=remaining.__getitem__):
-        more = min(left, remaining[at] - shares[at])
+        more = min(max(0, int(left / work[at])), remaining[at] - shares[at])
         shares[at] += more
-        left -= more
+        left -= more * work[at]
     return shares
 
 
-def admits_below(budget: int, remaining: Sequence[int]) -> float:
-    """Return the length below which one more prompt would get tokens of the step that is divided by `split`."""
+def admits_below(budget: int, remaining: Sequence[int], work: Sequence[float] = ()) -> float:
+    """Return the length below which one more prompt would get tokens of the step that is divided by `split`.
+
+    That is, if its tokens count once.
+    """
     if not remaining:
         return math.inf
-    first = min(remaining[0], budget, max(1, budget // OLDEST_SHARE))
-    left, most = budget - first, 0
+    work = work or [1.0] * len(remaining)
+    first = _first_share(budget, remaining[0], work[0])
+    left, most = budget - first * work[0], 0
     for at in sorted(range(len(remaining)), key=remaining.__getitem__):
-        if left <= 0:
+        if left < 1:
             return most
         most = remaining[at]
-        left -= most - (0 if at else first)
-    return math.inf if left > 0 else most
+        left -= (most - (0 if at else first)) * work[at]
+    return math.inf if left >= 1 else most
+
+
+def _first_share(budget: int, lacking: int, work: float) -> int:
+    """Return the tokens of the prompt that was admitted first."""
+    return min(lacking, budget, max(1, int(max(1, budget // OLDEST_SHARE) / work)))
 
 
 def shares_prefix(hashes: Sequence[bytes], resident: int, computing: Iterable[Sequence[bytes]]) -> bool:

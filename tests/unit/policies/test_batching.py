@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.batching import OLDEST_SHARE, PASSES, admits_below, next_prompt, shares_prefix, split
+from warmkv.policies.batching import (
+    OLDEST_SHARE,
+    PASSES,
+    admits_below,
+    keys_per_token,
+    next_prompt,
+    shares_prefix,
+    split,
+    work_per_token,
+)
 
 BUDGETS = st.integers(1, 600)
 LACKING = st.lists(st.integers(1, 2000), max_size=12)
@@ -47,6 +56,26 @@ def test_a_long_prompt_ends_however_many_short_ones_come(budget, remaining, othe
         left -= sum(lacking == 0 for lacking in prompts[:left])
         prompts = [lacking for lacking in prompts if lacking] + others[step : step + 1]
     assert left == 0
+
+
+@given(BUDGETS, st.lists(st.tuples(st.integers(1, 2000), st.floats(1, 50)), min_size=1, max_size=12))
+def test_tokens_behind_long_contexts_count_for_more_and_fill_the_budget(budget, prompts):
+    remaining, work = zip(*prompts, strict=True)
+    shares = split(budget, remaining, work)
+    assert all(0 <= share <= lacking for share, lacking in zip(shares, remaining, strict=True))
+    assert shares[0] >= 1
+    used = sum(share * each for share, each in zip(shares, work, strict=True))
+    assert used <= max(budget, work[0]) * (1 + 1e-9)
+    if shares != list(remaining):
+        assert used > budget - max(work)
+
+
+def test_a_token_counts_by_its_keys_while_somebody_decodes():
+    assert work_per_token(8192, 1024, decoding=0) == 1
+    assert work_per_token(1024, 1024, decoding=3) == 1
+    assert work_per_token(8192, 1024, decoding=3) == 8
+    assert split(512, [820], [work_per_token(7372, 1024, decoding=1)]) == [71]
+    assert keys_per_token(8e9, 32, 32, 128) == 30_517.578125  # an 8B model
 
 
 def test_a_short_prompt_takes_the_tokens_of_a_long_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,7 @@ class Driver:
         *,
         clock: Callable[[], float] = lambda: 0.0,
         compiler: Compiler | None = None,
+        keys_per_token: float = math.inf,  # of models as small as these it is a few dozen: no step would be as another
         **settings: Any,
     ) -> None:
         self.compiler = compiler
@@ -122,6 +124,7 @@ class Driver:
             clock=clock,
             publish=lambda stored, evicted, tier: self.events.append((list(stored), list(evicted))),
         )
+        self.engine.scheduler.keys_per_token = keys_per_token
         self.told: dict[str, list[Any]] = {}
 
     def submit(self, *requests: GenerateRequest) -> None:

@@ -96,6 +96,7 @@ class Engine:
             self.store,
             self.memory.kv,
             engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
+            model.keys_per_token,
         )
         self._prompts = Prompts(model, self.store, self.pool, classes)
         self._scored_at_once = positions_at_once(model.vocabulary, model.dtype.itemsize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,6 +125,7 @@ class Scheduler:
     store: BlockStore
     kv: Limit  # of slots and workspaces
     step_tokens: int
+    keys_per_token: float = math.inf  # to which a token's attention takes as long as the rest of it
     waiting: FairQueue[Sequence] = field(default_factory=FairQueue)
     prefilling: dict[Sequence, None] = field(default_factory=dict)  # in the order of admission
     decoding: dict[Slot, Sequence] = field(default_factory=dict)
@@ -193,7 +195,7 @@ class Scheduler:
     def chunks(self) -> list[tuple[Sequence, int]]:
         """Return the prompts that get tokens of the next step, and how many."""
         ready = self._ready()
-        shares = batching.split(self.budget, [sequence.lacking_tokens for sequence in ready])
+        shares = batching.split(self.budget, *self._lacking(ready))
         return [(sequence, tokens) for sequence, tokens in zip(ready, shares, strict=True) if tokens]
 
     def _ready(self) -> list[Sequence]:
@@ -204,6 +206,12 @@ class Scheduler:
             if sequence.prefill is not None or (sequence.match is not None and self.store.ready(sequence.match))
         ]
 
+    def _lacking(self, prompts: list[Sequence]) -> tuple[list[int], list[float]]:
+        """Return the tokens that prompts lack, and what each counts for in the next step."""
+        lacking, decoding = [sequence.lacking_tokens for sequence in prompts], len(self.decoding)
+        contexts = [sequence.prompt_tokens - tokens for sequence, tokens in zip(prompts, lacking, strict=True)]
+        return lacking, [batching.work_per_token(each, self.keys_per_token, decoding) for each in contexts]
+
     def admit(self, now: float) -> Sequence | None:
         """Admit the next request that gets tokens of the next step, and claim its slot; None if there is none.
 
@@ -212,7 +220,7 @@ class Scheduler:
         while self.waiting:
             if self._is_full and self.config.preempt_seconds is None:
                 return None
-            below = batching.admits_below(self.budget, [sequence.lacking_tokens for sequence in self._ready()])
+            below = batching.admits_below(self.budget, *self._lacking(self._ready()))
             free = self.room - sum(slot.resident_bytes for slot in self.pool.slots.values())
             fits = partial(self._fits, now=now, below=below, free=free)
             queue = list(islice(self.waiting, batching.PASSES))  # which setting one aside changes

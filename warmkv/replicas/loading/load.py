@@ -13,6 +13,7 @@ import torch
 
 from warmkv.config import ModelConfig
 from warmkv.models import tiny
+from warmkv.policies import batching
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape, rotation
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
@@ -65,6 +66,13 @@ class LoadedModel:
             classes=classes,
             keys_and_values=keys_and_values,
         )
+
+    @property
+    def keys_per_token(self) -> float:
+        """Return the keys to which a token's attention takes as long as the rest of it, roughly."""
+        shape = self.kv_shape
+        weights = self.weight_bytes() / self.dtype.itemsize
+        return batching.keys_per_token(weights, shape.layers, shape.q_heads, shape.head_dim)
 
     def weight_bytes(self) -> int:
         """Return bytes of parameters and buffers; what is tied counts once."""

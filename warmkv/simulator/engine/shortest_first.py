@@ -14,7 +14,7 @@ from warmkv.policies import batching
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.simulator.engine.batch import UNBOUNDED, Chunk, Load
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
-from warmkv.simulator.steps.costs import FREE, PhaseCosts, steps_until
+from warmkv.simulator.steps.costs import FREE, PhaseCosts, keys_per_token, steps_until
 
 
 class WaitingSlot(EngineRequest, Protocol):
@@ -100,7 +100,7 @@ class ShortestFirst(BatchFormation[Request]):
                     self._wake(min(prompts.values()))
                 now = yield
                 continue
-            shares = batching.split(self._budget, [request.prompt - request.computed for request in ready])
+            shares = batching.split(self._budget, *self._lacking(ready))
             chunks = [(request, tokens) for request, tokens in zip(ready, shares, strict=True) if tokens]
             steps = self._unchanged(chunks, now) if self._fast_forward else 1
             ending = [request for request, tokens in chunks if request.computed + tokens == request.prompt]
@@ -122,11 +122,21 @@ class ShortestFirst(BatchFormation[Request]):
     def _budget(self) -> int:
         return max(1, self._step_tokens - self.batch.size)
 
+    def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], list[float]]:
+        """Return the tokens that prompts lack, and what each counts for in the next step."""
+        work = [self._work(request, request.computed) for request in prompts]
+        return [request.prompt - request.computed for request in prompts], work
+
+    def _work(self, request: Request, context: int) -> float:
+        return batching.work_per_token(context, keys_per_token(request.costs.prefill), self.batch.size)
+
     def _unchanged(self, chunks: Sequence[tuple[Request, int]], now: float) -> int:
         """Return the number of next steps that are like the first: no prompt and no sequence ends, nobody can join."""
         most = UNBOUNDED
         if len(chunks) == len(self._prompts) == 1:  # a long prompt by itself takes all that steps have for prompts
             ((request, tokens),) = chunks
+            if self._work(request, request.prompt) > 1:
+                return 1  # the next has fewer
             most = max(1, (request.prompt - request.computed - 1) // tokens)
         elif chunks:
             return 1
@@ -138,8 +148,8 @@ class ShortestFirst(BatchFormation[Request]):
     def _admit(self, now: float) -> None:
         """Admit whoever gets tokens of the next step."""
         while self._waiting and self.free_slots > 0:
-            lacking = [request.prompt - request.computed for request, at in self._prompts.items() if at <= now]
-            below = batching.admits_below(self._budget, lacking)
+            ready = [request for request, at in self._prompts.items() if at <= now]
+            below = batching.admits_below(self._budget, *self._lacking(ready))
             fits, waits = partial(self._fits, below=below, now=now), partial(self._waits_for_prefix, now=now)
             request = batching.next_prompt(self._waiting, fits, waits)
             if request is None:

@@ -64,6 +64,13 @@ class Roofline:
 
 
 Cost = StepCost | Roofline
+
+
+def keys_per_token(cost: Cost) -> float:
+    """Return the context to which a token's attention takes as long as the rest of it; inf where it takes no time."""
+    return min((each.b / each.d for each in cost.roofline_terms if each.b > 0 and each.d > 0), default=math.inf)
+
+
 FREE = StepCost(0.0, 0.0, 0.0)
 
 

@@ -73,6 +73,26 @@ def test_decoding_sequences_draw_a_token_in_every_step(driver):
         assert len(busy.tokens("decodes")) == drawn
 
 
+def test_decoding_waits_for_fewer_tokens_of_a_prompt_the_more_keys_they_attend_to(driver):
+    busy = driver(**OFF, step_tokens=40, keys_per_token=50.0)
+    counted = passes(busy)
+    busy.submit(make_request(prompt(5), new=60, name="decodes"))
+    busy.engine.step()
+    busy.submit(make_request(prompt(400), new=2, name="long"))
+    at = 0
+    while not busy.tokens("long"):
+        busy.engine.step()
+        chunk = counted[-1] - 1  # beside the token of the sequence that decodes
+        assert chunk == min(400 - at, int(39 / max(1, at / 50)))
+        at += chunk
+    assert at == 400
+    assert len(counted) > 20
+    alone = driver(**OFF, step_tokens=40, keys_per_token=50.0)
+    counted = passes(alone)
+    alone.run(make_request(prompt(400), new=2, name="long"))
+    assert counted == [40] * 10 + [1]  # nobody waits
+
+
 def test_a_short_prompt_behind_long_ones_is_computed_at_once(driver):
     busy = driver(**OFF, step_tokens=32)
     busy.submit(*(make_request(prompt(400, seed=i), new=2, name=f"long{i}") for i in range(3)))
