@@ -46,7 +46,7 @@ class EventStream:
                     raise MissingEventsError(f"KV events {self._next} to {at - 1} are lost")
                 self._next = at + 1
                 self._follow(decode(found))
-            except (MissingEventsError, ValueError) as error:
+            except Exception as error:  # whatever cannot be followed: what is known may be wrong now
                 self._next = at + 1
                 await self._start_over(error)
 
@@ -59,7 +59,8 @@ class EventStream:
         self._take(events)
 
     async def _start_over(self, error: Exception) -> None:
-        log.warning("the engine's prefix cache is cleared, for what it holds is not known any more: %s", error)
+        lost = isinstance(error, MissingEventsError)
+        log.warning("the engine's prefix cache is cleared: what it holds is not known any more", exc_info=not lost)
         self._take([Cleared()])
         self._clearing = True
         self.resets += 1

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.event_stream import Batch, EventStream
 from warmkv.replicas.engines.interface import Parts, Place, Publish
 from warmkv.replicas.engines.ledger import PrefixLedger
+from warmkv.replicas.engines.orphans import kill_with_this_process
 from warmkv.replicas.engines.vllm_requests import check, sampling_fields, structured_fields
 from warmkv.replicas.loading.load import fetch, load_max_context, resolve_device, resolve_dtype
 from warmkv.replicas.protocol import (
@@ -215,6 +217,7 @@ class VllmEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beside: list[asyncio.Task[None]] = []
         self.stream: EventStream | None = None  # once it is followed
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._completions = Completions()
         self._failed = 0
 
@@ -224,7 +227,9 @@ class VllmEngine:
         return self._steps.turns
 
     def start(self) -> None:
-        """Begin to follow the events of vLLM's cache."""
+        """Begin to follow the events of vLLM's cache. Its processes end with this one from now on."""
+        processes = self._llm.engine_core.resources.engine_manager.processes
+        self._watcher = kill_with_this_process(process.pid for process in processes)
         loop = asyncio.get_running_loop()
         self._beside = [loop.create_task(self._follow()), loop.create_task(self._expire())]
 
@@ -294,6 +299,9 @@ class VllmEngine:
         for task in (*self._beside, *self._tasks.values()):
             task.cancel()
         self._llm.shutdown()
+        if self._watcher is not None:
+            self._watcher.kill()
+            self._watcher.communicate()
         with contextlib.suppress(OSError):
             for socket in self._folder.iterdir():
                 socket.unlink()

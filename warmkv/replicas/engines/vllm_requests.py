@@ -24,6 +24,9 @@ def check(request: GenerateRequest, config: EngineConfig, max_context: int, voca
     for field_name, ids in named:
         if unknown := [token for token in ids if not 0 <= token < vocabulary]:
             raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {vocabulary}")
+    for what, wanted in (("thinking budgets", sampling.thinking), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if wanted is not None:
+            raise UnservableRequestError(f"{what} cannot be had from an engine of kind vllm yet")
     prompt, new = len(request.token_ids), sampling.max_tokens
     if prompt + max(new, 1) > max_context:
         raise UnservableRequestError(

@@ -15,6 +15,7 @@ from warmkv.policies.tiers import Tier
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.breakpoints import Breakpoint
+from warmkv.replicas.engines.kv_events import KVEvent
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 
@@ -145,6 +146,27 @@ def test_nothing_is_told_or_read_that_is_evicted_or_has_outlived_its_ttl(data: s
         for name, tier in vllm.directory.items():
             assert held[vllm.ledger._own.get(name, name)] == tier
         assert vllm.ledger.full_blocks()["device"] == [key for key, at in vllm.directory.items() if at == "device"]
+
+
+@given(st.data())
+def test_events_may_come_long_after_the_answers(data: st.DataObject):
+    vllm, pending, follow = Vllm(), list[KVEvent](), None
+    follow, vllm.ledger.take = vllm.ledger.take, pending.extend  # type: ignore[method-assign, assignment]
+    for _ in range(data.draw(st.integers(1, 20))):
+        if (ends := vllm.ends()) and data.draw(st.booleans()):
+            vllm.evict(data.draw(st.sampled_from(sorted(ends))))
+            continue
+        tokens, marks, tenant, other, seconds = data.draw(REQUESTS)
+        vllm.now += seconds
+        marks = {at: ttl for at, ttl in marks.items() if at <= len(tokens)}
+        vllm.answer(asked(tokens, marks, tenant, other))
+        if data.draw(st.booleans()):
+            follow(pending)
+            pending.clear()
+    follow(pending)
+    held = vllm.cache.tiers(SIZE)
+    for name, tier in vllm.directory.items():
+        assert held[vllm.ledger._own.get(name, name)] == tier
 
 
 def test_generated_tokens_are_told_as_well():

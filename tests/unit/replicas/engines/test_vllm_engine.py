@@ -26,6 +26,7 @@ from warmkv.replicas.protocol import (
     Finished,
     QueueFullError,
     Started,
+    ThinkingBudget,
     TokenLogprobs,
     UnservableRequestError,
 )
@@ -179,6 +180,8 @@ def test_what_vllm_cannot_serve_is_refused_at_once(monkeypatch):
             ({"tokens": 99}, "below the vocabulary of 100"),
             ({"stop_token_ids": (100,)}, "stop_token_ids: 100"),
             ({"logit_bias": ((200, 1.0),)}, "logit_bias: 200"),
+            ({"prompt_logprobs": 1}, "prompt_logprobs cannot be had from an engine of kind vllm"),
+            ({"thinking": ThinkingBudget(5, 1, 2)}, "thinking budgets cannot be had from an engine of kind vllm"),
         ):
             with pytest.raises(UnservableRequestError, match=why):
                 here.ask(**refused)
