@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,12 +21,19 @@ from warmkv.cli.options import (
 from warmkv.terminal import console, plain_table, show_table
 
 if TYPE_CHECKING:
+    from warmkv.config import Config
+    from warmkv.prefixes.record import RequestRecord
+    from warmkv.prefixes.usage import Usage
+    from warmkv.simulator.studies.hosted import Comparison
     from warmkv.simulator.studies.verify import Verdict
 
 
 def verify(
-    log: Annotated[Path, typer.Argument(help="Access log of a live run.", show_default=False)],
+    log: Annotated[
+        Path, typer.Argument(help="Access log of a live run, or a log of a hosted API.", show_default=False)
+    ],
     step_times: StepTimesOption = StepTimeChoice.AUTO,
+    format: Annotated[str | None, typer.Option(help="The log's format, if its content does not tell.")] = None,
     strict: StrictOption = False,
     *,
     output: JsonOptions,
@@ -35,23 +44,49 @@ def verify(
     The settings must be those that the service ran with. Every request goes to the replica that it went to. Exits with
     code 1 if hit tokens or latencies are farther off than a replay should be.
 
+    Of a log whose requests name no replica, as those of hosted APIs, it compares reported reads, writes and bills with
+    what the rules of prompt caching predict; TTLs and prices are those of the settings.
+
     Examples: `warmkv verify access.jsonl --config warmkv.yaml`,
-    `warmkv verify access.jsonl --config warmkv.yaml --set simulator.profile=profile.json --json`
+    `warmkv verify access.jsonl --config warmkv.yaml --set simulator.profile=profile.json --json`,
+    `warmkv verify ~/.claude/projects --set pricing.input=3 --set pricing.output=15`
     """
     settings = options.read()
+    from warmkv.simulator.workload.source import Source
+
+    records = read_requests(Source(log, format, strict=strict), settings).requests.records
+    if any(record.replica for record in records):
+        misses = _verify_service(records, settings, step_times, output)
+    else:
+        misses = _verify_hosted(records, settings, output)
+    if misses:
+        raise typer.Exit(1)
+
+
+def _verify_service(
+    records: Sequence[RequestRecord], settings: Config, step_times: StepTimeChoice, output: JsonOptions
+) -> list[str]:
+    """Compare a log of warmkv with its replay; return what is too far off."""
     from warmkv.simulator.studies.replay import recorded_policy
     from warmkv.simulator.studies.step_times import choose_cost
     from warmkv.simulator.studies.verify import verify as verified
-    from warmkv.simulator.workload.source import OWN_FORMAT, Source
 
-    records = read_requests(Source(log, OWN_FORMAT, strict=strict), settings).requests.records
     times, source = choose_cost(records, settings, recorded_policy(), step_times.value)
     verdict = verified(records, settings, times)
     figures = {**asdict(verdict), "hit_error": verdict.hit_error, "misses": verdict.misses}
     document = {**figures, "step_times": {"source": source, **times.figures()}}
     output.give(document, lambda: _show(verdict, source))
-    if verdict.misses:
-        raise typer.Exit(1)
+    return verdict.misses
+
+
+def _verify_hosted(records: Sequence[RequestRecord], settings: Config, output: JsonOptions) -> list[str]:
+    """Compare what a hosted API reported with what its rules predict; return what is too far off."""
+    from warmkv.simulator.studies.hosted import compare
+
+    found = compare(records, settings)
+    figures = {"equal_reads": found.equal_reads, "read_error": found.read_error, "bill_error": found.bill_error}
+    output.give({**asdict(found), **figures, "misses": found.misses}, lambda: _show_hosted(found))
+    return found.misses
 
 
 def _show(verdict: Verdict, source: str) -> None:
@@ -69,8 +104,39 @@ def _show(verdict: Verdict, source: str) -> None:
     show_table(table)
     equal = {"hit tokens": verdict.equal_hits, "bill": verdict.equal_bills, "slot bytes": verdict.equal_slots}
     print("\nequal for " + ", ".join(f"{share:.1%} of the requests: {what}" for what, share in equal.items()))
-    if verdict.misses:
-        console.print("not as it was: ", style="red", end="")
-        console.print("; ".join(verdict.misses))
+    _show_misses(verdict.misses, "as it was")
+
+
+def _show_hosted(found: Comparison) -> None:
+    from warmkv.simulator.studies.hosted import FINDINGS
+
+    print(f"{found.requests:,} requests with reported usage, {found.judged:,} of them judged\n")
+    table = plain_table("", "reported", "predicted", "error")
+    ttls = sorted({*found.reported.written, *found.predicted.written})
+    rows: list[tuple[str, Callable[[Usage], int]]] = [("read", lambda usage: usage.read)]
+    rows += [(f"written for {ttl}", partial(_written, ttl)) for ttl in ttls]
+    rows += [("input", lambda usage: usage.input)]
+    for name, count in rows:
+        truth, guess = count(found.reported), count(found.predicted)
+        table.add_row(f"{name}, tokens", f"{truth:,}", f"{guess:,}", f"{guess / truth - 1:+.1%}" if truth else "")
+    dollars = (found.reported_dollars, found.predicted_dollars)
+    table.add_row("bill", *(f"${amount:,.4f}" for amount in dollars), f"{found.bill_error:+.1%}")
+    show_table(table)
+    print()
+    for finding, what in FINDINGS.items():
+        if requests := found.findings.get(finding, 0):
+            named = ", ".join(found.examples.get(finding, ()))
+            print(f"{requests:,} {what}{f' ({named})' if named else ''}")
+    _show_misses(found.misses, "as predicted")
+
+
+def _written(ttl: str, usage: Usage) -> int:
+    return usage.written.get(ttl, 0)
+
+
+def _show_misses(misses: Sequence[str], good: str) -> None:
+    if misses:
+        console.print(f"not {good}: ", style="red", end="")
+        console.print("; ".join(misses))
     else:
-        console.print("as it was", style="green")
+        console.print(good, style="green")
