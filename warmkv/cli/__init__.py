@@ -12,7 +12,7 @@ from warmkv.cli import commands_page
 from warmkv.cli.command import add_command
 from warmkv.cli.measuring import bench, eval, profile
 from warmkv.cli.operating import dashboards, k8s, policy
-from warmkv.cli.serving import config, demo, doctor, observe, packs, record, serve
+from warmkv.cli.serving import config, demo, doctor, observe, packs, record, route, serve
 from warmkv.cli.simulating import (
     cachesim,
     calibrate,
@@ -51,7 +51,7 @@ def options(
 
 SERVE, SIMULATE, MEASURE, OPERATE = "Serve", "Simulate and plan", "Measure", "Operate"
 COMMANDS = {
-    SERVE: (serve.serve, demo.demo, observe.observe, record.record, doctor.doctor, config.hash_key),
+    SERVE: (serve.serve, demo.demo, observe.observe, record.record, route.route, doctor.doctor, config.hash_key),
     SIMULATE: (
         *(plan.plan, replay.replay, sweep.sweep, tune.tune, compare.compare, verify.verify),
         *(cachesim.cachesim, workload.workload, calibrate.calibrate, price.price),
@@ -70,6 +70,7 @@ for panel, functions in COMMANDS.items():
             demo.demo,
             observe.observe,
             record.record,
+            route.route,
         )  # rather than computes: what stops it is the machine
         add_command(app, NAMES.get(function), code=1 if acts else 2, panel=panel)(function)
 for panel, groups in GROUPS.items():

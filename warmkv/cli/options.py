@@ -87,6 +87,7 @@ class JsonOptions:
             write(text + "\n", self.json_file)
 
 
+FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of prompts and synthetic keys and values.")]
 
@@ -101,7 +102,7 @@ class TraceOptions:
             help="An access log, or a trace of any format that is read; a folder: all its files.", show_default=False
         ),
     ]
-    format: Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")] = None
+    format: FormatOption = None
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block, for formats that do not say.")] = (
         None
     )

@@ -31,10 +31,10 @@ def test_a_tokenizer_that_is_none_is_refused(record, tmp_path):
 
 
 def test_it_tells_at_the_end_what_was_written(record, tmp_path, monkeypatch):
-    async def run(proxy, host, port, log):
+    async def run(proxy, host, port, told):
         assert (host, port) == ("127.0.0.1", 0)
 
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "serve_until_stopped", run)
     result = record("--upstream", "http://x", "--port", "0", "--json")
     assert result.exit_code == 0, result.output
     log = str(tmp_path / "logs" / "access.jsonl")

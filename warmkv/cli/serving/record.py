@@ -64,9 +64,7 @@ def record(
     from warmkv.platform.recording.proxy import Proxy, Recorder
     from warmkv.platform.recording.state import State
 
-    parts = urlsplit(upstream)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        fail(f"--upstream {upstream}: give the address of a server, as in https://api.anthropic.com")
+    upstream = check_address("--upstream", upstream)
     make_folder_of(log)
     kept = State.of(state or log.with_name(f".{log.name}.state"), salt)
     analyst = Analyst(kept, block_size, None if tokenizer is None else _tokenize(tokenizer))
@@ -75,7 +73,8 @@ def record(
     recorder = Recorder(written, analyst)
     lost.append(recorder)
     try:
-        asyncio.run(_run(Proxy(upstream, recorder), host, port, log))
+        told = f"listening at {{}}, writing {log}; Ctrl-C ends it\n  ANTHROPIC_BASE_URL={{}}   OPENAI_BASE_URL={{}}/v1"
+        asyncio.run(serve_until_stopped(Proxy(upstream, recorder), host, port, told))
     finally:
         written.close()
     output.give({"log": str(log), **recorder.figures}, lambda: _show(recorder.figures, log))
@@ -93,14 +92,22 @@ def _tokenize(path: Path) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-async def _run(proxy: Proxy, host: str, port: int, log: Path) -> None:
+def check_address(option: str, address: str) -> str:
+    """Return the address of a server without a slash at its end; what is none ends the command."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        fail(f"{option} {address}: give the address of a server, as in https://api.anthropic.com")
+    return address.rstrip("/")
+
+
+async def serve_until_stopped(proxy: Proxy, host: str, port: int, told: str) -> None:
+    """Run a proxy until Ctrl-C or SIGTERM; `told` is said when it listens, with its address for each `{}`."""
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     async with proxy.running(host, port) as bound:
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-        errors.print(f"listening at {address}, writing {log}; Ctrl-C ends it")
-        errors.print(f"  ANTHROPIC_BASE_URL={address}   OPENAI_BASE_URL={address}/v1")
+        errors.print(told.replace("{}", address))
         await stopped.wait()
 
 

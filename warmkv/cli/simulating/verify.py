@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from warmkv.cli.options import (
+    FormatOption,
     JsonOptions,
     SettingsOptions,
     StepTimeChoice,
@@ -33,7 +34,7 @@ def verify(
         Path, typer.Argument(help="Access log of a live run, or a log of a hosted API.", show_default=False)
     ],
     step_times: StepTimesOption = StepTimeChoice.AUTO,
-    format: Annotated[str | None, typer.Option(help="The log's format, if its content does not tell.")] = None,
+    format: FormatOption = None,
     strict: StrictOption = False,
     *,
     output: JsonOptions,

@@ -42,6 +42,7 @@ class Exchange:
     outcome: Literal["ok", "error", "cancelled"] = "ok"
     first: float = 0.0  # from the start to the first byte of the answer's body
     last: float = 0.0
+    replica: str = ""  # that answered, where there are several
 
 
 def api_of(method: str, path: str) -> str | None:
@@ -91,6 +92,7 @@ class Analyst:
             marks=plan.marks,
             reads=plan.reads,
             usage=usage or Usage(),
+            replica=exchange.replica,
             cached_tokens=usage.read if usage else 0,
             ttft=exchange.first if ok else 0.0,
             e2e=exchange.last,

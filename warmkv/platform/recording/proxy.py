@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class Recorder:
         self._lost = self._written = 0  # of those handed over; by the log's thread
         self._lock, self._kept = threading.Lock(), 0  # bytes
 
-    def keep(self, exchange: Exchange, part: bytearray, data: bytes) -> bool:
+    def keep(self, part: bytearray, data: bytes) -> bool:
         """Copy bytes that passed; False where there is no room, and the exchange is not to be written."""
         if len(part) + len(data) > LONGEST_BODY or self._kept + len(data) > MOST_KEPT:
             return False
@@ -100,17 +100,20 @@ class _Line:
 
 
 class Proxy:
-    """Forwards all requests to an upstream. `clock` is monotonic, `wall_clock` Unix time, both in seconds."""
+    """Forwards all requests to an upstream; without a recorder nothing is kept of them.
+
+    `clock` is monotonic, `wall_clock` Unix time, both in seconds.
+    """
 
     def __init__(
         self,
         upstream: str,
-        recorder: Recorder,
+        recorder: Recorder | None,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._upstream, self._recorder = upstream.rstrip("/"), recorder
+        self._address, self._recorder = upstream.rstrip("/"), recorder
         self._clock, self._wall_clock = clock, wall_clock
         self._session: aiohttp.ClientSession | None = None
 
@@ -137,15 +140,16 @@ class Proxy:
             await self._session.close()
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._recorder.passed += 1
-        begun, exchange, whole = self._clock(), None, True
-        if api_of(request.method, request.raw_path):
+        begun, exchange, whole, recorder = self._clock(), None, True, self._recorder
+        if recorder is not None:
+            recorder.passed += 1
+        if recorder is not None and api_of(request.method, request.raw_path):
             headers = {name.lower(): value for name, value in request.headers.items()}
             exchange = Exchange(request.raw_path, self._wall_clock(), headers)
 
         def copied(part: bytearray, data: bytes) -> None:
             nonlocal whole
-            whole = whole and exchange is not None and self._recorder.keep(exchange, part, data)
+            whole = whole and exchange is not None and recorder is not None and recorder.keep(part, data)
 
         async def body() -> AsyncIterator[bytes]:
             async for data in request.content.iter_any():
@@ -164,9 +168,9 @@ class Proxy:
                 exchange.outcome = "cancelled"
             raise asyncio.CancelledError from None
         finally:
-            if exchange is not None:
+            if exchange is not None and recorder is not None:
                 exchange.last = self._clock() - begun
-                self._recorder.ended(exchange, whole=whole)
+                recorder.ended(exchange, whole=whole)
 
     async def _answered(
         self,
@@ -176,18 +180,9 @@ class Proxy:
         begun: float,
         copied: Callable[[bytearray, bytes], None],
     ) -> web.StreamResponse:
-        assert self._session is not None
         answer: web.StreamResponse | None = None
         try:
-            async with self._session.request(
-                request.method,
-                URL(self._upstream + request.raw_path, encoded=True),
-                headers=_end_to_end(
-                    (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers
-                ),
-                data=body if request.body_exists else None,
-                allow_redirects=False,
-            ) as upstream:
+            async with self._upstream(request, body, exchange) as upstream:
                 if exchange is not None:
                     exchange.code = upstream.status
                     exchange.answer_headers = {name.lower(): value for name, value in upstream.headers.items()}
@@ -208,11 +203,26 @@ class Proxy:
                     request.transport.abort()
                 return answer
             log.warning("upstream cannot be reached: %s", error)
-            message = {
-                "type": "error",
-                "error": {"type": "api_error", "message": f"upstream cannot be reached: {error}"},
-            }
-            return web.json_response(message, status=502)
+            message = f"upstream cannot be reached: {error}"
+            return web.json_response({"type": "error", "error": {"type": "api_error", "message": message}}, status=502)
+
+    @asynccontextmanager
+    async def _upstream(
+        self, request: web.BaseRequest, body: AsyncIterator[bytes], exchange: Exchange | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request on; yield the answer as it begins. Raises ClientError, TimeoutError or OSError."""
+        async with await self._sent(self._address, request, body if request.body_exists else None) as answer:
+            yield answer
+
+    async def _sent(self, address: str, request: web.BaseRequest, body: Any) -> aiohttp.ClientResponse:
+        assert self._session is not None
+        return await self._session.request(
+            request.method,
+            URL(address + request.raw_path, encoded=True),
+            headers=_end_to_end(_decoded(request.raw_headers)),
+            data=body,
+            allow_redirects=False,
+        )
 
 
 class _ClientLeftError(Exception):
@@ -232,9 +242,7 @@ class _Answer(web.StreamResponse):
 
     def __init__(self, upstream: aiohttp.ClientResponse) -> None:
         super().__init__(status=upstream.status, reason=upstream.reason)
-        self._given = _end_to_end(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in upstream.raw_headers
-        )
+        self._given = _end_to_end(_decoded(upstream.raw_headers))
 
     async def _prepare_headers(self) -> None:
         self._headers = CIMultiDict(self._given)
@@ -242,6 +250,10 @@ class _Answer(web.StreamResponse):
         own = {name.lower() for name in self._given} | {"transfer-encoding", "connection"}
         for name in [name for name in self._headers if name.lower() not in own]:
             del self._headers[name]
+
+
+def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
+    return ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
 
 
 def _end_to_end(headers: Iterable[tuple[str, str]]) -> CIMultiDict[str]:

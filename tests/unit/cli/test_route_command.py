@@ -1,0 +1,36 @@
+"""`warmkv route` from the command line."""
+
+import json
+
+from typer.testing import CliRunner
+
+from warmkv.cli import app
+from warmkv.cli.serving import route as command
+
+SERVERS = ("--engine", "http://a:1/", "--engine", "http://b:1")
+
+
+def test_servers_are_named_once_and_by_their_address():
+    for arguments, said in [
+        (("--engine", "a:1"), "--engine a:1: give the address of a server"),
+        ((*SERVERS, "--engine", "http://a:1"), "a server is named twice"),
+        ((), "Missing option"),
+    ]:
+        result = CliRunner().invoke(app, ["route", *arguments])
+        assert result.exit_code == 2
+        assert said in result.output
+
+
+def test_it_tells_at_the_end_where_requests_went(tmp_path, monkeypatch):
+    async def run(proxy, host, port, told):
+        proxy._router.choose(0, b"")
+
+    monkeypatch.setattr(command, "serve_until_stopped", run)
+    log = tmp_path / "logs" / "access.jsonl"
+    result = CliRunner().invoke(app, ["route", *SERVERS, "--log", str(log), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (list(found["engines"]), found["routed"]) == (["http://a:1", "http://b:1"], {"cold": 1})
+    assert found["log"] == {"passed": 0, "recorded": 0, "left_out": 0}
+    assert log.exists()
+    assert "routing.policy" in CliRunner().invoke(app, ["route", *SERVERS, "--set", "routing.policy=x"]).output

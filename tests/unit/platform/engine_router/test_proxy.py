@@ -1,0 +1,125 @@
+"""The router's proxy: answers come from the server that was chosen, from another where that is away, unchanged."""
+
+import asyncio
+import contextlib
+import json
+import time
+from random import Random
+
+from tests.unit.platform.recording.test_proxy import Upstream, answer, asked, request, run
+from warmkv.config import Config
+from warmkv.platform.access_log import AccessLog
+from warmkv.platform.engine_router import proxy as module
+from warmkv.platform.engine_router.proxy import STATUS_PATH, RoutingProxy
+from warmkv.platform.engine_router.router import EngineRouter
+from warmkv.platform.recording.exchange import Analyst
+from warmkv.platform.recording.proxy import Recorder
+from warmkv.platform.recording.state import State
+from warmkv.prefixes.record import RequestRecord
+
+CHAT = "/v1/chat/completions"
+
+
+def body(name):
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": name * 9000}]}).encode()
+
+
+@contextlib.asynccontextmanager
+async def routing(*upstreams, recorder=None):
+    """Yield the port of a router in front of servers, and their addresses."""
+    servers = [await asyncio.start_server(upstream.handle, "127.0.0.1", 0) for upstream in upstreams]
+    engines = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    router = EngineRouter(engines, Config(), kv_tokens=10**6, ttl=60, random=Random(0), clock=time.monotonic)
+    async with RoutingProxy(router, recorder).running("127.0.0.1", 0) as port:
+        yield port, servers, engines
+    for server in servers:
+        server.close()
+
+
+def named(name):
+    async def serve(reader, writer):
+        writer.write(answer(name))
+
+    return Upstream(serve)
+
+
+async def answered(port, data, length=1):
+    reader, writer, head = await asked(port, data)
+    found = await reader.readexactly(length)
+    writer.close()
+    return head, found
+
+
+async def status(port):
+    reader, writer, head = await asked(port, request(b"", STATUS_PATH, "GET"))
+    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    found = json.loads(await reader.readexactly(length))
+    writer.close()
+    return found
+
+
+def test_turns_go_to_the_server_that_answered_and_are_written_with_its_name(tmp_path):
+    async def scene():
+        log = AccessLog(tmp_path / "log", 0)
+        recorder = Recorder(log, Analyst(State(b"salt"), 64))
+        async with routing(named(b"1"), named(b"2"), recorder=recorder) as (port, _, engines):
+            first = {name: (await answered(port, request(body(name), CHAT)))[1] for name in "xy"}
+            assert set(first.values()) == {b"1", b"2"}
+            for name in "yxxy":
+                assert (await answered(port, request(body(name), CHAT)))[1] == first[name]
+            figures = await status(port)
+            assert [one["answered"] for one in figures["engines"].values()] == [3, 3]
+            _, ready, head = await asked(port, request(b"", "/readyz", "GET"))
+            ready.close()
+            assert head.startswith(b"HTTP/1.1 200")
+        log.close()
+        records = [RequestRecord.from_json(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert {record.replica for record in records} == set(engines)
+
+    run(scene())
+
+
+def test_a_server_that_goes_away_is_passed_over():
+    away = set()
+
+    def mortal(name):
+        async def serve(reader, writer):
+            if name in away:
+                writer.transport.abort()  # as a process that is killed
+            else:
+                writer.write(answer(name))
+
+        return Upstream(serve)
+
+    async def scene():
+        async with routing(mortal(b"1"), mortal(b"2")) as (port, servers, engines):
+            _, first = await answered(port, request(body("x"), CHAT))
+            away.add(first)
+            servers[int(first) - 1].close()
+            for _ in range(2):
+                _, found = await answered(port, request(body("x"), CHAT))
+                assert {first, found} == {b"1", b"2"}
+            figures = (await status(port))["engines"][engines[int(first) - 1]]
+            assert (figures["in_flight"], figures["remembered_tokens"]) == (0, 0)
+
+    run(scene())
+
+
+def test_none_that_can_be_reached_is_a_bad_gateway_and_a_body_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_BODY", 20_000)
+
+    async def scene():
+        async with routing(named(b"1")) as (port, _, _):
+            _, writer, head = await asked(port, request(b"x" * 30_000, CHAT))
+            assert head.startswith(b"HTTP/1.1 413")
+            writer.close()
+        router = EngineRouter(
+            ["http://127.0.0.1:9"], Config(), kv_tokens=1, ttl=60, random=Random(0), clock=time.monotonic
+        )
+        async with RoutingProxy(router, None).running("127.0.0.1", 0) as port:
+            _, writer, head = await asked(port, request(body("x"), CHAT))
+            assert head.startswith(b"HTTP/1.1 502")
+            writer.close()
+            assert router.figures()["engines"]["http://127.0.0.1:9"]["in_flight"] == 0
+
+    run(scene())
