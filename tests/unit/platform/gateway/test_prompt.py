@@ -374,6 +374,67 @@ def test_a_template_without_thinking_leaves_it_out():
     assert prompt_of(tokenizer(), a_round("so be it")).tokens == prompt_of(tokenizer(), a_round("")).tokens
 
 
+KEEPING = THINKING.replace("loop.index0 > ns.last and thought", "thought")
+"""Shows all thinking, whatever follows (MiniMax, GLM-4.5 with clear_thinking off)."""
+
+ANALYSIS = """\
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' and not m.tool_calls -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{%- if m.thinking and loop.index0 > ns.last -%}[analysis]{{ m.thinking }}[end]{%- endif -%}
+{%- if m.content -%}[final]{{ m.content }}[end]{%- endif -%}
+{%- for call in m.tool_calls or [] -%}[to={{ call.function.name }}]{{ call.function.arguments | tojson }}[call]
+{%- endfor -%}
+{%- else -%}[{{ m.role }}]{{ m.content }}[end]{%- endif -%}
+{%- endfor -%}
+"""
+"""Of the kind that GPT-OSS has: thinking is shown until there is a final answer behind it, under a key of its own."""
+
+NONE = THINKING.replace("thought -%}\n<think>", "false -%}\n<think>").replace("reasoning_content", "reasoning_unknown")
+
+
+@pytest.mark.parametrize(("template", "dropped"), [(THINKING, True), (ANALYSIS, True), (KEEPING, False), (NONE, False)])
+def test_prefixes_with_thinking_are_reusable_as_the_rule_says(template, dropped):
+    """Within a round of tools every prompt goes on from the one before. Where a template drops thinking when the user
+    asks anew, the first prompt after that agrees up to the question before, and says which block lost its thinking;
+    the ones behind it go on again.
+    """
+    changed = with_template(template)
+
+    def turn(role: Any, text: str, thinking: str = "", call: int | None = None) -> Turn:
+        said = [ContentBlock(text)] if text else []
+        calls = [] if call is None else [ContentBlock.of_value({"n": call}, call="look")]
+        return Turn(role, (*said, *calls), thinking)
+
+    said, prompts = [turn("system", "Be brief.")], list[Prompt]()
+    asked, number = list[int](), 0  # prompts that end with a question of the user
+    for question in range(3):
+        said.append(turn("user", f"question {question}"))
+        asked.append(len(prompts))
+        for _ in range(2):
+            prompts.append(prompt_of(changed, said))
+            said += [turn("assistant", "", f"thought {number}", number), turn("tool", f"result {number}")]
+            number += 1
+        prompts.append(prompt_of(changed, said))
+        said.append(turn("assistant", f"answer {question}", f"thought {number}"))
+        number += 1
+    for at in range(1, len(prompts)):
+        before, after = prompts[at - 1], prompts[at]
+        goes_on = after.tokens[: before.ends[-1]] == before.tokens[: before.ends[-1]]
+        if at not in asked or not dropped:
+            assert goes_on
+            continue
+        assert not goes_on
+        question = prompts[asked[asked.index(at) - 1]]
+        assert after.tokens[: question.ends[-1]] == question.tokens[: question.ends[-1]]
+        assert set(before.outline.thinking) - set(after.outline.thinking)
+    shows_thinking = [bool(prompt.outline.thinking) for prompt in prompts]
+    assert any(shows_thinking) == (template is not NONE)
+
+
 def test_thinking_in_the_text_of_an_answer_is_thinking():
     changed = with_template(THINKING)
     apart = prompt_of(changed, a_round("so be it"))
