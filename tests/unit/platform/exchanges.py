@@ -60,8 +60,15 @@ def arrival(service: Service, tenant: Tenant | None = None) -> Arrival:
 class Gateway:
     """An application over a fake replica: `answer` makes the events of an attempt."""
 
-    def __init__(self, folder: Path, *flags: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        clock: Callable[[], float] = time.monotonic,
+        others: list[Gateway] | None = None,
+    ) -> None:
         self.config: Config = load(flags=flags)
+        self.others = [] if others is None else others  # gateways of the same service
         self.recorded, self.records = Recorded(), []
         self.admitted = 0
         self.first_token = asyncio.Event()  # before it the replica says nothing
@@ -82,6 +89,7 @@ class Gateway:
             Control(FolderStore(folder), "warmkv"),
             "only",
             lambda: 1,
+            others=None if others is None else self,
         )
         self.intake: Intake = self.app.state.intake
 
@@ -94,6 +102,13 @@ class Gateway:
         yield STARTED
         yield Delta("hello", 1, (7,))
         yield Finished("length", 1)
+
+    async def responses(self, tenant: bytes, name: str) -> list[Any]:
+        """Return what every gateway has of a response, as they are asked by the handle of their deployment."""
+        return [gateway.app.state.responses.chain(tenant, name) for gateway in self.others]
+
+    async def delete_response(self, tenant: bytes, name: str) -> bool:
+        return sum(gateway.app.state.responses.delete(tenant, name) for gateway in self.others) > 0
 
     async def _nothing(self, *_: Any) -> Any:
         return {"replicas": {}}

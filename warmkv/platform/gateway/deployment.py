@@ -16,6 +16,7 @@ from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.access import audit
+from warmkv.platform.gateway.apis.responses.store import StoredResponse
 from warmkv.platform.gateway.endpoints import create_app
 from warmkv.platform.gateway.http_server import HttpServer, serving
 from warmkv.platform.gateway.members import Members
@@ -29,6 +30,26 @@ from warmkv.platform.whatif.feed import Feed
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
+
+RESPONSE_SECONDS = 10.0  # until all gateways have said whether they have a response
+
+
+class GatewayHandle:
+    """Asks all gateways for responses, by the handle of their deployment (`OtherGateways`)."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def responses(self, tenant: bytes, name: str) -> Sequence[list[StoredResponse]]:
+        """Return what every gateway has of a response and those before it."""
+        call = self._handle.broadcast("responses", tenant, name)
+        found: Sequence[list[StoredResponse]] = await call.results_async(timeout_s=RESPONSE_SECONDS)
+        return found
+
+    async def delete_response(self, tenant: bytes, name: str) -> bool:
+        """Have all gateways forget a response. Return False where none had it."""
+        call = self._handle.broadcast("delete_response", tenant, name)
+        return any(await call.results_async(timeout_s=RESPONSE_SECONDS))
 
 
 class Gateway:
@@ -92,6 +113,7 @@ class Gateway:
             self._sender.taking,
             self._whatif,
             self._audit.write if self._audit else None,
+            GatewayHandle(self._gateways) if self._service.config.cluster.gateways > 1 else None,
         )
         self._app = app
         inner = app.router.lifespan_context
@@ -132,6 +154,14 @@ class Gateway:
         """Forget the earlier prompts whose hashes begin with `root`: their tokens, and what was found of them."""
         if self._app is not None:
             self._app.state.forget(root)
+
+    async def responses(self, tenant: bytes, name: str) -> list[StoredResponse]:
+        """Return what is here of a response and those that it goes on from."""
+        return self._app.state.responses.chain(tenant, name) if self._app is not None else []
+
+    async def delete_response(self, tenant: bytes, name: str) -> bool:
+        """Forget a response. Return False if it is not here."""
+        return self._app is not None and self._app.state.responses.delete(tenant, name)
 
     def __del__(self) -> None:
         self._members.close()

@@ -24,7 +24,7 @@ from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.responses import answers as responses
-from warmkv.platform.gateway.apis.responses.store import ResponseStore
+from warmkv.platform.gateway.apis.responses.store import Item, OtherGateways, ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import restore
 from warmkv.platform.gateway.console import add_console
@@ -59,6 +59,7 @@ def create_app(
     taking: Callable[[], int],
     whatif: WhatIfControl | None = None,
     keep_action: Callable[[OperatorAction], None] | None = None,
+    others: OtherGateways | None = None,
 ) -> FastAPI:
     """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
 
@@ -67,6 +68,7 @@ def create_app(
 
     `drop` has every replica forget the prefixes of a tenant's label, and tells the bytes that each one freed, and every
     gateway the earlier prompts whose hashes begin with a root (`app.state.forget` does it here).
+    `others` are asked for responses that are not here; `app.state.responses` are those that are.
     `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
     The application follows the policy of `control` from its start to its end, as the gateway of that name.
     """
@@ -96,7 +98,7 @@ def create_app(
     operators = Intake(config.gateway, waiting, None, service.clock)  # their bodies do not wait behind those of tenants
     parsing = Parsing(service, tokenizer, max_context, partial(restore, secret=secret))
     app.state.forget = parsing.forget
-    stored = ResponseStore(service.clock)
+    stored = app.state.responses = ResponseStore(service.clock)
     text_of = cache(lambda token: tokenizer.decode([token]))  # of a vocabulary's tokens
 
     def admitted(request: Request) -> Arrival:
@@ -165,10 +167,23 @@ def create_app(
             return EventStream(written, choices, OPENAI_PING, PING_SECONDS, choices.asked.headers)
         return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
 
+    async def fetch_response(tenant: bytes, name: str) -> None:
+        """Keep a response, and those that it goes on from, as another gateway has them."""
+        for chain in await others.responses(tenant, name) if others is not None else ():
+            for one in chain:
+                stored.keep(tenant, one)
+
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         arrival = admitted(request)
-        body, asked = await intake.take(request, partial(parsing.response, stored, arrival))
+        loop = asyncio.get_running_loop()
+
+        def history_of(tenant: bytes, name: str) -> list[Item] | None:  # in a thread of the intake
+            if others is not None and not stored.chain(tenant, name):
+                asyncio.run_coroutine_threadsafe(fetch_response(tenant, name), loop).result()
+            return stored.history(tenant, name)
+
+        body, asked = await intake.take(request, partial(parsing.response, history_of, arrival))
         admission = await service.start("responses", arrival, asked)
         salt = arrival.lease.tenant.salt
         exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time, text_of)
@@ -179,13 +194,20 @@ def create_app(
 
     @app.get("/v1/responses/{name}")
     async def get_response(request: Request, name: str) -> Response:
-        if (found := stored.get(tenant_of(request).salt, name)) is None:
+        tenant = tenant_of(request).salt
+        if stored.get(tenant, name) is None:
+            await fetch_response(tenant, name)
+        if (found := stored.get(tenant, name)) is None:
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
         return JSONResponse(found.response)
 
     @app.delete("/v1/responses/{name}")
     async def delete_response(request: Request, name: str) -> Response:
-        if not stored.delete(tenant_of(request).salt, name):
+        tenant = tenant_of(request).salt
+        deleted = stored.delete(tenant, name)
+        if others is not None:
+            deleted |= await others.delete_response(tenant, name)
+        if not deleted:
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 

@@ -374,3 +374,35 @@ def test_each_text_has_the_log_probabilities_of_its_own_tokens():
     found = answers.TextLogprobs(lambda: came.pop() if came else [], lambda token: pieces[token])
     tokens = [[one["token"] for one in found.of(text)] for text in ("Hm.", "I look.", "Wait.")]
     assert tokens == [["H", "m", "."], ["\n\nI ", "look."], ["", "Wait", ".\n"]]
+
+
+def test_a_conversation_goes_on_in_any_gateway(tmp_path):
+    """Each turn in another one than the turn before; what one has is fetched once, and deleted in all."""
+    gateways: list[Any] = []
+    gateways += [Scripted(tmp_path, f"Answer {number}.", others=gateways) for number in range(3)]
+
+    async def run() -> list[str]:
+        clients = [openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=one.http) for one in gateways]
+        stranger = openai.AsyncOpenAI(base_url="http://test/v1", api_key="b", http_client=gateways[2].http)
+        previous: str | None = None
+        made = list[str]()
+        for turn in range(5):
+            options = {} if previous is None else {"previous_response_id": previous}
+            answer = await clients[turn % 3].responses.create(model="tiny", input=f"Question {turn}?", **options)
+            previous = answer.id
+            made.append(previous)
+        assert (await clients[0].responses.retrieve(previous)).id == previous
+        with pytest.raises(openai.NotFoundError):
+            await stranger.responses.create(model="tiny", input="x", previous_response_id=previous)
+        await clients[2].responses.delete(previous)
+        for client in clients:
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(previous)
+        return made
+
+    assert len(set(asyncio.run(run()))) == 5
+    text = load_tokenizer(gateways[1].config.model).decode(gateways[1].requests[-1].token_ids)
+    expected = [said for turn in range(4) for said in (f"Question {turn}?", f"Answer {turn % 3}.")]
+    places = [text.index(said, 0) for said in expected[:4]]
+    assert places == sorted(places)
+    assert all(said in text for said in [*expected, "Question 4?"])

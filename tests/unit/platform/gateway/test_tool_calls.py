@@ -48,8 +48,10 @@ THOUGHT = "<think>\nHm, a word.\n</think>\n\n"
 class Scripted(Gateway):
     """A gateway before a replica that writes a text, three characters a token, and ends for a reason."""
 
-    def __init__(self, folder: Path, text: str, reason: FinishReason = "end", *flags: str) -> None:
-        super().__init__(folder, "model.response_template=hermes", *flags)
+    def __init__(
+        self, folder: Path, text: str, reason: FinishReason = "end", *flags: str, others: list[Gateway] | None = None
+    ) -> None:
+        super().__init__(folder, "model.response_template=hermes", *flags, others=others)
         self.text, self.reason = text, reason
         self.requests: list[GenerateRequest] = []
         self.written = 0  # tokens

@@ -18,7 +18,7 @@ from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
-from warmkv.platform.gateway.apis.responses.store import Item, ResponseStore
+from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
 from warmkv.platform.gateway.apis.structured import Wanted, behind_thinking, thinking_is_open
 from warmkv.platform.gateway.apis.template_options import variables
@@ -107,15 +107,15 @@ class Parsing:
         return self._chat(arrival, parse(data, openai.ChatRequest, self._limits, left_out), tokenizer, left_out)
 
     def response(
-        self, store: ResponseStore, arrival: Arrival, data: bytes, tokenizer: Any
+        self, history_of: Callable[[bytes, str], list[Item] | None], arrival: Arrival, data: bytes, tokenizer: Any
     ) -> tuple[ResponsesRequest, ParsedRequest]:
-        """Parse a body of /v1/responses, which may go on from a response in the store."""
+        """Parse a body of /v1/responses, which may go on from a response whose history is there."""
         left_out = FieldsLeftOut(self._gateway.strict)
         body = parse(data, ResponsesRequest, self._limits, left_out)
         self._service.check_model(body.model)
         history: list[Item] | None = []
         if (previous := body.previous_response_id) is not None:
-            history = store.history(arrival.lease.tenant.salt, previous)
+            history = history_of(arrival.lease.tenant.salt, previous)
         if history is None:
             raise ApiError("not_found_error", f"previous_response_id: there is no response {previous} (any more)")
         return body, self._chat(arrival, body.as_chat(history, left_out), tokenizer, left_out)

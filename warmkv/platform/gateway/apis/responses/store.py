@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 TTL_SECONDS = 3600.0  # from the last use of a response
 TENANT_BYTES = 16 << 20  # of JSON
@@ -25,6 +25,18 @@ class StoredResponse:
     previous: str | None
     size: int = 0  # bytes
     used: float = 0.0
+
+
+class OtherGateways(Protocol):
+    """Where responses are that this gateway does not have."""
+
+    async def responses(self, tenant: bytes, name: str) -> Sequence[list[StoredResponse]]:
+        """Return what every gateway has of a response and those before it (`ResponseStore.chain`)."""
+        ...
+
+    async def delete_response(self, tenant: bytes, name: str) -> bool:
+        """Have all gateways forget a response. Return False where none had it."""
+        ...
 
 
 class ResponseStore:
@@ -58,17 +70,21 @@ class ResponseStore:
         with self._lock:
             return self._used(tenant, name)
 
-    def history(self, tenant: bytes, name: str) -> list[Item] | None:
-        """Return all items up to a response, the oldest first; None if any are gone."""
-        turns: list[list[Item]] = []
+    def chain(self, tenant: bytes, name: str) -> list[StoredResponse]:
+        """Return a response and those that it goes on from, the oldest first; none of them if any are gone."""
+        found: list[StoredResponse] = []
         at: str | None = name
         with self._lock:
             while at is not None:
                 if (stored := self._used(tenant, at)) is None:
-                    return None
-                turns.append(stored.items)
+                    return []
+                found.append(stored)
                 at = stored.previous
-        return [item for items in reversed(turns) for item in items]
+        return found[::-1]
+
+    def history(self, tenant: bytes, name: str) -> list[Item] | None:
+        """Return all items up to a response, the oldest first; None if any are gone."""
+        return [item for stored in self.chain(tenant, name) for item in stored.items] or None
 
     def delete(self, tenant: bytes, name: str) -> bool:
         """Forget a response. Return False if there is none."""
