@@ -25,6 +25,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from training.tool_calls import TOOL_FAMILIES, ToolSample
 from warmkv.models.tiny import PATH, corpus, tasks
 from warmkv.terminal import console, plain_table, show_table
 
@@ -32,6 +33,7 @@ Encode = Callable[[str], list[int]]
 Logits = Callable[[Tensor], Tensor]
 Ids = npt.NDArray[np.int64]
 
+FAMILIES: dict[str, Callable[..., tasks.TaskSample | ToolSample]] = {**tasks.FAMILIES, **TOOL_FAMILIES}
 LENGTHS = (256, 512, 1024, 2048, 3072)
 FORMS = ("plain", "chat")
 FOLLOW_UP = "follow_up"
@@ -44,7 +46,7 @@ CARD_START, CARD_END = "<!-- figures: written by training/evaluate.py -->", "<!-
 
 
 @torch.no_grad()
-def answered(logits: Logits, encode: Encode, sample: tasks.TaskSample, device: str = "cpu") -> bool:
+def answered(logits: Logits, encode: Encode, sample: tasks.TaskSample | ToolSample, device: str = "cpu") -> bool:
     """Whether greedy decoding gives exactly the answer and then its end mark.
 
     One forward pass decides it: greedy decoding follows a text if, and only if, each of its tokens is the most
@@ -65,7 +67,7 @@ def recall(
     out = []
     for family, form, length in cells:
         rng = random.Random(f"{family}/{form}/{length}")
-        draw = tasks.FAMILIES["multi" if family == FOLLOW_UP else family]
+        draw = FAMILIES["multi" if family == FOLLOW_UP else family]
         turns = 2 if family == FOLLOW_UP else 1
         right = sum(
             answered(logits, encode, draw(world, rng, length=length, chat=form == "chat", turns=turns), device)
@@ -77,7 +79,8 @@ def recall(
 
 def cells_of(lengths: Iterable[int]) -> list[tuple[str, str, int]]:
     """Every (family, form, length) of the full measurement."""
-    rows = [(family, form) for family in tasks.FAMILIES for form in FORMS] + [(FOLLOW_UP, "chat")]
+    rows = [(family, form) for family in tasks.FAMILIES for form in FORMS]
+    rows += [(family, "chat") for family in (FOLLOW_UP, *TOOL_FAMILIES)]
     return [(family, form, length) for family, form in rows for length in lengths]
 
 

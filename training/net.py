@@ -7,6 +7,7 @@ Stacking lets the optimizer treat all layers in one batched product, and the for
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,6 +112,31 @@ class TinyNet(nn.Module):
         right = ((logits.argmax(-1) == target) & answers).sum()
         return (loss * weight).sum() / weight.sum(), right, answers.sum()
 
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight by its name in a `LlamaForCausalLM`, those of layers as views of their stack."""
+        yield "model.embed_tokens.weight", self.embed
+        yield "model.norm.weight", self.norm
+        names = {
+            "self_attn.q_proj": self.q,
+            "self_attn.k_proj": self.k,
+            "self_attn.v_proj": self.v,
+            "self_attn.o_proj": self.o,
+            "mlp.gate_proj": self.gate,
+            "mlp.up_proj": self.up,
+            "mlp.down_proj": self.down,
+            "input_layernorm": self.norm1,
+            "post_attention_layernorm": self.norm2,
+        }
+        for name, stacked in names.items():
+            for i in range(LAYERS):
+                yield f"model.layers.{i}.{name}.weight", stacked[i]
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the weights of an exported model, by their names there."""
+        for name, weight in self._named():
+            weight.copy_(state[name])
+
     @torch.no_grad()
     def export(self) -> LlamaForCausalLM:
         """The same model as a float16 `LlamaForCausalLM` with its configuration and generation settings."""
@@ -134,25 +160,7 @@ class TinyNet(nn.Module):
             pad_token_id=end,
         )
         model = LlamaForCausalLM(config)
-        state: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed,
-            "lm_head.weight": self.embed,
-            "model.norm.weight": self.norm,
-        }
-        names = {
-            "self_attn.q_proj": self.q,
-            "self_attn.k_proj": self.k,
-            "self_attn.v_proj": self.v,
-            "self_attn.o_proj": self.o,
-            "mlp.gate_proj": self.gate,
-            "mlp.up_proj": self.up,
-            "mlp.down_proj": self.down,
-            "input_layernorm": self.norm1,
-            "post_attention_layernorm": self.norm2,
-        }
-        for name, stacked in names.items():
-            for i in range(LAYERS):
-                state[f"model.layers.{i}.{name}.weight"] = stacked[i]
+        state = dict(self._named()) | {"lm_head.weight": self.embed}
         model.load_state_dict(state)
         model.generation_config = GenerationConfig(
             bos_token_id=end, eos_token_id=[end, turn_end], pad_token_id=end, do_sample=False

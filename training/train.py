@@ -3,6 +3,7 @@
 Example:
 
     python -m training.train --minutes 145 --out runs/tiny --seed 0 --device auto
+    python -m training.train --start runs/tiny --tokens 1500000 --warmth 0.5 --seed 1 --out runs/tools
 
 The folder given by --out holds a loadable model from the first save on; a run that was stopped goes on with --resume.
 """
@@ -21,17 +22,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from training import evaluate, vocabulary
 from training.net import Muon, TinyNet
-from warmkv.models.tiny import corpus, tasks
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from warmkv.models.tiny import corpus
 
 ANSWER = 5.0
 FILLER = 0.3
@@ -67,6 +67,15 @@ PHASES = (
     Phase(0.44, {256: 0.2, 512: 0.2, 1024: 0.6}, _ALL),
     Phase(0.55, {256: 0.1, 512: 0.1, 1024: 0.15, 2048: 0.65}, _ALL, language=0.55),
     Phase(1.00, {256: 0.08, 512: 0.12, 1024: 0.2, 2048: 0.55, 4096: 0.05}, _LAST, language=0.5),
+)
+
+
+# On top of a trained model: half of the rows keep what it can do, the other half have tools.
+_TOOLS = {family: 0.5 * odds for family, odds in _LAST.items()}
+_TOOLS |= {"tool_call": 0.2, "tool_result": 0.18, "tool_not_needed": 0.12}
+WITH_TOOLS = (
+    Phase(0.4, {256: 0.3, 512: 0.7}, _TOOLS, language=0.2),
+    Phase(1.0, {256: 0.1, 512: 0.3, 1024: 0.2, 2048: 0.4}, _TOOLS, language=0.4),
 )
 
 
@@ -114,7 +123,7 @@ class Rows:
         keys = rng.randint(2, 3) if length <= 128 else rng.randint(3, 6) if length <= 256 else rng.randint(4, 10)
         turns = keys if family == "multi" else rng.randint(1, 3)
         target = length if rng.random() < 0.7 else rng.randint(length // 2, length)
-        sample = tasks.FAMILIES[family](
+        sample = evaluate.FAMILIES[family](
             self.easy if rng.random() < easy else self.world,
             rng,
             length=target,
@@ -182,8 +191,13 @@ def train(args: argparse.Namespace) -> None:
     """The whole run, from the tokenizer to the last save."""
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    tokenizer = vocabulary.build_tokenizer(corpus.texts("train"))
     net = TinyNet().to(device)
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+        net.take(load_file(args.start / "model.safetensors"))
+    else:
+        tokenizer = vocabulary.build_tokenizer(corpus.texts("train"))
+    phases = WITH_TOOLS if args.start else PHASES
     optimizers: list[torch.optim.Optimizer] = [
         Muon(net.matrices(), lr=MUON_RATE),
         torch.optim.AdamW(net.others(), lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
@@ -211,6 +225,8 @@ def train(args: argparse.Namespace) -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
+        if args.start:
+            record["start"] = json.loads((args.start / "training.json").read_text(encoding="utf-8"))
         save_model(net, tokenizer, args.out, record)
         save_checkpoint(checkpoint, net, optimizers, progress)
 
@@ -220,11 +236,16 @@ def train(args: argparse.Namespace) -> None:
         f"{sum(p.numel() for p in net.parameters()):,} parameters on {device}; {len(rows.stream):,} tokens",
         flush=True,
     )
-    budget, begin = args.minutes * 60, time.monotonic() - spent
+    begin = time.monotonic() - spent
+
+    def share_done() -> float:
+        """Return the share of the run that is done: of its tokens if they are given, else of its time."""
+        return float(seen / args.tokens if args.tokens else (time.monotonic() - begin) / (args.minutes * 60))
+
     saved_at = line_at = time.monotonic()
     line_seen, right, answers = seen, 0, 0
-    while (share := (time.monotonic() - begin) / budget) < 1:
-        phase = next(p for p in PHASES if share < p.until)
+    while (share := share_done()) < 1:
+        phase = next(p for p in phases if share < p.until)
         length = rows.rng.choices(list(phase.lengths), weights=list(phase.lengths.values()))[0]
         ids, weights = rows.batch(length, tokens_per_step(length, device) // length, phase)
         loss, got, of = run(ids.to(device), weights.to(device))
@@ -262,6 +283,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=145, help="training time (default 145)")
+    parser.add_argument("--tokens", type=int, help="train on so many tokens, however long it takes")
+    parser.add_argument("--start", type=Path, help="model folder to go on from: it learns to call tools besides")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

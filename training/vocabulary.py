@@ -1,7 +1,6 @@
 """The tiny model's tokenizer: byte-level BPE trained on standard-library text, digits in pairs, a ChatML template.
 
-The model was trained on turns of system, user and assistant only. Definitions, calls and results of tools have a place
-in the template, so that prompts with tools can be cached and priced.
+Definitions of tools come first, calls are JSON within `<tool_call>`, results are turns of the role `tool`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ CHAT_TEMPLATE = """\
 {%- for block in message['content'] -%}{{- ('' if loop.first else '\\n') + block['text'] -}}{%- endfor -%}
 {%- endif -%}
 {%- for call in message['tool_calls'] or [] -%}
-{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- '' if loop.first and not message['content'] else '\\n' -}}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
 {{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}

@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from training import evaluate, net, train, vocabulary
+from training import evaluate, net, tool_calls, train, vocabulary
 from warmkv.models.tiny import PATH, corpus, tasks
 
 transformers = pytest.importorskip("transformers")
@@ -154,6 +155,27 @@ def test_pieces_encode_as_the_whole_text_does(worlds: Any, encode: evaluate.Enco
     assert pieces == encode(sample.text())
 
 
+@pytest.mark.parametrize("family", list(tool_calls.TOOL_FAMILIES))
+def test_conversations_with_tools_are_what_the_template_renders(
+    tokenizer: Any, worlds: Any, encode: evaluate.Encode, family: str
+) -> None:
+    """Word for word, and token by token where training encodes them piece by piece."""
+    for seed in range(12):
+        draw = tool_calls.TOOL_FAMILIES[family]
+        sample = draw(worlds["train"], random.Random(seed), length=(256, 512, 700)[seed % 3], turns=1 + seed % 3)
+        tools = list(sample.tools)
+        prompt = tokenizer.apply_chat_template(
+            sample.messages(), tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert prompt == sample.prompt()
+        whole = tokenizer.apply_chat_template([*sample.messages(), sample.answer], tools=tools, tokenize=False)
+        assert whole == sample.text() + "\n"
+        assert [token for text, _ in sample.segments() for token in encode(text)] == encode(sample.text())
+        assert bool(sample.answer.get("tool_calls")) == (family == "tool_call")
+        names = [tool["function"]["name"] for tool in tools]
+        assert len(set(names)) == len(names)
+
+
 # The tasks
 
 
@@ -233,6 +255,15 @@ def test_the_exported_model_computes_what_was_trained(tmp_path: Path, tokenizer:
     assert again.get_vocab() == tokenizer.get_vocab()
     with torch.no_grad():
         torch.testing.assert_close(exported(input_ids=ids).logits, trained.logits(ids), atol=2e-4, rtol=1e-4)
+
+
+def test_training_goes_on_from_an_exported_model(tmp_path: Path, tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    first, second = net.TinyNet(torch.float32), net.TinyNet(torch.float32)
+    train.save_model(first, tokenizer.backend_tokenizer, tmp_path, {"steps": 0})
+    second.take(load_file(tmp_path / "model.safetensors"))
+    for before, after in zip((*first.matrices(), *first.others()), (*second.matrices(), *second.others()), strict=True):
+        assert torch.equal(before.half(), after.half())
 
 
 def test_muon_steps_have_equal_size_in_every_direction() -> None:
