@@ -28,7 +28,7 @@ API = common.DataSourceRef(type_val=INFINITY, uid="${api}")
 TOKENS_PER_SECOND = "si:tok/s"
 BLOCKS_PER_SECOND = "si:blocks/s"
 WARM_AND_COLD = {"warm": "orange", "cold": "blue"}
-MEASURED = {"measured": "text", "now": "yellow"}  # beside what other candidates would do
+MEASURED = {"measured": "text", "now": "yellow", "first": "blue"}  # beside what other candidates would do
 ACTIONS = "actions"
 """Column of a table that shows its actions as buttons."""
 

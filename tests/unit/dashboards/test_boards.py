@@ -143,7 +143,7 @@ def test_tables_read_the_control_api_and_their_actions_ask_first(boards: dict[st
                 assert set(re.findall(r"\$(\w+)", text)) == asked, action["title"]  # nothing more, nothing less
                 assert set(re.findall(r"\${__data\.fields\.([^}]+)}", text)) <= set(columns), action["title"]
                 assert action["fetch"]["url"].startswith("${gateway}/v1/warmkv/policy")
-    assert list(found) == ["Apply candidate", "Set TTL", "Set budget", "Change", "Roll back", "Roll back to the start"]
+    assert list(found) == ["Apply candidate", "Set TTL", "Set budget", "Roll back", "Roll back to the start", "Change"]
 
 
 UNITS = re.compile(r"short|none|s|dthms|dateTimeAsIso|bytes|Bps|percentunit|currencyUSD|reqps|cpm|si:[a-z/]+")

@@ -38,8 +38,8 @@ _MODEL = ("application", "candidate")
 def _predicted(metric: t.Metric) -> list[Query]:
     """Build the queries of the candidates that the viewer chose, and of the table's first if another than `now`."""
     others, rank = level(metric, _MODEL, candidate="!" + NOW), level(t.WHATIF_RANK, _MODEL)
-    first = f"{others} and on (application, candidate) ({rank} == 1)"
-    return [(level(metric, _CANDIDATE, candidate="~$candidate"), "{{candidate}}"), (first, "{{candidate}}, the first")]
+    first = f"max by (application) ({others} and on (application, candidate) ({rank} == 1))"
+    return [(level(metric, _CANDIDATE, candidate="~$candidate"), "{{candidate}}"), (first, "first in the table")]
 
 
 WHAT_IF = PanelRow(
@@ -92,10 +92,11 @@ WHAT_IF = PanelRow(
         Graph(
             "Error of the model",
             "What the model predicts for the settings in force, against what was measured of the same requests: hit "
-            "rate and share in the SLO as a difference, other figures relative.",
+            "rate and share in the SLO as a difference, other figures relative. Cut at 200%.",
             "percentunit",
             [(level(t.WHATIF_ERROR, ("figure",)), "{{figure}}")],
-            least=None,
+            least=-1,
+            top=2,
         ),
         Graph(
             "Quality",
@@ -161,7 +162,7 @@ CANDIDATES = PanelRow(
                     "Bring ${__data.fields.candidate} into force: ${__data.fields.changes}?",
                 ),
             ),
-            height=15,
+            height=16,
             none="control.whatif is off, or nothing was replayed yet",
         ),
     ),
@@ -205,27 +206,6 @@ SETTINGS = PanelRow(
             height=3,
         ),
         Table(
-            "Live settings",
-            "Settings that a running service can change, as they are in force. TTLs are replaced as a whole.",
-            "/v1/warmkv/policy",
-            "($version := version; $each(settings, function($value, $setting) {"
-            "{'setting': $setting, 'value': $string($value), 'version': $version, 'actions': ''}}))",
-            (Column("setting", width=245), Column("value"), Column("version", "none", 75)),
-            (
-                Action(
-                    "Change",
-                    "PUT",
-                    "/v1/warmkv/policy",
-                    '{"changes": {"${__data.fields.setting}": $value}, "version": ${__data.fields.version}, '
-                    '"why": "$why"}',
-                    "Change ${__data.fields.setting}, which is ${__data.fields.value}?",
-                    {"value": 'JSON, as in 0.5, "1h" or {"5m": 300}', **_WHY},
-                ),
-            ),
-            actions_width=90,
-            width=10,
-        ),
-        Table(
             "Versions",
             "Versions of the live configuration, the newest first. Roll back brings the settings of a version into "
             "force anew.",
@@ -235,7 +215,7 @@ SETTINGS = PanelRow(
             (
                 Column("version", "none", 75),
                 Column("when", "dateTimeAsIso", 160),
-                Column("who", width=90),
+                Column("who", width=80),
                 Column("why"),
                 Column("changes"),
             ),
@@ -257,9 +237,30 @@ SETTINGS = PanelRow(
                     _WHY,
                 ),
             ),
-            actions_width=250,
-            width=14,
+            actions_width=280,
+            height=7,
             none="The settings are those of the start",
+        ),
+        Table(
+            "Live settings",
+            "Settings that a running service can change, as they are in force. TTLs are replaced as a whole.",
+            "/v1/warmkv/policy",
+            "($version := version; $each(settings, function($value, $setting) {"
+            "{'setting': $setting, 'value': $string($value), 'version': $version, 'actions': ''}}))",
+            (Column("setting", width=300), Column("value"), Column("version", "none", 75)),
+            (
+                Action(
+                    "Change",
+                    "PUT",
+                    "/v1/warmkv/policy",
+                    '{"changes": {"${__data.fields.setting}": $value}, "version": ${__data.fields.version}, '
+                    '"why": "$why"}',
+                    "Change ${__data.fields.setting}, which is ${__data.fields.value}?",
+                    {"value": 'JSON, as in 0.5, "1h" or {"5m": 300}', **_WHY},
+                ),
+            ),
+            actions_width=90,
+            height=12,
         ),
     ),
 )
