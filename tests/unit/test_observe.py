@@ -18,7 +18,7 @@ import yaml
 
 from tests.polling import PATIENCE, until
 from warmkv import observe
-from warmkv.config import Config
+from warmkv.config import Config, load
 from warmkv.observe import Client, ObserveError
 from warmkv.platform.local import free_port
 
@@ -107,6 +107,25 @@ def test_outcomes_are_counted_and_a_conversation_ends_with_a_refusal(gateway: Th
     assert away.outcomes == {0: 1}
 
 
+def test_the_settings_leave_something_to_tune() -> None:
+    cache = load(flags=list(observe.SETTINGS), environ={}).prefix_cache
+    ttl = cache.ttls[cache.default_ttl]
+    share = (1 / observe.DOCUMENTS) / sum(
+        1 / rank for rank in range(1, observe.DOCUMENTS + 1)
+    )  # of the rarest document
+    a_second = 2.0 / len(observe.TENANTS) * (1 - observe.TURN_SHARE - observe.COLD_SHARE) * share  # at the default rate
+    assert ttl < 1 / a_second < max(cache.ttls.values())
+    assert cache.host.memory_bytes
+    assert set(observe.LIMITS) <= set(observe.TENANTS)
+
+
+def test_a_client_reads_the_answers_of_its_api() -> None:
+    chat = client()
+    chat.api = "chat/completions"
+    assert chat._answer({"choices": [{"message": {"content": "yes"}}]}) == "yes"
+    assert client()._answer({"content": [{"type": "text", "text": "no"}]}) == "no"
+
+
 def test_traffic_comes_from_every_tenant_and_ends(gateway: ThreadingHTTPServer) -> None:
     url = f"http://127.0.0.1:{gateway.server_address[1]}"
     with observe.traffic(url, "tiny", {"a": "1", "b": "2"}, rate=1000, seed=1) as clients:
@@ -119,6 +138,8 @@ def test_the_service_knows_the_tenants_and_grafana_s_origin() -> None:
     config = observe.observable(Config(), {"support": "key"}, "http://127.0.0.1:3000")
     assert [tenant.name for tenant in config.gateway.tenants] == ["support"]
     assert config.gateway.tenants[0].rights == ("policy",)
+    nightly = observe.observable(Config(), {"nightly": "key"}, "http://127.0.0.1:3000").gateway.tenants[0]
+    assert nightly.limits.requests_per_minute == observe.LIMITS["nightly"]["requests_per_minute"]
     assert config.control.whatif is not None
     assert config.control.allowed_origins == ("http://127.0.0.1:3000",)
 
