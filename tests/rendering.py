@@ -66,41 +66,30 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def shown(
-    dashboard: Mapping[str, Any], prometheus: str, table: Callable[[str], Any], since: float, until: float
+    dashboard: Mapping[str, Any], prometheus: str, table: Callable[[str], Any], seconds: tuple[float, float]
 ) -> dict[str, Any]:
     """What the page draws: the dashboard, and what its queries found. `table` reads JSON from an address."""
-    start, end = (int(at) // grafana.STEP * grafana.STEP for at in (since, until))  # as Grafana aligns them
+    start, end = (int(at) // grafana.STEP * grafana.STEP for at in seconds)  # as Grafana aligns them
     data: dict[int, Any] = {}
     for panel in dashboard["panels"]:
         targets = panel.get("targets", [])
         if panel["type"] == "table":
             (target,) = targets
             rows = grafana.rows(panel, table(target["url"]))
-            data[panel["id"]] = {
-                "columns": [
-                    {
-                        "name": column["text"],
-                        "type": column["type"],
-                        "values": [row[column["text"]] for row in rows],
-                    }
-                    for column in target["columns"]
-                ]
-            }
+            columns = [(column["text"], column["type"]) for column in target["columns"]]
+            cells = [{"name": name, "type": kind, "values": [row[name] for row in rows]} for name, kind in columns]
+            data[panel["id"]] = {"columns": cells}
         elif targets:
             lines = [line for target in targets for line in grafana.series(prometheus, target, start, end)]
             data[panel["id"]] = {"series": [asdict(line) for line in lines]}
-    variables = dashboard["templating"]["list"]
+    variables = [one for one in dashboard["templating"]["list"] if one["name"] in grafana.CHOSEN and not one["hide"]]
     return {
         "dashboard": dashboard,
         "from": 1000 * start,
         "to": 1000 * end,
         "step": 1000 * grafana.STEP,
         "width": WIDTH,
-        "variables": [
-            [one["label"], one["current"]["text"]]
-            for one in variables
-            if one["name"] in grafana.CHOSEN and not one["hide"]
-        ],
+        "variables": [[one["label"], one["current"]["text"]] for one in variables],
         "data": data,
         "marks": marks(dashboard, prometheus, start, end),
     }

@@ -28,7 +28,6 @@ from warmkv.observe import SETTINGS, Observed, observing
 
 RATE, SEED = 3.0, 1
 HOUR = 3600.0
-COLORS = 256
 GRID = {
     "prefix_cache.default_ttl": ["30s", "5m", "1h"],
     "prefix_cache.memory_bytes": ["64MiB", "128MiB", "256MiB"],
@@ -59,8 +58,8 @@ class Operator:
         row = next(row for row in grafana.rows(panel, self.read(panel["targets"][0]["url"])) if take(row))
         asked["key"] = self.seen.operator_key
         sent = grafana.request(panel, action, row, asked, {"gateway": self.seen.service})
-        headers = dict(sent.headers)
-        requests.request(sent.method, sent.url, json=sent.body, headers=headers, timeout=PATIENCE).raise_for_status()
+        answer = requests.request(sent.method, sent.url, json=sent.body, headers=dict(sent.headers), timeout=PATIENCE)
+        answer.raise_for_status()
 
 
 def applies(row: dict[str, Any]) -> bool:
@@ -88,15 +87,14 @@ def draw(operator: Operator, results: Any, seconds: tuple[float, float], folder:
     profile.mkdir()
     with rendering.served(rendering.BUILT) as url, browsing(profile) as page:
         for name, board in documents().items():
-            rendering.draw(page, url, rendering.shown(board, operator.seen.prometheus, table, *seconds))
+            rendering.draw(page, url, rendering.shown(board, operator.seen.prometheus, table, seconds))
             configured = {panel["title"]: panel.get("fieldConfig", {}).get("defaults", {}) for panel in board["panels"]}
             assert [title for title in rendering.empty(page) if "noValue" not in configured[title]] == [], name
             assert rendering.unknown_units(page, board) == [], name
             picture = folder / f"{name}.png"
             rendering.picture(page, picture)
-            Image.open(picture).convert("RGB").quantize(
-                COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-            ).save(picture, optimize=True)
+            drawn = Image.open(picture).convert("RGB")  # as a palette it is a third as large
+            drawn.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")

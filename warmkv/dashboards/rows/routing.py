@@ -50,7 +50,7 @@ DIRECTORY = PanelRow(
         ),
         Graph(
             "Memory of the directory",
-            "Memory of the prefix directory by shard.",
+            "Memory of the prefix directory by shard: its index, and the log of changes that routers read.",
             "bytes",
             [(level(t.DIRECTORY_BYTES, ("shard",)), "shard {{shard}}")],
             width=6,
