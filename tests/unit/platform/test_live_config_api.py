@@ -276,7 +276,7 @@ def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
     number = put(tuned, {"routing.overload": 3}, why=why)["version"]
     roll_back(tuned)
     changed, back = [labels for name, _, labels in tuned.metrics.seen if name == info][-2:]
-    assert (changed["version"], changed["who"], changed["what"]) == (str(number), "operator", "routing.overload = 3")
+    assert (changed["version"], changed["who"], changed["what"]) == (str(number), "local", "routing.overload = 3")
     assert (changed["why"][:22], len(changed["why"]), changed["why"][-3:]) == ('memory "is" short long', 200, "...")
     assert (back["what"], back["why"]) == (f"back to version {number - 1}", "test")
     assert described(Version(number=1, why=""))["why"] == "not given"  # Grafana would show an empty label's name
