@@ -68,25 +68,32 @@ def publish(target: Target, dashboards: Mapping[str, Mapping[str, Any]], *, writ
     `write` nothing is changed.
     """
     address = _address(target.url)
-    if not target.token.strip():
-        raise PublishError(f"no token: put a Grafana service-account token into {TOKEN_ENV}")
-    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
-    prefix = address.path.strip("/")
-    grafana = GrafanaFace(
-        auth=target.token.strip(),
-        host=host,
-        port=address.port,
-        protocol=address.scheme,
-        url_path_prefix=f"{prefix}/" if prefix else "",
-        timeout=target.timeout,
-    )
-    with _explained(target.url):
+    with connected(target) as grafana:
         _check_version(target.url, grafana.api.GET("/health"))
         done = [_publish_source(grafana, source, write) for source in sources(target)]
         done.append(_publish_folder(grafana, target.folder, write))
         for dashboard in dashboards.values():
             done.append(_publish_board(grafana, target, address, opening(dashboard, target), write))
         return done
+
+
+@contextmanager
+def connected(target: Target) -> Iterator[GrafanaFace]:
+    """Yield the target's Grafana; what goes wrong with it is a PublishError that says what to do."""
+    address = _address(target.url)
+    if not target.token.strip():
+        raise PublishError(f"no token: put a Grafana service-account token into {TOKEN_ENV}")
+    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
+    prefix = address.path.strip("/")
+    with _explained(target.url):
+        yield GrafanaFace(
+            auth=target.token.strip(),
+            host=host,
+            port=address.port,
+            protocol=address.scheme,
+            url_path_prefix=f"{prefix}/" if prefix else "",
+            timeout=target.timeout,
+        )
 
 
 def folder_uid(title: str) -> str:

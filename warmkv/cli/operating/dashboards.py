@@ -108,6 +108,35 @@ def diff(
     _bring(options, output, url, folder, datasource, prometheus, gateway, ask=True, write=False)
 
 
+@add_command(app, code=1)
+def annotate(
+    options: SettingsOptions,
+    output: JsonOptions,
+    gateway: Annotated[str, typer.Option(help="Address of the service; its operator's key is in WARMKV_API_KEY.")],
+    url: UrlOption = None,
+) -> None:
+    """Write the changes of a service's live configuration into Grafana, as annotations that outlive Prometheus's data.
+
+    Changes that Grafana has are left alone. The token of a service account is read from the variable GRAFANA_TOKEN.
+
+    Example: `GRAFANA_TOKEN=... warmkv dashboards annotate --gateway http://127.0.0.1:8400`
+    """
+    url = url or options.read().dashboards.grafana_url
+    from warmkv.dashboards import annotate as annotating
+    from warmkv.dashboards.publish import TOKEN_ENV, Target
+
+    token, key = os.environ.get(TOKEN_ENV, ""), os.environ.get("WARMKV_API_KEY", "")
+    done = annotating.annotate(Target(url, token, gateway=gateway, key=key))
+
+    def show() -> None:
+        for version in done:
+            print(f"annotated version {version.number} by {version.who}: {version.why}")
+        if not done:
+            print("nothing to annotate: Grafana has every change")
+
+    output.give({"annotated": [version.number for version in done]}, show)
+
+
 def _bring(
     options: SettingsOptions,
     output: JsonOptions,

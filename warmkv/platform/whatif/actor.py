@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import shlex
+import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
@@ -83,11 +84,13 @@ async def contents_of_replicas(application: str, most: int) -> Sequence[Contents
 async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:
     """Replay a round in a Ray task that reserves no core and takes none; it is killed when nobody follows it any more.
 
-    Its process replays this round alone, for its priority cannot be raised again.
+    Its process has the lowest priority from its start on, and replays this round alone.
     """
     import ray
 
-    steps = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_replay).remote(work)
+    niced = {"py_executable": f"nice -n {NICEST} {shlex.quote(sys.executable)}"}
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, runtime_env=niced)(_replay)
+    steps = task.remote(work)
     ended = False
     try:
         async for step in steps:
@@ -99,7 +102,6 @@ async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:
 
 
 def _replay(work: Round) -> Iterator[Basis | Replayed]:
-    os.nice(NICEST)
     yield from replays(work)
 
 

@@ -32,6 +32,7 @@ log = logging.getLogger("ray.serve")
 PAUSE_SECONDS = 5.0  # between two looks for something to do
 FRESH_SHARE = 20  # a round is due when one in so many requests of the window is new
 SILENCE_SECONDS = 10.0  # after which what a gateway said of its load counts no more, and no bytes go with its records
+REST_SECONDS = 30.0  # without load before a replay that was stopped begins anew: its start costs seconds of CPU
 WAITING_PER_REPLICA = 4  # requests for each replica whose first token is to come: short prompts are computed together
 
 Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
@@ -76,6 +77,7 @@ class WhatIf:
         self._replicas = start.cluster.replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
         self._loaded = asyncio.Event()
+        self._rests_until = 0.0
         self._basis: Basis | None = None
         self._results: dict[str, CandidateResult] = {}
         self._done: tuple[Any, ...] = ()  # what the last whole round was of
@@ -177,7 +179,8 @@ class WhatIf:
             self._state = f"waiting for {ENOUGH} requests"
             return
         if self.loaded:
-            self._state = "stopped: requests wait for a replica"
+            self._rest()
+        if self._clock() < self._rests_until:
             return
         work = await self._round()
         due = (self._version, sorted((one.name, repr(one.changes)) for one in work.candidates))
@@ -193,8 +196,11 @@ class WhatIf:
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
             self._rank()
         else:
-            self._state = "stopped: requests wait for a replica"
+            self._rest()
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
+
+    def _rest(self) -> None:
+        self._rests_until, self._state = self._clock() + REST_SECONDS, "stopped: requests wait for a replica"
 
     async def _take_snapshot(self) -> None:
         """Note what the replicas hold, if that is due: the windows of later rounds begin here."""

@@ -1,0 +1,1 @@
+"""What watching and tuning take from the service."""
