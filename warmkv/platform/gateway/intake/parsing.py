@@ -191,12 +191,14 @@ class Parsing:
     def _thinking_at_most(
         self, budget: int | None, place: str, sampling: SamplingParams, prompt: Prompt, left_out: FieldsLeftOut
     ) -> SamplingParams:
-        """Limit the tokens that an answer may think; the field is left out where the model's thinking has no end of one
-        token.
+        """Limit the tokens that an answer may think.
+
+        The field is left out where what ends the model's thinking is no token, and where vLLM computes.
         """
         if budget is None:
             return sampling
-        if (format_ := self._format) is None or format_.thinking is None or format_.thinking_ids is None:
+        format_, limits = self._format, self._service.config.engine.kind != "vllm"
+        if not limits or format_ is None or format_.thinking is None or format_.thinking_ids is None:
             left_out.note(place)
             return sampling
         is_open = thinking_is_open(prompt.begun, format_.thinking)
