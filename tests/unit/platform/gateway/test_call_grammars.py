@@ -19,6 +19,7 @@ from warmkv.platform.gateway.apis.call_grammars import CallGrammar
 from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES
 from warmkv.platform.gateway.apis.chat_parsing.parser import PartParser
 from warmkv.platform.gateway.apis.chat_parsing.parts import ToolCall
+from warmkv.replicas.constraints import compiler
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.protocol import Constraint
 
@@ -256,3 +257,17 @@ def test_families_whose_arguments_are_no_json_have_no_strict_tools(serve, family
     server = serve("engine.threads=1", f"model.response_template={family}")
     with pytest.raises(anthropic.BadRequestError, match=r"tools\.0: this model's calls cannot be constrained"):
         message(server, {"type": "auto"}, tools=[{**tool, "strict": True} for tool in MESSAGES])
+
+
+def test_a_form_beside_more_tools_than_a_grammar_holds_is_that_form_alone(server, monkeypatch):
+    """Without strict tools, that is: those are what was asked for."""
+    form = {"response_format": {"type": "json_object"}, "max_tokens": 2}
+    chat(server, **form)
+    assert "tool_call" in server.requests[-1].sampling.constraint.text
+    monkeypatch.setattr(compiler, "LONGEST", 200)
+    many = [{"type": "function", "function": {"name": f"tool_{n}"}} for n in range(9)]
+    chat(server, tools=many, **form)
+    assert server.requests[-1].sampling.constraint == Constraint("json_object")
+    strict = [*many, {"type": "function", "function": {"name": "strict", "strict": True}}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\.9: \d+ characters are more than 200"):
+        chat(server, tools=strict, **form)

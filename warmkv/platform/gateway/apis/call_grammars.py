@@ -101,8 +101,10 @@ class CallGrammar:
         for tool in self.tools:
             function = tool["function"]
             is_strict, name = function["name"] in self.strict, function["name"]
-            schema = {**ANY_OBJECT, **function["parameters"]} if is_strict or lenient else ANY_OBJECT
-            arguments = f"%json {schema_text(schema, lenient=not is_strict)}"
+            arguments = "any"
+            if is_strict or lenient:
+                schema = {**ANY_OBJECT, **function["parameters"]}
+                arguments = f"%json {schema_text(schema, lenient=not is_strict)}"
             begun, ended = (self._literal(part.replace("{name}", name)) for part in (before, syntax.behind))
             calls.append(" ".join(filter(None, (begun, arguments, ended))))
         many = self.parallel and syntax.between and not alone
@@ -111,6 +113,7 @@ class CallGrammar:
             f"calls: {self._literal(first)} call{more} {self._literal(syntax.last)}",
             "call: " + " | ".join(f"call{number}" for number in range(len(calls))),
             *(f"call{number}: {call}" for number, call in enumerate(calls)),
+            f"any: %json {schema_text(ANY_OBJECT)}",
         ]
 
     def _announced(self, rule: str, sign: str) -> list[str]:

@@ -265,7 +265,11 @@ class Parsing:
         constraint = wanted.constraint
         self._check_constraint(wanted.place, constraint)
         if grammar is not None and grammar.syntax.sign and constraint.kind != "grammar":
-            return self._constrained_calls(asked, grammar, grammar.beside_format(constraint), wanted.place)
+            try:
+                return self._constrained_calls(asked, grammar, grammar.beside_format(constraint), wanted.place)
+            except ApiError:  # too many tools, say: without strict ones the form alone is possible
+                if named:
+                    raise
         if named:
             raise invalid(f"tools.{named[0]}: strict is not possible beside {wanted.place} with this model")
         if asked.expected is not None and (thinking := asked.expected.format.thinking) is not None:
@@ -311,6 +315,8 @@ class Parsing:
             self._compiler.matcher(constraint)
         except ConstraintError:
             for number, tool in enumerate(grammar.tools):
+                if place != "tool_choice" and tool["function"]["name"] not in grammar.strict:
+                    continue  # whose schema is no part of it
                 alone = replace(grammar, tools=[tool], parallel=False, thinking=None)
                 self._check_constraint(f"tools.{number}", alone.forced())
             self._check_constraint(place, constraint)

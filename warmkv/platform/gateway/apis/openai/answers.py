@@ -66,7 +66,9 @@ async def stream(choices: Choices, out: EventWriter) -> None:
             return _event({**head, "choices": [choice]})
 
         if choices.chat or asked.echo:
-            await out.send(chunk({"role": "assistant", "content": asked.echo}))
+            first = {"role": "assistant", "content": asked.echo}
+            has_many = asked.echo and asked.sampling.logprobs is not None  # log-probabilities of the prompt
+            await out.send(await asyncio.to_thread(chunk, first) if has_many else chunk(first))
         deltas = _Deltas(answer)
         if answer.expected is not None:
             await answer.write_parts(out, lambda parts: b"".join(map(chunk, deltas.of(parts))))
