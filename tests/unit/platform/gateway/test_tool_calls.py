@@ -481,6 +481,9 @@ def test_a_thinking_budget_reaches_the_replica_where_its_ends_are_tokens(tmp_pat
     assert gateway.requests[-1].sampling.thinking is None  # a grammar of one's own begins with the answer
     gateway.messages()
     assert gateway.requests[-1].sampling.thinking is None
+    behind_vllm = Scripted(tmp_path, "Yes.", "end", "engine.kind=vllm")
+    behind_vllm.messages(**enabled)
+    assert behind_vllm.requests[-1].sampling.thinking is None
 
 
 def test_the_ends_of_thinking_are_found_among_a_tokenizer_s_tokens():
