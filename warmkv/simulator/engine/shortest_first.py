@@ -123,9 +123,9 @@ class ShortestFirst(BatchFormation[Request]):
         return max(1, self._step_tokens - self.batch.size)
 
     def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], list[float]]:
-        """Return the tokens that prompts lack, and what each counts for in the next step."""
-        work = [self._work(request, request.computed) for request in prompts]
-        return [request.prompt - request.computed for request in prompts], work
+        """Return the tokens that prompts lack, and what each counts for in the next step, if not once."""
+        lacking = [request.prompt - request.computed for request in prompts]
+        return lacking, [self._work(request, request.computed) for request in prompts] if self.batch.size else []
 
     def _work(self, request: Request, context: int) -> float:
         return batching.work_per_token(context, keys_per_token(request.costs.prefill), self.batch.size)
