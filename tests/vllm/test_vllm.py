@@ -89,7 +89,7 @@ def test_greedy_answers_and_log_probabilities_are_those_of_warmkv_s_engine(repli
 
 
 def test_tenants_find_nothing_of_each_other_and_marks_are_read_where_they_were_written(replica: Replica):
-    tokens = [random.Random(9).randrange(5, 250) for _ in range(150)]
+    tokens = random.Random(9).choices(range(5, 250), k=150)
     first = started(replica.answer(replica.request(tokens, marks={100: "5m"})))
     assert (first.hit, first.written, first.cached_tokens) == (0, 100, 0)
     again = started(replica.answer(replica.request(tokens, marks={100: "5m"})))
@@ -99,7 +99,7 @@ def test_tenants_find_nothing_of_each_other_and_marks_are_read_where_they_were_w
 
 
 def test_prefixes_that_are_dropped_are_not_found(replica: Replica):
-    tokens = [random.Random(11).randrange(5, 250) for _ in range(100)]
+    tokens = random.Random(11).choices(range(5, 250), k=100)
     replica.answer(replica.request(tokens))
     assert started(replica.answer(replica.request(tokens))).cached_tokens == 96
 
@@ -185,7 +185,7 @@ def test_lost_events_are_replayed_or_the_cache_is_cleared(replica: Replica, monk
     async def gone(first: int) -> list[tuple[int, bytes]]:
         return []
 
-    tokens = [random.Random(13 + kept).randrange(5, 250) for _ in range(200)]
+    tokens = random.Random(13 + kept).choices(range(5, 250), k=200)
     keys = hashing.block_hashes(tokens, BLOCK, ROOTS[0])
     replica.run(replica.heard())
     resets = stream.resets
