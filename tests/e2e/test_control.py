@@ -142,6 +142,9 @@ def test_actions_of_the_dashboards_change_the_cluster_and_nobody_elses_do(cluste
         found = grafana.rows(grafana.tables()[title], policy(cluster, of))
         return next(one for one in found if wanted.items() <= one.items())
 
+    def own() -> dict[str, Any]:
+        return row("TTLs and budget", "")
+
     def setting() -> dict[str, Any]:
         return row("Live settings", "", setting="compression.policy")
 
@@ -153,9 +156,10 @@ def test_actions_of_the_dashboards_change_the_cluster_and_nobody_elses_do(cluste
     best["version"] = first
     actions = [  # and what is different from the configuration at start then
         (("What other settings would do", "Apply candidate", lambda: best), {}, ("snapkv@0.5", ttls)),
-        (("Live settings", "Set budget", setting), {"budget": "0.3", "why": "memory"}, ("snapkv@0.3", ttls)),
+        (("TTLs and budget", "Set budget", own), {"budget": "0.3", "why": "memory"}, ("snapkv@0.3", ttls)),
         (("Versions", "Roll back", lambda: version(first)), {"why": "worse"}, ("snapkv@0.5", None)),
-        (("Live settings", "Set TTL", setting), {"ttls": json.dumps(ttls), "why": "more"}, ("snapkv@0.5", ttls)),
+        (("TTLs and budget", "Set TTL", own), {"ttls": json.dumps(ttls), "why": "more"}, ("snapkv@0.5", ttls)),
+        (("Live settings", "Change", setting), {"value": '"snapkv@0.2"', "why": "a try"}, ("snapkv@0.2", ttls)),
         (("Versions", "Roll back to the start", lambda: version(first)), {"why": "as it was"}, (None, None)),
     ]
     for number, ((title, action, of), asked, (compression, lives)) in enumerate(actions, start=first):
