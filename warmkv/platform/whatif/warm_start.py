@@ -48,9 +48,8 @@ class Snapshots:
         usable = self._reached(window)
         if not records or not usable:
             return Start(records)
-        at = (
-            _at(usable[0]) if window.dropped else records[0].arrival
-        )  # just before the first snapshot, which they led to
+        # The first snapshot comes just after the first requests: then what came before these is told by its age.
+        at = _at(usable[0]) if window.dropped else records[0].arrival
         left = [record for record in records if record.arrival + record.ttft > at]  # the others' prefixes are held
         early = sum(record.arrival < at for record in left)
         return Start(left, early, [replica.stored_by(at) for replica in usable[0]])
