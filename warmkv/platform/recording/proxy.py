@@ -202,6 +202,8 @@ class Proxy:
                 if request.transport is not None:
                     request.transport.abort()
                 return answer
+            if exchange is not None:
+                exchange.code = 502
             log.warning("upstream cannot be reached: %s", error)
             message = f"upstream cannot be reached: {error}"
             return web.json_response({"type": "error", "error": {"type": "api_error", "message": message}}, status=502)

@@ -105,7 +105,7 @@ def test_a_server_that_goes_away_is_passed_over():
     run(scene())
 
 
-def test_none_that_can_be_reached_is_a_bad_gateway_and_a_body_without_end_is_refused(monkeypatch):
+def test_none_that_can_be_reached_is_a_bad_gateway_and_a_body_without_end_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "LONGEST_BODY", 20_000)
 
     async def scene():
@@ -113,13 +113,16 @@ def test_none_that_can_be_reached_is_a_bad_gateway_and_a_body_without_end_is_ref
             _, writer, head = await asked(port, request(b"x" * 30_000, CHAT))
             assert head.startswith(b"HTTP/1.1 413")
             writer.close()
+        log = AccessLog(tmp_path / "log", 0)
         router = EngineRouter(
             ["http://127.0.0.1:9"], Config(), kv_tokens=1, ttl=60, random=Random(0), clock=time.monotonic
         )
-        async with RoutingProxy(router, None).running("127.0.0.1", 0) as port:
+        async with RoutingProxy(router, Recorder(log, Analyst(State(b""), 64))).running("127.0.0.1", 0) as port:
             _, writer, head = await asked(port, request(body("x"), CHAT))
             assert head.startswith(b"HTTP/1.1 502")
             writer.close()
             assert router.figures()["engines"]["http://127.0.0.1:9"]["in_flight"] == 0
+        log.close()
+        assert RequestRecord.from_json((tmp_path / "log").read_text()).error == "http_502"
 
     run(scene())
