@@ -397,7 +397,7 @@ def test_blocks_come_from_disk_at_its_bandwidth(tmp_path):
     for rate in (1e6, 4e6):
         disk = f"prefix_cache.disk={{memory_bytes: 1MiB, path: {tmp_path}}}"
         config = settings("prefix_cache.memory_bytes=1", disk, f"simulator.disk_bandwidth={rate}")
-        stores = Stores([], config, Lifetimes.of(config.prefix_cache), kv_shape(config).token_bytes, by_runs=False)
+        stores = Stores([], config, Lifetimes.of(config.prefix_cache), kv_shape(config).token_bytes)
         seconds.append(stores.tier_seconds[1])
     assert seconds[0] == pytest.approx(4 * seconds[1])
 

@@ -22,12 +22,35 @@ READS_APART = 16
 class EvictionCandidate(Protocol):
     """What an order may look at."""
 
-    size: int  # bytes
-    tokens: int  # in the block; 0 where an entry holds no KV
-    end: int  # tokens from the start of the prompt to the end of the block
-    reads: int  # since it was stored
-    used: int  # counts up with every use of any block
-    floor: float  # the priority of what had been given up last when the block was used
+    @property
+    def size(self) -> int:
+        """Return bytes."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Return tokens in the block; 0 where an entry holds no KV."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """Return tokens from the start of the prompt to the end of the block."""
+        ...
+
+    @property
+    def reads(self) -> int:
+        """Return how often it was read since it was stored."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Return a number that counts up with every use of any block."""
+        ...
+
+    @property
+    def floor(self) -> float:
+        """Return the priority of what had been given up last when the block was used."""
+        ...
 
 
 @dataclass(slots=True)

@@ -191,10 +191,11 @@ class TierIndex:
         self._free(entry)
 
     def prolong(self, chain: Sequence[bytes], ttl: float, now: float) -> None:
-        """Let what is held of a chain live at least `ttl` seconds from now."""
+        """Let what is held of a chain live at least `ttl` seconds from now, and its own TTL where that is longer."""
         for key in chain[: self.match(chain, now)]:
             entry = self._entries[key]
-            entry.ttl, entry.expires_at = max(entry.ttl, ttl), max(entry.expires_at, now + ttl)
+            entry.ttl = max(entry.ttl, ttl)
+            entry.expires_at = max(entry.expires_at, now + entry.ttl)
             self._free(entry)
 
     def restore(self, entry: Entry, parent: bytes | None) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from tests.hops import Hop, calls, drawn
 from tests.unit.simulator.conversations import config, record
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.studies.replay import run
 from warmkv.simulator.studies.step_times import choose_cost
@@ -39,7 +40,9 @@ def test_the_way_of_a_line_is_as_drawn(tmp_path, name):
     def carries(value):
         if isinstance(value, str):
             return line in value
-        return isinstance(value, Row | RequestRecord | Job) or (isinstance(value, dict) and keys <= value.keys())
+        return isinstance(value, Row | RequestRecord | Job | Prompt) or (
+            isinstance(value, dict) and keys <= value.keys()
+        )
 
     with calls(carries) as handed_on:
         replayed(path)

@@ -1,49 +1,77 @@
-"""What the routers know of the prefix index: replicas send their reports in batches, and they take time to arrive."""
+"""What routers know of the replicas' blocks: replicas send their reports in batches, which take time to arrive."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.index import Depths
+
+Held = dict[int, Depths]
+"""Leading blocks of runs, by their number, on the device, there or in host memory, in any tier."""
 
 
 class LateIndex:
     """An index that is told what happened and knows it later. Times are virtual seconds, and never go back by replica.
 
     A replica sends at once what happens `publish` seconds after its last sending, or later; what happens before is sent
-    together when they are over (`Publisher` in `replicas/`). What is sent is known `delay` seconds later.
+    together when they are over (`Publisher` in `replicas/`). What is sent is known `delay` seconds later. `lengths` are
+    the blocks of each run.
     """
 
-    def __init__(self, publish: float, delay: float) -> None:
-        self._publish, self._delay = publish, delay
-        self._index = PrefixIndex()
+    def __init__(self, publish: float, delay: float, lengths: Sequence[int]) -> None:
+        self._publish, self._delay, self._lengths = publish, delay, lengths
+        self._known: dict[str, Held] = {}
         self._sendings: dict[str, float] = {}  # by replica, when it sent last or will send next
-        self._reports: list[tuple[float, int, str, Sequence[bytes], str | None]] = []  # heap; see `happened`
+        self._reports: list[tuple[float, int, str, Held]] = []  # heap: when each is known
+        self._pending: dict[str, tuple[float, Held]] = {}  # by replica, its last report
         self._order = 0
 
-    def happened(self, replica: str, keys: Sequence[bytes], tier: str | None, now: float) -> None:
-        """Record that a replica holds blocks, in `tier` as the fastest; None: it dropped them."""
+    def happened(self, replica: str, held: Held, now: float) -> None:
+        """Record how much a replica holds of some runs now."""
         last = self._sendings.get(replica, -math.inf)
         if now > last:
             last = self._sendings[replica] = max(now, last + self._publish)
+        at, report = self._pending.get(replica, (-math.inf, held))
+        if at == last:
+            report |= held  # what is sent together is known together
+            return
+        self._pending[replica] = last, held
         self._order += 1
-        heapq.heappush(self._reports, (last + self._delay, self._order, replica, keys, tier))
+        heapq.heappush(self._reports, (last + self._delay, self._order, replica, held))
 
-    def at(self, now: float) -> PrefixIndex:
-        """Return the index as known now, with what becomes known at this moment."""
+    def warm(self, runs: Sequence[int], now: float) -> Mapping[str, Depths]:
+        """Return leading blocks of a prompt that each replica holds as known now; those that hold none are left out."""
         while self._reports and self._reports[0][0] <= now:
-            _, _, replica, keys, tier = heapq.heappop(self._reports)
-            if tier is None:
-                self._index.remove(replica, keys)
-            else:
-                self._index.add(replica, keys, tier)
-        return self._index
+            _, _, replica, held = heapq.heappop(self._reports)
+            if self._pending.get(replica, (0.0, None))[1] is held:
+                del self._pending[replica]
+            self._known.setdefault(replica, {}).update(held)
+        warm, lengths = {}, self._lengths
+        for replica, known in self._known.items():
+            device = host = anywhere = 0
+            on_device = in_memory = True
+            for run in runs:
+                if (found := known.get(run)) is None:
+                    break
+                length = lengths[run]
+                if on_device:
+                    device += found[0]
+                    on_device = found[0] == length
+                if in_memory:
+                    host += found[1]
+                    in_memory = found[1] == length
+                anywhere += found[2]
+                if found[2] < length:
+                    break
+            if anywhere:
+                warm[replica] = device, host, anywhere
+        return warm
 
     def drop_replica(self, replica: str) -> None:
         """Forget a replica that is gone, and all that it sent."""
         self._reports = [report for report in self._reports if report[2] != replica]
         heapq.heapify(self._reports)
-        self._sendings.pop(replica, None)
-        self._index.drop_replica(replica)
+        for some in (self._sendings, self._pending, self._known):
+            some.pop(replica, None)

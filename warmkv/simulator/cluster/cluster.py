@@ -11,9 +11,9 @@ from warmkv.config import Config
 from warmkv.policies.breaker import retry_pause
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.simulator.cache.layout import Layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
-from warmkv.simulator.cache.runs import Layout, RunCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
@@ -49,10 +49,9 @@ def simulate(
     times: StepTimes,
     *,
     fast_forward: bool = True,
-    by_runs: bool = True,
     as_placed: bool = False,
     seed: int = 0,
-    lay_out: Callable[[], Layout | None] | None = None,
+    lay_out: Callable[[], Layout] | None = None,
     held: Sequence[Contents] = (),
     begun: float = 0.0,
     progress: Progress = lambda arrived: None,
@@ -62,21 +61,18 @@ def simulate(
     A job that waits for another arrives its think time after that one ended, or was refused.
 
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
-    of which only power_of_two draws at random. `fast_forward=False` steps token by token, and `by_runs=False`
-    follows every block by itself where runs of blocks would do; both are slower, with equal results. `as_placed` sends
-    every request to the replica that its record names: those are the cluster from beginning to end. `lay_out` gives the
-    prompts' blocks as runs, where whoever calls keeps them.
+    of which only power_of_two draws at random. `fast_forward=False` steps token by token, with equal results.
+    `as_placed` sends every request to the replica that its record names: those are the cluster from beginning to end.
+    `lay_out` gives the prompts' blocks as runs, where whoever calls keeps them.
 
     The first replicas begin with what is `held`, one after the other, the others empty; the clock starts at the Unix
     time `begun`.
 
-    With `simulator.batching: mixed` requests are preempted, which only a cache that follows every block can do.
-    Raises BatchingError if a request could not be batched so.
+    Raises BatchingError if a request could not be batched as `simulator.batching: mixed` does.
     """
     config = resolved(config)
     mixed = mixed_limits(jobs, config, token_bytes) if config.simulator.batching == "mixed" else None
-    by_runs = by_runs and mixed is None and not held
-    stores = Stores(jobs, config, lifetimes, token_bytes, by_runs=by_runs, lay_out=lay_out)
+    stores = Stores(jobs, config, lifetimes, token_bytes, lay_out, held)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run(held, begun)
 
 
@@ -127,7 +123,6 @@ class Cluster:
         else:
             self._fleet.open()
         for cache, contents in zip(self._fleet.caches, held, strict=False):
-            assert isinstance(cache, ReplicaCache)  # no runs are followed then
             cache.restore(contents, self._env.now, begun)
         if not self._jobs:
             self._fleet.close()
@@ -212,7 +207,7 @@ class Cluster:
 
     # --- replicas come and go
 
-    def _replica(self, name: str, cache: ReplicaCache | RunCache) -> SimulatedReplica:
+    def _replica(self, name: str, cache: ReplicaCache) -> SimulatedReplica:
         engine, times, fast = self._config.engine, self._times, self._fast_forward
         reading = self._stores.tier_seconds
         return SimulatedReplica(

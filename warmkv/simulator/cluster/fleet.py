@@ -13,7 +13,6 @@ from warmkv.config import Config, FailureConfig
 from warmkv.policies.transfer import TransferTerms
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import ReplicaCache
-from warmkv.simulator.cache.runs import RunCache
 from warmkv.simulator.cluster.autoscaler import REPORT_SECONDS, Autoscaler
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import Stores
@@ -35,7 +34,7 @@ class Fleet:
         env: simpy.Environment,
         config: Config,
         stores: Stores,
-        new: Callable[[str, ReplicaCache | RunCache], SimulatedReplica],
+        new: Callable[[str, ReplicaCache], SimulatedReplica],
         ready: Callable[[], None],
         gone: Callable[[str], None],
         lost: Callable[[Sequence[Job]], None],
@@ -49,7 +48,7 @@ class Fleet:
         self.alive, self.moved = TimeWeightedGauge(), Moved()
         self.serving: dict[str, SimulatedReplica] = {}  # those that take requests
         self.names: list[str] = []  # theirs
-        self.caches: list[ReplicaCache | RunCache] = []  # likewise
+        self.caches: list[ReplicaCache] = []  # likewise
         self.transfers: dict[str, SimulatedTransfers] = {}  # of all that are there
         self._starting: dict[str, SimulatedReplica] = {}
         self._draining: dict[str, SimulatedReplica] = {}  # go when the requests that they have are over
@@ -182,7 +181,7 @@ class Fleet:
 
     def _leave(self, replica: SimulatedReplica) -> None:
         """Go, and before that leave the hottest blocks to the others."""
-        if self._terms.handover_seconds and self.serving and isinstance(replica.cache, ReplicaCache):
+        if self._terms.handover_seconds and self.serving:
             self._env.process(self._hand_over(replica, replica.cache))
         else:
             self._gone(replica)
@@ -192,11 +191,10 @@ class Fleet:
             return self._open and replica.name in self._draining
 
         def peer(name: str) -> ReplicaCache | None:
-            found = self.serving[name].cache if name in self.serving else None
-            return found if isinstance(found, ReplicaCache) else None
+            return self.serving[name].cache if name in self.serving else None
 
-        names, index = sorted(self.serving), self._stores.index
-        yield from hand_over(self._env, cache, names, peer, index, self._terms, self.moved, there)
+        names = sorted(self.serving)
+        yield from hand_over(self._env, cache, names, peer, self._stores.holders, self._terms, self.moved, there)
         if there():
             self._gone(replica)
 

@@ -10,13 +10,12 @@ from warmkv.policies.dispatcher import Dispatcher
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.index import Depths
-from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.cluster.replica import Job
 
 TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
-Warm = Callable[[RequestRecord, float], Mapping[str, Depths]]
+Warm = Callable[[Job, float], Mapping[str, Depths]]
 
 
 class SimulatedGateway:
@@ -42,7 +41,7 @@ class SimulatedGateway:
             leaves = self._lifetimes.stored_blocks(job.marks, len(record.hashes), record.block_size)
         queues = None if self._alone else self._queues(now)
         choice = self._dispatcher.choose(
-            job.number, record.hashes, replicas, queues=queues, warm=self._warm(record, now), leaves=leaves
+            job.number, record.hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
         )
         return choice.order, choice.fetch
 

@@ -8,12 +8,11 @@ from functools import partial
 
 from warmkv.config import EngineConfig
 from warmkv.policies.fair_queue import FairQueue
-from warmkv.policies.prefix_cache import Match
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import ReplicaCache
-from warmkv.simulator.cache.runs import RunCache
+from warmkv.simulator.cache.replica_cache import NOTHING, Found, ReplicaCache
 from warmkv.simulator.cluster.clock import Alarm, Clock
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.formation import BatchFormation
@@ -22,7 +21,6 @@ from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes
 
 NEVER = -1.0
-NO_MATCH = Match()
 NO_COSTS = PhaseCosts(FREE, FREE)
 WHOLE_CACHE = StepKind.of(PolicySpec())
 
@@ -46,6 +44,7 @@ class Job:
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
     shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
+    blocks: Prompt = field(init=False, repr=False)  # known once the prompts are laid out
     gateway: int = 0  # the one that it comes to
     waits: bool = False  # for the turn before it: its arrival is not known before that ends
     think: float = 0.0  # seconds from that end to its arrival
@@ -55,7 +54,7 @@ class Job:
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
-    match: Match = NO_MATCH  # found at its start
+    match: Found = NOTHING  # found at its start
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
     read: int = 0  # position up to which it is billed as a reader
@@ -67,7 +66,7 @@ class Job:
     submitted: float = NEVER
     costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
     load: Load | None = None  # of the batch, likewise
-    found: Match = NO_MATCH
+    found: Found = NOTHING
     warm: int = 0  # prompt tokens that need not be computed
     lead: float = 0.0  # seconds by which its first step is longer
     passed: int = 0  # how often another was admitted before it
@@ -98,7 +97,7 @@ class SimulatedReplica:
         name: str,
         config: EngineConfig,
         times: StepTimes,
-        cache: ReplicaCache | RunCache,
+        cache: ReplicaCache,
         slots: TimeWeightedGauge,
         fast_forward: bool = True,
         ended: Callable[[Job], None] = lambda job: None,
@@ -172,7 +171,7 @@ class SimulatedReplica:
         cache = self.cache
         if cache.due <= now:
             cache.expire(now)
-        blocks = cache.leading(job.record, len(job.record.hashes), now)[-1]
+        blocks = cache.leading(job.blocks, len(job.record.hashes), now)[-1]
         return blocks, blocks * job.record.block_size
 
     def begin(self, job: Job, now: float) -> float:
@@ -181,17 +180,17 @@ class SimulatedReplica:
         cache = self.cache
         if cache.due <= now:
             cache.expire(now)
-        found = job.found = cache.match(job.record, now)
+        found = job.found = cache.match(job.blocks, now)
         job.warm = max(0, min(found.tokens, job.prompt - job.recomputed))
         if job.sum_bytes:
-            job.warm = cache.sums(found, job.record, job.warm, now)
+            job.warm = cache.sums(found, job.blocks, job.warm, now)
         job.computed = job.warm
         if job.first == NEVER:
             job.started, job.match, job.reused = now, found, job.warm
         self._slots.change(job.slot_bytes, now)
         if self._tier_seconds is None or not job.warm:
             return 0.0
-        blocks = cache.leading(job.record, found.blocks, now)
+        blocks = cache.leading(job.blocks, found.blocks, now)
         device, memory, anywhere = (min(count * job.record.block_size, job.warm) for count in blocks)
         host, disk = self._tier_seconds
         job.lead = host * (memory - device)
@@ -208,19 +207,19 @@ class SimulatedReplica:
         cache = self.cache
         if cache.due <= now:
             cache.expire(now)
-        written = cache.store(job.record, job.marks, now, job.found, job.submitted)
+        written = cache.store(job.blocks, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:
-            cache.store_sums(job.record, job.marks, job.warm, job.sum_bytes, now)
-        cache.release(job.record, job.found)
-        job.found = NO_MATCH
+            cache.store_sums(job.blocks, job.marks, job.warm, job.sum_bytes, now)
+        cache.release(job.found)
+        job.found = NOTHING
         if job.first == NEVER:
             job.first, job.written = now + self._overhead, written
         if not job.num_output_tokens:  # else it was preempted after its first token
             self._began(job)
 
     def preempted(self, job: Job, now: float) -> None:
-        self.cache.release(job.record, job.found)
-        job.found = NO_MATCH
+        self.cache.release(job.found)
+        job.found = NOTHING
         self._slots.change(-job.slot_bytes, now)
 
     def end(self, job: Job, now: float) -> None:

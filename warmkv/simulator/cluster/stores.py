@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from warmkv.config import Config
-from warmkv.policies.eviction import lru
+from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
-from warmkv.prefixes.index import PUBLISH_SECONDS, Depths, PrefixIndex
-from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.index import PUBLISH_SECONDS, Depths
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
+from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
-from warmkv.simulator.cache.runs import Layout, RunCache, Runs, layout
+from warmkv.simulator.cache.replica_cache import MovedBlock, Removals, ReplicaCache
+from warmkv.simulator.cache.warm_start import prompts_of
 from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import Job
 
 
 class Stores:
-    """The caches of all replicas. Times are virtual seconds.
-
-    With `by_runs` blocks that always come together are followed as one, where that is exact.
-    """
+    """The caches of all replicas, and what routers know of them. Times are virtual seconds."""
 
     def __init__(
         self,
@@ -31,9 +28,8 @@ class Stores:
         config: Config,
         lifetimes: Lifetimes,
         token_bytes: int,
-        *,
-        by_runs: bool,
-        lay_out: Callable[[], Layout | None] | None = None,
+        lay_out: Callable[[], Layout] | None = None,
+        held: Sequence[Contents] = (),
     ) -> None:
         config = resolved(config)
         cache = config.prefix_cache
@@ -45,19 +41,16 @@ class Stores:
         simulator = config.simulator
         pcie = simulator.gpu.pcie if simulator.model.is_whole else None
         self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
-        delay = simulator.index_delay
-        self.index = PrefixIndex()
-        self._late = LateIndex(PUBLISH_SECONDS, delay) if delay else None
-        hands_over = config.cluster.autoscaling is not None and config.cluster.handover_seconds > 0
-        self._layout = None
-        if by_runs and not delay and not hands_over and follows_runs(jobs, config, self._tiers, lifetimes):
-            self._layout = lay_out() if lay_out is not None else layout([job.record.hashes for job in jobs])
-        self._runs: dict[str, Runs] = {}  # by request
-        if self._layout is not None:
-            self._runs = dict(zip((job.record.id for job in jobs), self._layout.runs, strict=True))
-            if len(self._runs) < len(jobs):  # some share an id
-                self._layout = None
-        self._run_caches: dict[str, RunCache] = {}
+        if held:
+            self._layout = layout([*(job.record for job in jobs), *prompts_of(held, self._block_size)])
+        else:
+            self._layout = lay_out() if lay_out is not None else layout([job.record for job in jobs])
+        for job, prompt in zip(jobs, self._layout.prompts, strict=False):
+            job.blocks = prompt
+        self._caches: dict[str, ReplicaCache] = {}
+        self._late = None
+        if delay := simulator.index_delay:
+            self._late = LateIndex(PUBLISH_SECONDS, delay, [run.blocks for run in self._layout.runs])
 
     @property
     def block_bytes(self) -> int:
@@ -71,52 +64,34 @@ class Stores:
         host, disk = (weights.get(name, 0.0) / rate if rate else 0.0 for name, rate in self._bandwidths.items())
         return host, disk
 
-    def new(self, name: str) -> ReplicaCache | RunCache:
+    def new(self, name: str) -> ReplicaCache:
         """Make the empty cache of a replica that starts."""
-        levels = tuple(self.by_tier.values())
-        if self._layout is None:
-            return ReplicaCache(
-                name, self._tiers, self._token_bytes, self._lifetimes, self.index, self.stored, self.removals,
-                self._share, levels, self._late,
-            )  # fmt: skip
-        rooms = [(tier.capacity // self._weight(tier), self._weight(tier)) for tier in self._tiers]
-        tiers, ttl = list(self.by_tier), self._lifetimes.default
-        self._run_caches[name] = RunCache(
-            self._layout, self._runs, tiers, rooms, ttl, self.stored, levels, self.removals
-        )
-        return self._run_caches[name]
+        self._caches[name] = ReplicaCache(
+            name, self._layout, self._tiers, self._token_bytes, self._lifetimes, self.stored, self.removals,
+            self._share, tuple(self.by_tier.values()), self._late,
+        )  # fmt: skip
+        return self._caches[name]
 
-    def drop(self, name: str, cache: ReplicaCache | RunCache, now: float) -> None:
+    def drop(self, name: str, cache: ReplicaCache, now: float) -> None:
         """Drop the cache of a replica that is gone."""
         cache.expire(now)
         cache.drop(now)
-        self._run_caches.pop(name, None)
-        if self._late is not None:
-            self._late.drop_replica(name)
+        del self._caches[name]
 
-    def warm(self, record: RequestRecord, now: float) -> Mapping[str, Depths]:
-        """Return leading blocks of a prompt that each replica holds, as the routers know it."""
-        if self._layout is not None:
-            runs = self._runs[record.id]
-            warm = {}
-            for name, cache in self._run_caches.items():
-                depths = cache.depths(runs)
-                if depths[-1]:
-                    warm[name] = depths
-            return warm
-        index = self.index if self._late is None else self._late.at(now)
-        return index.longest_match(record.hashes)
+    def warm(self, job: Job, now: float) -> Mapping[str, Depths]:
+        """Return leading blocks of a job's prompt that each replica holds, as the routers know it."""
+        if self._late is not None:
+            return self._late.warm(job.blocks.runs, now)
+        warm, runs = {}, job.blocks.runs
+        for name, cache in self._caches.items():
+            depths = cache.depths(runs)
+            if depths[-1]:
+                warm[name] = depths
+        return warm
+
+    def holders(self, block: MovedBlock) -> list[str]:
+        """Return the replicas that hold a block, in any tier."""
+        return [name for name, cache in self._caches.items() if cache.has(block)]
 
     def _weight(self, tier: Tier) -> int:
         return tier.weigh(self._block_size * self._token_bytes, self._block_size)
-
-
-def follows_runs(jobs: Sequence[Job], config: Config, tiers: Sequence[Tier], lifetimes: Lifetimes) -> bool:
-    """Return True if a `RunCache` does with the blocks of the prompts what the indexes do, if they can be laid out as
-    runs.
-    """
-    settings = config.prefix_cache
-    plain = all(tier.order is lru for tier in tiers) and not settings.tenant_share and lifetimes.automatic
-    if not plain or len({job.record.block_size for job in jobs}) != 1:
-        return False
-    return not any(job.marks or job.record.reads or job.sum_bytes for job in jobs)

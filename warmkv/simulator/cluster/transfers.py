@@ -13,10 +13,8 @@ from typing import Any
 
 import simpy
 
-from warmkv.policies.entry import Entry
 from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
-from warmkv.prefixes.index import PrefixIndex
-from warmkv.simulator.cache.replica_cache import ReplicaCache
+from warmkv.simulator.cache.replica_cache import Chain, MovedBlock, ReplicaCache
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
 
 REMEMBERED = 256  # prefills; older ones count for nothing beside them
@@ -97,7 +95,7 @@ class SimulatedTransfers:
 
     def _flight(self, job: Job, plan: Fetch) -> Flight | None:
         """Return the fetch to wait for: another job's for the same blocks, or a new one if faster than computing."""
-        _, memory, held = self._replica.cache.leading(job.record, plan.blocks, self._env.now)
+        _, memory, held = self._replica.cache.leading(job.blocks, plan.blocks, self._env.now)
         if held == plan.blocks:
             return None
         keys = job.record.hashes[memory : plan.blocks]
@@ -126,22 +124,22 @@ class SimulatedTransfers:
             began, wait, more = env.now, terms.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
-                _, first, _ = cache.leading(job.record, plan.blocks, env.now)
+                _, first, _ = cache.leading(job.blocks, plan.blocks, env.now)
                 donor = self._donors(plan.donor)
                 if first == plan.blocks or donor is None:
                     break
                 donor.cache.expire(env.now)
                 sums = bool(job.sum_bytes)
-                transfer = donor.cache.lend(job.record, first, plan.blocks, terms.piece_bytes, sums, env.now)
+                transfer = donor.cache.lend(job.blocks, first, plan.blocks, terms.piece_bytes, sums, env.now)
                 seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
                 if late or not self._open or not transfer.nbytes or self._donors(plan.donor) is not donor:
                     break
                 cache.expire(env.now)
-                cache.adopt(job.record, transfer, env.now)
+                cache.adopt(job.blocks, transfer, env.now)
                 total += transfer.nbytes
-                more = transfer.more and cache.leading(job.record, transfer.blocks, env.now)[2] == transfer.blocks
+                more = transfer.more and cache.leading(job.blocks, transfer.blocks, env.now)[2] == transfer.blocks
         self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
             self._times = self._times.fetched(total, env.now - began)
@@ -154,7 +152,7 @@ class SimulatedTransfers:
 class ChainSlice:
     """Entries of a chain, from number `first` on and before `last`."""
 
-    chain: Sequence[Entry]
+    chain: Chain
     first: int
     last: int
 
@@ -182,20 +180,20 @@ def hand_over(
     cache: ReplicaCache,
     names: Sequence[str],
     peer: Callable[[str], ReplicaCache | None],
-    index: PrefixIndex,
+    holders_of: Callable[[MovedBlock], list[str]],
     terms: TransferTerms,
     moved: Moved,
     there: Callable[[], bool],
 ) -> Process:
     """Give the hottest chains of a replica that is stopped to others, within the limits, while it is `there`.
 
-    `names` are those that take requests, `peer` finds the cache of one that still does, and `index` tells what they
-    hold. What one fails to take goes to the others.
+    `names` are those that take requests, `peer` finds the cache of one that still does, `holders_of` who holds
+    a block. What one fails to take goes to the others.
     """
     deadline = env.now + terms.handover_seconds
     cache.expire(env.now)
-    chains: Sequence[Sequence[Entry]] = cache.hottest(HANDOVER_BYTES, env.now)
-    holders = {entry.key: index.holders(entry.key) for chain in chains for entry in chain}
+    chains: Sequence[Chain] = cache.hottest(HANDOVER_BYTES, env.now)
+    holders = {entry.key: holders_of(entry) for chain in chains for entry in chain}
 
     def give(name: str, pieces: Sequence[Sequence[ChainSlice]]) -> Process:
         """Offer piece after piece; the number of those that were taken."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
-from warmkv.simulator.cache.runs import Layout, layout
+from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.workload.job_sizes import Sizes, sizes_of
 
 KEPT = 1 << 20
@@ -22,7 +22,7 @@ KEPT = 1 << 20
 class ReplayInputs:
     """The layout of the prompts' blocks, which no setting changes, and sizes, which few do.
 
-    `blocks` stand for the blocks of all prompts, as `runs.layout` takes them.
+    `blocks` stand for the blocks of all prompts, as `layout` takes them.
     """
 
     def __init__(self, records: Sequence[RequestRecord], blocks: NDArray[np.int64] | None = None) -> None:
@@ -31,9 +31,9 @@ class ReplayInputs:
         self._sizes: OrderedDict[Hashable, Sequence[Sizes]] = OrderedDict()
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> Layout:
         """Return the prompts' blocks as runs."""
-        return layout([record.hashes for record in self.records], self._blocks)
+        return layout(self.records, self._blocks)
 
     def sizes(
         self,

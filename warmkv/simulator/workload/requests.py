@@ -38,7 +38,7 @@ class FollowUp:
 class Requests:
     """Requests in the order of arrival; those in `turns`, by number, arrive when the turn before them is over.
 
-    `blocks` stand for the blocks of all prompts, as `runs.layout` takes them, where the trace itself has numbers.
+    `blocks` stand for the blocks of all prompts, as `layout` takes them, where the trace itself has numbers.
     """
 
     records: Sequence[RequestRecord]

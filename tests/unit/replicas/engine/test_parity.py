@@ -14,9 +14,9 @@ from warmkv.config import PrefixCacheConfig
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import tiers_of
-from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.loading.load import prepare
+from warmkv.simulator.cache.layout import layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 
@@ -49,36 +49,41 @@ def test_reuse_and_resident_bytes_are_equal(sequence, blocks, below, order, shar
     settings = {"memory_bytes": blocks * block, "host": host, "eviction": order, "tenant_share": share}
     live = Driver(MODEL, clock=lambda: now[0], prefix_cache=settings)
     config = PrefixCacheConfig.model_validate(settings)
-    cache = ReplicaCache(
-        "a",
-        tiers_of(config, SHAPE),
-        SHAPE.token_bytes,
-        Lifetimes.of(config),
-        PrefixIndex(),
-        TimeWeightedGauge(),
-        Removals(),
-        share,
-    )
+    records, steps = [], []
     for tokens, marks, reads, policy, pause in sequence:
         now[0] += pause
         request = make_request(tokens, new=1, policy=policy, marks=marks, reads=reads, name=str(next(number)))
-        tenant = "even" if tokens[-1] % 2 == 0 else "odd"
-        live.run(dataclasses.replace(request, tenant=tenant))
-        record = RequestRecord(
-            id=request.id, arrival=now[0], api="messages", model="m", policy=policy, tenant=tenant, replica="a",
+        request = dataclasses.replace(request, tenant="even" if tokens[-1] % 2 == 0 else "odd")
+        steps.append((now[0], request))
+        records.append(RequestRecord(
+            id=request.id, arrival=now[0], api="messages", model="m", policy=policy, tenant=request.tenant, replica="a",
             block_size=BLOCK, input_tokens=len(tokens), output_tokens=1, max_tokens=1,
             hashes=request.hashes, marks=request.marks, reads=request.reads,
-        )  # fmt: skip
-        spec = budgets.in_force(request.policy, len(tokens), 1)
-        token_bytes = slot_sizes.column_sum_bytes(spec, SHAPE, len(tokens))
+        ))  # fmt: skip
+    laid_out, stored = layout(records), TimeWeightedGauge()
+    cache = ReplicaCache(
+        "a",
+        laid_out,
+        tiers_of(config, SHAPE),
+        SHAPE.token_bytes,
+        Lifetimes.of(config),
+        stored,
+        Removals(),
+        share,
+    )
+    for (now[0], request), record, prompt in zip(steps, records, laid_out.prompts, strict=True):
+        live.run(request)
+        length = record.input_tokens
+        spec = budgets.in_force(request.policy, length, 1)
+        token_bytes = slot_sizes.column_sum_bytes(spec, SHAPE, length)
         cache.expire(now[0])
-        match = cache.match(record, now[0])
-        reused = min(match.tokens, len(tokens) - min(len(tokens), budgets.recomputed_tokens(spec, len(tokens))))
+        found = cache.match(prompt, now[0])
+        reused = min(found.tokens, length - min(length, budgets.recomputed_tokens(spec, length)))
         if token_bytes:
-            reused = cache.sums(match, record, reused, now[0])
-        cache.store(record, record.marks, now[0], match, now[0])
+            reused = cache.sums(found, prompt, reused, now[0])
+        cache.store(prompt, record.marks, now[0], found, now[0])
         if token_bytes:
-            cache.store_sums(record, record.marks, reused, token_bytes, now[0])
-        cache.release(record, match)
+            cache.store_sums(prompt, record.marks, reused, token_bytes, now[0])
+        cache.release(found)
         assert live.started(request.id).cached_tokens == reused
-        assert sum(live.engine.store.tier_bytes.values()) == cache.bytes
+        assert sum(live.engine.store.tier_bytes.values()) == stored.value

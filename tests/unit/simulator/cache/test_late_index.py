@@ -4,16 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import config, record, run
-from warmkv.prefixes.index import PrefixIndex
 from warmkv.simulator.cache.late_index import LateIndex
 
-KEYS = [bytes([number]) * 8 for number in range(5)]
+RUNS, BLOCKS = range(5), 3
+DEPTHS = st.tuples(*[st.integers(0, BLOCKS)] * 3).map(sorted).map(tuple)
 EVENTS = st.lists(
     st.tuples(
         st.integers(0, 30),  # time since the last event
         st.sampled_from(["a", "b"]),
-        st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True),
-        st.sampled_from(["device", "host", "disk", None]),
+        st.dictionaries(st.sampled_from(RUNS), DEPTHS, max_size=3),
     ),
     max_size=20,
 )
@@ -32,32 +31,38 @@ def sendings(times, publish):
 
 @given(EVENTS, st.integers(1, 12), st.integers(1, 20))
 def test_reports_are_known_when_they_have_arrived(events, publish, delay):
-    late, now, happened = LateIndex(publish, delay), 0, []
-    for gap, replica, keys, tier in events:
+    late, now, happened = LateIndex(publish, delay, [BLOCKS] * len(RUNS)), 0, []
+    for gap, replica, held in events:
         now += gap
-        late.happened(replica, keys, tier, now)
-        happened.append((now, replica, keys, tier))
+        late.happened(replica, dict(held), now)
+        happened.append((now, replica, held))
     arrivals = {}
     for name in ("a", "b"):
         own = [number for number, event in enumerate(happened) if event[1] == name]
         times = sendings([happened[number][0] for number in own], publish)
         arrivals |= {number: sent + delay for number, sent in zip(own, times, strict=True)}
     for moment in sorted({at + aside for at in arrivals.values() for aside in (-1, 0)}):
-        known = PrefixIndex()
-        for number, (_, replica, keys, tier) in enumerate(happened):
+        known = {"a": {}, "b": {}}
+        for number, (_, replica, held) in enumerate(happened):
             if arrivals[number] <= moment:
-                known.remove(replica, keys) if tier is None else known.add(replica, keys, tier)
-        seen = late.at(moment)
-        for name in ("a", "b"):
-            assert {k for k in KEYS if seen.holds(name, k)} == {k for k in KEYS if known.holds(name, k)}
+                known[replica] |= held
+        for number in RUNS:
+            held = {name: runs[number] for name, runs in known.items() if runs.get(number, (0, 0, 0))[-1]}
+            assert late.warm([number], moment) == held
+
+
+def test_a_prompt_is_warm_up_to_its_first_gap_in_each_tier():
+    late = LateIndex(1, 1, [2, 3, 1])
+    late.happened("a", {0: (2, 2, 2), 1: (1, 2, 3), 2: (0, 0, 1)}, 0)
+    assert late.warm([0, 1, 2], 2) == {"a": (3, 4, 6)}
 
 
 def test_what_a_lost_replica_sent_is_never_known():
-    late = LateIndex(1, 5)
-    late.happened("a", KEYS[:1], "device", 0)
-    late.happened("b", KEYS[:1], "device", 0)
+    late = LateIndex(1, 5, [1])
+    late.happened("a", {0: (1, 1, 1)}, 0)
+    late.happened("b", {0: (1, 1, 1)}, 0)
     late.drop_replica("a")
-    assert late.at(100).replicas == ("b",)
+    assert set(late.warm([0], 100)) == {"b"}
 
 
 def test_routers_send_elsewhere_what_they_do_not_know_to_be_warm():

@@ -46,14 +46,13 @@ def test_a_gpu_reads_over_its_pcie(tmp_path):
     for more, rate in (([], 32e9), (["simulator.host_bandwidth=1e9"], 1e9)):
         settings = load(flags=[*flags, *more], environ={})
         lifetimes = Lifetimes.of(settings.prefix_cache)
-        stores = Stores([], settings, lifetimes, kv_shape(settings).token_bytes, by_runs=False)
+        stores = Stores([], settings, lifetimes, kv_shape(settings).token_bytes)
         assert stores.tier_seconds == (pytest.approx(kv_shape(settings).token_bytes / rate), 0.0)
 
 
 @given(logs(policies=["full"]))
-def test_steps_and_runs_agree(records):
+def test_stepping_and_jumping_agree(records):
     plain = [record(r.arrival, [int(r.id[1:]) % 2] * r.input_tokens, r.output_tokens, name=r.id) for r in records]
     slow = ("simulator.host_bandwidth=16",)
     expected = waits(plain, *slow)
     assert waits(plain, *slow, fast_forward=False) == expected
-    assert waits(plain, *slow, by_runs=False) == expected

@@ -10,7 +10,7 @@ from tests.unit.simulator.cluster.test_autoscaling import SCALING
 from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.policies import routing, transfer
-from warmkv.policies.entry import Entry
+from warmkv.simulator.cache.replica_cache import MovedBlock
 from warmkv.simulator.cluster.transfers import ChainSlice, pieces_of
 
 EAGER = ("routing.load_weight=100", "routing.transfer=always", "transfer.byte_seconds=0.0009765625")
@@ -40,7 +40,7 @@ def cheap_fetches():
 
 
 def entry(name, size):
-    return Entry(name.encode(), None, size, size, 1, 1, "", 1.0, 1.0)
+    return MovedBlock(name.encode(), 0, 0, size, (1.0, 1.0, 0.0, 0.0, 0), "")
 
 
 POLICIES = ("full", "snapkv@6", "h2o@6", "streaming_llm@0.5")

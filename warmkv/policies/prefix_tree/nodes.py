@@ -1,0 +1,127 @@
+"""Nodes of the prefix tree, and what each tier holds of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+NEVER = -math.inf
+
+
+class Copy:
+    """What a tier holds of a node: its `held` leading blocks of `size` bytes. Eviction orders look at the last of them.
+
+    `pins` counts the requests that read all of the node, `partial` has the leading blocks of those that read less.
+    """
+
+    __slots__ = ("children", "floor", "held", "node", "parent", "partial", "pins", "queued", "size", "tenant", "used")
+
+    def __init__(self, node: Node, parent: Copy | None, size: int) -> None:
+        self.node, self.parent, self.size = node, parent, size
+        self.held = self.pins = self.used = 0
+        self.children = 0  # nodes behind this one of which the tier holds blocks
+        self.partial: dict[object, int] | None = None
+        self.floor = 0.0  # priority of what had been evicted last when it was used
+        self.tenant = ""
+        self.queued = 0  # the number of its record in the queue of eviction; 0 if there is none
+
+    @property
+    def tokens(self) -> int:
+        return self.node.tokens
+
+    @property
+    def end(self) -> int:
+        """Return tokens from the start of the prompt to the end of the last block held."""
+        node = self.node
+        return node.end - (node.length - self.held) * node.tokens
+
+    @property
+    def reads(self) -> int:
+        return self.node.reads
+
+    @property
+    def pinned(self) -> int:
+        """Return leading blocks that requests read."""
+        if self.pins:
+            return self.node.length
+        return max(self.partial.values()) if self.partial else 0
+
+    @property
+    def loose(self) -> int:
+        """Return blocks at the end that can go now."""
+        if self.children or self.pins:
+            return 0
+        return self.held - max(self.partial.values()) if self.partial else self.held
+
+
+class Node:
+    """A run of blocks behind `parent`. `number` is its user's name for it; the parts of a split run share it.
+
+    `ttl` counts from each use until `expires`; `mark_ttl` likewise, of the breakpoint at its end. Times are seconds.
+    """
+
+    __slots__ = (
+        "copies",
+        "end",
+        "expires",
+        "length",
+        "mark_expires",
+        "mark_ttl",
+        "number",
+        "parent",
+        "plain",
+        "queued",
+        "reads",
+        "sums",
+        "tokens",
+        "ttl",
+    )
+
+    def __init__(
+        self, number: int, parent: Node | None, length: int, tokens: int, end: int, plain: int, sizes: Sequence[int]
+    ) -> None:
+        self.number, self.parent, self.length, self.tokens, self.end = number, parent, length, tokens, end
+        self.plain = plain  # bytes of a block uncompressed
+        before: Sequence[Copy | None] = parent.copies if parent is not None else (None,) * len(sizes)
+        self.copies: list[Copy] = [Copy(self, copy, size) for copy, size in zip(before, sizes, strict=True)]
+        self.sums: Node | None = None  # column sums of all up to its end
+        self.reads = 0
+        self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, NEVER, 0.0, NEVER
+        self.queued = False  # for its deadline
+
+    @property
+    def span(self) -> int:
+        """Return leading blocks that some tier holds."""
+        return max([copy.held for copy in self.copies])
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the first block of the prompt to this one."""
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def split(self, blocks: int) -> Node:
+        """Split off the leading blocks as a node of their own; return it. Who reads them goes on reading them."""
+        sizes = [copy.size for copy in self.copies]
+        behind = self.length - blocks
+        head = Node(self.number, self.parent, blocks, self.tokens, self.end - behind * self.tokens, self.plain, sizes)
+        head.ttl, head.expires, head.reads = self.ttl, self.expires, self.reads
+        self.parent, self.length = head, behind
+        for copy, first in zip(self.copies, head.copies, strict=True):
+            first.held = min(copy.held, blocks)
+            copy.held -= first.held
+            first.used, first.floor, first.tenant, first.pins = copy.used, copy.floor, copy.tenant, copy.pins
+            first.children = int(copy.held > 0)
+            copy.parent = first
+            for reader, depth in (copy.partial or {}).items():
+                assert copy.partial is not None
+                copy.partial[reader] = max(0, depth - blocks)
+                if depth >= blocks:
+                    first.pins += 1
+                else:
+                    first.partial = {**(first.partial or {}), reader: depth}
+        return head

@@ -1,0 +1,220 @@
+"""One tier of the tree: its bytes, the order in which ends of chains are evicted, and the shares of tenants."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from warmkv.policies.eviction import READS_APART, Reuse, lfu, lru
+from warmkv.policies.heaps import LazyHeap
+from warmkv.policies.prefix_tree.deadlines import Deadlines
+from warmkv.policies.prefix_tree.nodes import Copy
+from warmkv.policies.tiers import Tier
+
+Evicted = list[tuple[Copy, int]]
+"""What was evicted, and how many blocks of its node the tier had held before."""
+
+ALIKE = (lru, lfu)
+"""Orders in which all blocks of a node go before any block that was used later: they are evicted together."""
+
+
+class TierSpace:
+    """The copies of one tier. Takes O(log n) for each copy that is evicted under `ALIKE`, else for each block.
+
+    `share` of the capacity is reserved for each tenant; 0 for none.
+    """
+
+    def __init__(self, tier: Tier, share: float, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self.tier, self.capacity, self.weigh = tier, tier.capacity, tier.weigh
+        self.bytes = self.pinned = 0  # `pinned` bytes are being read
+        self.evicted = self.expired = 0  # blocks, so far
+        self._order, self._quota, self.apart = tier.order, int(share * tier.capacity), share > 0
+        self._together = tier.order in ALIKE and not self.apart
+        # A priority that only rises with each use is looked at again when its record surfaces, else at each use.
+        self.eager = tier.order not in ALIKE
+        self.reuse = Reuse() if self.eager else None
+        self._nothing = Reuse()
+        self._ends: defaultdict[str, list[tuple[tuple[float, ...], int, Copy]]] = defaultdict(list)
+        self._records = self._queued = 0  # made so far; copies that have one
+        self._ticks = 0
+        self._floor = 0.0
+        self._held: defaultdict[str, int] = defaultdict(int)  # bytes by tenant, where these are apart
+        self._largest: LazyHeap[str] = LazyHeap()
+
+    # --- use
+
+    def use(self, path: list[Copy]) -> None:
+        """Make copies the most recent, from the end to the start of their path: a parent goes after its children."""
+        ticks, floor = self._ticks, self._floor
+        for copy in reversed(path):
+            ticks += 1
+            copy.used, copy.floor = ticks, floor
+        self._ticks = ticks
+
+    def read(self, copy: Copy) -> None:
+        """Note that the blocks of a copy are read, before that is counted in its node."""
+        if self.reuse is not None:
+            self.reuse.again[min(copy.node.reads, READS_APART - 1)] += copy.held
+
+    def queue(self, copy: Copy) -> None:
+        """Let the end of a copy be evicted and expire, if it may leave now."""
+        if copy.loose <= 0:
+            return
+        if not copy.node.queued:
+            self._deadlines.watch(copy.node)
+        if copy.queued:
+            if not self.eager:
+                return
+        else:
+            self._queued += 1
+        ends = self._ends[copy.tenant if self.apart else ""]
+        self._records += 1
+        copy.queued = self._records
+        heapq.heappush(ends, (self._priority(copy), self._records, copy))
+        if len(ends) > 2 * self._queued + 64:
+            ends[:] = [record for record in ends if record[2].queued == record[1]]
+            heapq.heapify(ends)
+
+    def unqueue(self, copy: Copy) -> None:
+        """Forget a copy's record: it is out of date."""
+        if copy.queued:
+            copy.queued = 0
+            self._queued -= 1
+
+    def _priority(self, copy: Copy) -> tuple[float, ...]:
+        return self._order(copy, self.reuse or self._nothing)
+
+    # --- room
+
+    def grow(self, copy: Copy, blocks: int, tenant: str) -> None:
+        """Hold more blocks of a node."""
+        if not copy.held:
+            copy.tenant = tenant
+            if copy.parent is not None:
+                copy.parent.children += 1
+        copy.held += blocks
+        self._weigh(copy, blocks * copy.size)
+
+    def shorten(self, copy: Copy, blocks: int) -> None:
+        """Hold fewer blocks of a node."""
+        if self.reuse is not None:
+            self.reuse.never[min(copy.node.reads, READS_APART - 1)] += blocks
+        copy.held -= blocks
+        self._weigh(copy, -blocks * copy.size)
+        if copy.held:
+            self.queue(copy)
+            return
+        self.unqueue(copy)
+        if copy.parent is not None:
+            copy.parent.children -= 1
+            self.queue(copy.parent)
+
+    def _weigh(self, copy: Copy, grown: int) -> None:
+        self.bytes += grown
+        if self.apart:
+            tenant = copy.tenant
+            held = self._held[tenant] = self._held[tenant] + grown
+            if held:
+                self._largest.set(tenant, (-held,))
+            else:
+                del self._held[tenant]
+                self._largest.discard(tenant)
+
+    def admit(self, path: list[Copy], blocks: int, tenant: str, evicted: Evicted) -> int:
+        """Hold `blocks` more of the last node of a path, or as many as fit, evicting in order; return how many.
+
+        The path itself stays. Nothing is evicted for blocks that cannot fit.
+        """
+        copy = path[-1]
+        size, room = copy.size, self.capacity - self.bytes
+        if blocks * size > room:
+            fixed = self.pinned + sum([(each.held - each.pinned) * each.size for each in path if each.held])
+            blocks = min(blocks, (self.capacity - fixed) // size) if size else blocks
+            guard = copy if copy.held else copy.parent
+            if self.apart:
+                return self._admit_apart(copy, guard, blocks, tenant, evicted)
+            if blocks <= 0:
+                return 0
+            self._evict(blocks * size - room, guard, evicted)
+        self.grow(copy, blocks, tenant)
+        return blocks
+
+    def _evict(self, missing: int, guard: Copy | None, evicted: Evicted) -> None:
+        """Free `missing` bytes of what is loose, but not of `guard`."""
+        while missing > 0:
+            found = self._first("", guard)
+            assert found is not None  # there is room, since only `fixed` bytes stay
+            gone = min(found.loose, -(-missing // found.size)) if self._together else 1
+            missing -= gone * found.size
+            self._drop(found, gone, evicted)
+
+    def _drop(self, copy: Copy, blocks: int, evicted: Evicted) -> None:
+        self._floor = max(self._floor, self._priority(copy)[0])
+        evicted.append((copy, copy.held))
+        self.evicted += blocks
+        self.shorten(copy, blocks)
+
+    def _first(self, tenant: str, guard: Copy | None) -> Copy | None:
+        """Return the copy whose end is to be evicted next of a tenant; never `guard`."""
+        ends = self._ends.get(tenant)
+        kept = None
+        found = None
+        while ends:
+            record = ends[0]
+            copy = record[2]
+            if copy.queued != record[1]:
+                heapq.heappop(ends)
+            elif copy.loose <= 0:
+                self.unqueue(copy)  # until it can go
+                heapq.heappop(ends)
+            elif not self.eager and (priority := self._priority(copy)) != record[0]:
+                heapq.heapreplace(ends, (priority, record[1], copy))
+            elif copy is guard:
+                kept = heapq.heappop(ends)
+            else:
+                found = copy
+                break
+        if kept is not None and ends is not None:
+            heapq.heappush(ends, kept)
+        return found
+
+    # --- tenants
+
+    def _admit_apart(self, copy: Copy, guard: Copy | None, blocks: int, tenant: str, evicted: Evicted) -> int:
+        size, came = copy.size, 0
+        while came < blocks:
+            while self.bytes + size > self.capacity:
+                victim = self._victim(tenant, size, guard)
+                if victim is None:
+                    return came
+                self._drop(victim, 1, evicted)
+            self.grow(copy, 1, tenant)
+            guard = copy
+            came += 1
+        return came
+
+    def _victim(self, tenant: str, size: int, guard: Copy | None) -> Copy | None:
+        """Choose who gives way: who holds most, down to its share; `tenant`, who asks for `size` bytes, to nothing."""
+        own, mine = self._first(tenant, guard), self._held.get(tenant, 0) + size
+        passed: list[str] = []  # nothing of theirs can go now
+        victim = own
+        while first := self._largest.first():
+            largest = first[1]
+            if self._held[largest] <= max(self._quota, mine if own else 0):
+                break
+            found = self._first(largest, guard)
+            if found is not None and (largest == tenant or self._held[largest] - found.size >= self._quota):
+                victim = found
+                break
+            passed.append(largest)
+            self._largest.discard(largest)
+        for name in passed:
+            self._largest.set(name, (-self._held[name],))
+        return victim
+
+    # --- in order
+
+    def by_worth(self, copies: list[Copy]) -> list[Copy]:
+        """Return the ends of chains among copies, what would be evicted last first."""
+        return sorted([copy for copy in copies if not copy.children], key=self._priority, reverse=True)

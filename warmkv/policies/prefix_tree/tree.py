@@ -1,0 +1,296 @@
+"""The prefix tree of one replica: what is found, kept, moved between tiers and given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from warmkv.policies.eviction import CostAware, lfu
+from warmkv.policies.prefix_tree.deadlines import Deadlines
+from warmkv.policies.prefix_tree.nodes import NEVER, Copy, Node
+from warmkv.policies.prefix_tree.tier import Evicted, TierSpace
+from warmkv.policies.tiers import Tier
+
+Path = list[Node]
+Life = tuple[float, float, float, float, int]
+"""`ttl`, `expires`, `mark_ttl`, `mark_expires` and `reads` of blocks."""
+
+
+class Reading:
+    """What a request reads: the last copy on its path in every tier. Pinned until `PrefixTree.release`."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
+        self.ends: list[Copy | None] = []
+
+
+class PrefixTree:
+    """Nodes of one replica in its tiers, fastest first; they belong to whoever makes their paths. Not thread-safe.
+
+    A path starts at the first block of a prompt. `last` is how many blocks of its last node are meant. `now` is seconds
+    on a clock that never goes back. A path given to a method that inserts may have a node split: it then has both
+    parts. `forget(node)` is told of a node that no tier holds any more.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], share: float, forget: Callable[[Node], None]) -> None:
+        self.deadlines = Deadlines()
+        self.spaces = [TierSpace(tier, share, self.deadlines) for tier in tiers]
+        self._forget = forget
+        self._counts = any(space.tier.order is lfu or isinstance(space.tier.order, CostAware) for space in self.spaces)
+        self.changed: dict[Node, None] = {}  # nodes of which some tier holds more or less, since it was cleared
+
+    def _settle(self) -> None:
+        """Forget the nodes that are held nowhere, and marks at ends that are."""
+        for node in self.changed:
+            span = node.span
+            if span < node.length:
+                node.mark_expires = NEVER
+                if not span:
+                    self._forget(node)
+
+    # --- reading
+
+    def read(self, path: Path, now: float) -> Reading:
+        """Refresh what is held of a path in any tier, and pin it."""
+        self.touch(path, now)
+        reading = Reading()
+        for tier, space in enumerate(self.spaces):
+            end = None
+            for node in path:
+                copy = node.copies[tier]
+                held = copy.held
+                if not held:
+                    break
+                if held == node.length:
+                    if not copy.pins:
+                        space.pinned += (held - copy.pinned) * copy.size
+                    copy.pins += 1
+                else:
+                    before = copy.pinned
+                    copy.partial = {**(copy.partial or {}), reading: held}
+                    space.pinned += (copy.pinned - before) * copy.size
+                end = copy
+            reading.ends.append(end)
+        return reading
+
+    def release(self, reading: Reading) -> None:
+        """Let go what a request read."""
+        for space, end in zip(self.spaces, reading.ends, strict=True):
+            copy = end
+            while copy is not None:
+                before = copy.pinned
+                if copy.partial and reading in copy.partial:
+                    del copy.partial[reading]
+                else:
+                    copy.pins -= 1
+                if not copy.pins:
+                    space.pinned -= (before - copy.pinned) * copy.size
+                    if copy.held and not copy.children:
+                        space.queue(copy)
+                copy = copy.parent
+        reading.ends = []
+
+    def touch(self, path: Path, now: float) -> None:
+        """Refresh recency and lifetimes of what is held of a path, marks included."""
+        for node in path:
+            expires = now + node.ttl
+            if expires > node.expires:
+                node.expires = expires
+            if node.mark_expires > now:
+                node.mark_expires = max(node.mark_expires, now + node.mark_ttl)
+        for tier, space in enumerate(self.spaces):
+            copies = [copy for node in path if (copy := node.copies[tier]).held]
+            if self._counts:
+                for copy in copies:
+                    space.read(copy)
+        for node in path:
+            node.reads += 1
+        for tier in range(len(self.spaces)):
+            self._use(tier, [copy for node in path if (copy := node.copies[tier]).held])
+
+    def _use(self, tier: int, copies: list[Copy]) -> None:
+        if copies:
+            self.spaces[tier].use(copies)
+            self.spaces[tier].queue(copies[-1])
+
+    # --- writing
+
+    def store(self, path: Path, ttl: float, now: float, tenant: str) -> None:
+        """Keep a computed path in the first tier, and in the next one as well if not all of it fits there."""
+        self.prolong(path, ttl, now)
+        life = (ttl, now + ttl, 0.0, NEVER, 0)
+        for tier in range(len(self.spaces)):
+            if self._insert(tier, path, path[-1].length, tenant, life):
+                break
+        self._reconsider(path)
+        self._settle()
+
+    def prolong(self, path: Path, ttl: float, now: float) -> None:
+        """Let what is held of a path live at least `ttl` seconds from now, and from each use on."""
+        for node in path:
+            if node.expires == NEVER:
+                break
+            if ttl > node.ttl:
+                node.ttl = ttl
+            if now + node.ttl > node.expires:
+                node.expires = now + node.ttl
+
+    def _reconsider(self, path: Path) -> None:
+        """Compute the priority of a path's end anew where it may depend on more than its own uses."""
+        for tier, space in enumerate(self.spaces):
+            if space.eager and (held := [copy for node in path if (copy := node.copies[tier]).held]):
+                space.queue(held[-1])
+
+    def mark(self, node: Node, ttl: float, at: float) -> None:
+        """Note that a breakpoint was written at the end of a node; it is readable for `ttl` seconds after each use."""
+        if node.span == node.length:
+            node.mark_ttl = max(ttl, node.mark_ttl if node.mark_expires > at else 0.0)
+            node.mark_expires = max(node.mark_expires, at + node.mark_ttl)
+
+    def promote(self, path: Path, last: int) -> None:
+        """Keep in the first tier what was found further down."""
+        if all(node.copies[0].held >= blocks for node, blocks in _wanted(path, last)):
+            return
+        lowest = next(copy for copy in reversed(path[0].copies) if copy.held)
+        self._insert(0, path, last, lowest.tenant, None)
+        self._settle()
+
+    def adopt(self, parts: Callable[[], Iterable[tuple[Path, int, Life]]], tenant: str) -> None:
+        """Keep a chain that another replica has, with the lives that it has there; where, as `store` says.
+
+        It comes in parts of one life each, every one with the path up to its end, which is asked for when it is needed.
+        """
+        for tier in range(len(self.spaces)):
+            if all(self._insert(tier, path, last, tenant, life) for path, last, life in parts()):
+                break
+        for path, _, _ in parts():
+            _outlive(path)
+        self._settle()
+
+    def cut(self, path: Path, blocks: int) -> Path:
+        """Return the path of the leading blocks of a prompt, splitting a node if they end within it."""
+        for at, node in enumerate(path):
+            if blocks <= node.length:
+                if blocks < node.length:
+                    path[at : at + 1] = [self._split(node, blocks), node]
+                return path[: at + 1]
+            blocks -= node.length
+        return path
+
+    def restore(self, tier: int, path: Path, place: int, tenant: str, life: Life) -> bool:
+        """Take up the block number `place` of a path's last node, from 1 on; False without room or the one before it.
+
+        `order` is to follow. A path whose last node has to be split for that then ends with the latter part.
+        """
+        node, space = path[-1], self.spaces[tier]
+        copy = node.copies[tier]
+        before = node.parent is None or node.parent.copies[tier].held == node.parent.length
+        if copy.held != place - 1 or not before or space.bytes + copy.size > space.capacity:
+            return False
+        span = node.span
+        space.grow(copy, 1, tenant)
+        self.changed[node] = None
+        if copy.held > span and (head := self._begin(node, span, life)) is not None:
+            path.insert(-1, head)
+        return True
+
+    def order(self, tier: int, copies: list[Copy]) -> None:
+        """Let copies that were restored be used, the most recent first."""
+        self.spaces[tier].use(copies)
+        for copy in copies:
+            part: Copy | None = copy
+            while part is not None:  # parts of a run that was split
+                self.spaces[tier].queue(part)
+                part = part.parent
+
+    def _insert(self, tier: int, path: Path, last: int, tenant: str, life: Life | None) -> bool:
+        """Hold a path in a tier as far as it fits, as its most recent; return True if all of it is held.
+
+        Blocks that no tier held have that `life`; without one they are on their way and keep theirs. What gives way
+        moves down a tier, with the path before it.
+        """
+        space = self.spaces[tier]
+        evicted: Evicted = []
+        copies: list[Copy] = []
+        whole, at = True, 0
+        while at < len(path) and whole:
+            node = path[at]
+            copy = node.copies[tier]
+            blocks = (node.length if at < len(path) - 1 else last) - copy.held
+            if blocks > 0:
+                if space.apart and copy.held and copy.tenant != tenant:
+                    last -= copy.held if at == len(path) - 1 else 0
+                    path[at : at + 1] = [self._split(node, copy.held), node]
+                    continue
+                span = node.span
+                came = space.admit([*copies, copy], blocks, tenant, evicted)
+                whole = came == blocks
+                if came:
+                    self.changed[node] = None
+                    if life is not None and copy.held > span and (head := self._begin(node, span, life)) is not None:
+                        path.insert(at, head)
+                        copies.append(head.copies[tier])
+                        at += 1
+            if copy.held:
+                copies.append(copy)
+            at += 1
+        self._use(tier, copies)
+        self._demote(tier, evicted)
+        return whole
+
+    def _begin(self, node: Node, span: int, life: Life) -> Node | None:
+        """Set the life of blocks that are new behind the first `span`; return what was split off for that."""
+        ttl, expires, mark_ttl, mark_expires, reads = life
+        head = None
+        if span and (node.ttl != ttl or node.expires != expires or (self._counts and node.reads != reads)):
+            head = self._split(node, span)
+        node.ttl, node.expires, node.reads = ttl, expires, reads
+        node.mark_ttl, node.mark_expires = mark_ttl, mark_expires
+        return head
+
+    def _split(self, node: Node, blocks: int) -> Node:
+        head = node.split(blocks)
+        for space, first, copy in zip(self.spaces, head.copies, node.copies, strict=True):
+            space.unqueue(copy)
+            space.queue(copy)
+            space.queue(first)
+        return head
+
+    def _demote(self, tier: int, evicted: Evicted) -> None:
+        """Keep in the next tier what this one evicted, together with the path before it."""
+        for copy, blocks in evicted:
+            node = copy.node
+            self.changed[node] = None
+            if tier + 1 < len(self.spaces) and node.copies[tier + 1].held < blocks:
+                path = node.path()
+                self._insert(tier + 1, path, blocks, path[0].copies[tier].tenant, None)
+
+    # --- leaving
+
+    @property
+    def due(self) -> float:
+        """Return a time before which nothing expires."""
+        return self.deadlines.due
+
+    def expire(self, until: float) -> None:
+        """Drop what has outlived its TTL by then."""
+        while (node := self.deadlines.pop(until)) is not None:
+            for space, copy in zip(self.spaces, node.copies, strict=True):
+                if (gone := copy.loose) > 0:
+                    space.expired += gone
+                    space.shorten(copy, gone)
+                    self.changed[node] = None
+        self._settle()
+
+
+def _outlive(path: Path) -> None:
+    """Let every node of a path live as long as what is held behind it."""
+    ttl, expires = 0.0, NEVER
+    for node in reversed(path):
+        if node.span:
+            node.ttl = ttl = max(ttl, node.ttl)
+            node.expires = expires = max(expires, node.expires)
+
+
+def _wanted(path: Path, last: int) -> list[tuple[Node, int]]:
+    return [*((node, node.length) for node in path[:-1]), (path[-1], last)]
