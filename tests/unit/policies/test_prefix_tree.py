@@ -41,9 +41,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.marks = {}  # run -> [ttl, expires]
 
     def forget(self, node):
-        if (
-            self.nodes.get(node.number) is node and (node.parent is None or node.parent.number != node.number)
-        ) or self.parts(node.number)[:1] == [node]:
+        if self.parts(node.number)[:1] == [node]:
             del self.nodes[node.number]
 
     def parts(self, number):

@@ -9,16 +9,15 @@ from warmkv.policies.prefix_tree.nodes import Node
 
 
 class Deadlines:
-    """Nodes whose ends may expire, the earliest first; a node has at most one record that counts."""
+    """Nodes whose ends may expire, the earliest first; a node has at most one record.
+
+    Nothing expires before `due`.
+    """
 
     def __init__(self) -> None:
+        self.due = math.inf
         self._heap: list[tuple[float, int, Node]] = []
         self._records = 0
-
-    @property
-    def due(self) -> float:
-        """Return a time before which nothing expires; infinite if nothing ever does."""
-        return self._heap[0][0] if self._heap else math.inf
 
     def watch(self, node: Node) -> None:
         """Note the deadline of a node, if it has one."""
@@ -26,6 +25,8 @@ class Deadlines:
             node.queued = True
             self._records += 1
             heapq.heappush(self._heap, (node.expires, self._records, node))
+            if node.expires < self.due:
+                self.due = node.expires
 
     def pop(self, until: float) -> Node | None:
         """Return the next node that has expired by then. It is not watched any more."""
@@ -38,4 +39,5 @@ class Deadlines:
                 heapq.heappop(heap)
                 node.queued = False
                 return node
+        self.due = heap[0][0] if heap else math.inf
         return None

@@ -92,7 +92,12 @@ class Node:
     @property
     def span(self) -> int:
         """Return leading blocks that some tier holds."""
-        return max([copy.held for copy in self.copies])
+        copies = self.copies
+        return copies[0].held if len(copies) == 1 else max([copy.held for copy in copies], default=0)
+
+    def drop(self) -> None:
+        """Let go of its copies, which refer to it, once it is held nowhere: no cycle is left behind."""
+        self.copies = []
 
     def path(self) -> list[Node]:
         """Return the nodes from the first block of the prompt to this one."""

@@ -59,7 +59,7 @@ class TierSpace:
 
     def queue(self, copy: Copy) -> None:
         """Let the end of a copy be evicted and expire, if it may leave now."""
-        if copy.loose <= 0:
+        if copy.children or copy.pins or copy.loose <= 0:
             return
         if not copy.node.queued:
             self._deadlines.watch(copy.node)

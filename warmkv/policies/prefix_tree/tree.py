@@ -37,16 +37,20 @@ class PrefixTree:
         self.spaces = [TierSpace(tier, share, self.deadlines) for tier in tiers]
         self._forget = forget
         self._counts = any(space.tier.order is lfu or isinstance(space.tier.order, CostAware) for space in self.spaces)
+        self._eager = any(space.eager for space in self.spaces)
         self.changed: dict[Node, None] = {}  # nodes of which some tier holds more or less, since it was cleared
+        self._shortened: list[Node] = []  # nodes of which some tier holds less
 
     def _settle(self) -> None:
         """Forget the nodes that are held nowhere, and marks at ends that are."""
-        for node in self.changed:
+        for node in self._shortened:
+            self.changed[node] = None
             span = node.span
             if span < node.length:
                 node.mark_expires = NEVER
                 if not span:
                     self._forget(node)
+        self._shortened.clear()
 
     # --- reading
 
@@ -98,15 +102,15 @@ class PrefixTree:
                 node.expires = expires
             if node.mark_expires > now:
                 node.mark_expires = max(node.mark_expires, now + node.mark_ttl)
-        for tier, space in enumerate(self.spaces):
-            copies = [copy for node in path if (copy := node.copies[tier]).held]
-            if self._counts:
+        held = [[copy for node in path if (copy := node.copies[tier]).held] for tier in range(len(self.spaces))]
+        if self._counts:
+            for space, copies in zip(self.spaces, held, strict=True):
                 for copy in copies:
                     space.read(copy)
-        for node in path:
-            node.reads += 1
-        for tier in range(len(self.spaces)):
-            self._use(tier, [copy for node in path if (copy := node.copies[tier]).held])
+            for node in path:
+                node.reads += 1
+        for tier, copies in enumerate(held):
+            self._use(tier, copies)
 
     def _use(self, tier: int, copies: list[Copy]) -> None:
         if copies:
@@ -122,8 +126,10 @@ class PrefixTree:
         for tier in range(len(self.spaces)):
             if self._insert(tier, path, path[-1].length, tenant, life):
                 break
-        self._reconsider(path)
-        self._settle()
+        if self._eager:
+            self._reconsider(path)
+        if self._shortened:
+            self._settle()
 
     def prolong(self, path: Path, ttl: float, now: float) -> None:
         """Let what is held of a path live at least `ttl` seconds from now, and from each use on."""
@@ -144,7 +150,8 @@ class PrefixTree:
     def mark(self, node: Node, ttl: float, at: float) -> None:
         """Note that a breakpoint was written at the end of a node; it is readable for `ttl` seconds after each use."""
         if node.span == node.length:
-            node.mark_ttl = max(ttl, node.mark_ttl if node.mark_expires > at else 0.0)
+            if node.mark_expires <= at or ttl > node.mark_ttl:
+                node.mark_ttl = ttl
             node.mark_expires = max(node.mark_expires, at + node.mark_ttl)
 
     def promote(self, path: Path, last: int) -> None:
@@ -260,26 +267,21 @@ class PrefixTree:
         """Keep in the next tier what this one evicted, together with the path before it."""
         for copy, blocks in evicted:
             node = copy.node
-            self.changed[node] = None
+            self._shortened.append(node)
             if tier + 1 < len(self.spaces) and node.copies[tier + 1].held < blocks:
                 path = node.path()
                 self._insert(tier + 1, path, blocks, path[0].copies[tier].tenant, None)
 
     # --- leaving
 
-    @property
-    def due(self) -> float:
-        """Return a time before which nothing expires."""
-        return self.deadlines.due
-
     def expire(self, until: float) -> None:
         """Drop what has outlived its TTL by then."""
         while (node := self.deadlines.pop(until)) is not None:
-            for space, copy in zip(self.spaces, node.copies, strict=True):
+            for space, copy in zip(self.spaces, node.copies, strict=False):  # none if it was dropped
                 if (gone := copy.loose) > 0:
                     space.expired += gone
                     space.shorten(copy, gone)
-                    self.changed[node] = None
+                    self._shortened.append(node)
         self._settle()
 
 

@@ -234,6 +234,8 @@ class ReplicaCache:
 
     def depths(self, runs: Runs) -> Depths:
         """Return leading blocks of a prompt by tier, as routers know them: those in it or in a faster one."""
+        if not runs or self._nodes[runs[0]] is None:  # as for most replicas and prompts
+            return 0, 0, 0
         found = [0, 0, 0]
         path = self._held(runs)
         for tier, plane in enumerate(self._planes):
@@ -245,8 +247,22 @@ class ReplicaCache:
                     break
             found[plane] = count
         device, host, disk = found
-        host = max(device, host)
-        return device, host, max(host, disk)
+        if device > host:
+            host = device
+        return device, host, disk if disk > host else host
+
+    def resident(self, prompt: Prompt) -> int:
+        """Count the leading blocks of a prompt that some tier holds."""
+        nodes, before, blocks = self._nodes, None, 0
+        for run in prompt.runs:
+            node = nodes[run]
+            if node is None:
+                break
+            if node.parent is not before:  # one was split
+                return _leading(self._held(prompt.runs))
+            blocks += node.length
+            before = node
+        return blocks - before.length + before.span if before is not None else 0
 
     def leading(self, prompt: Prompt, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt that can be read, at most `most`, likewise."""
@@ -428,6 +444,7 @@ class ReplicaCache:
         if number == NONE:
             assert head is not None
             head.sums = None
+            node.drop()
             return
         last = self._nodes[number]
         if last is None:
@@ -435,9 +452,12 @@ class ReplicaCache:
         parts = _parts_of(last)
         if parts[0] is node:
             self._nodes[number] = None
+            for part in parts:
+                part.drop()
         elif last is node and (head := parts[-2]).sums is None and not any(copy.pinned for copy in head.copies):
             head.length, head.end = head.length + node.length, node.end
             self._nodes[number] = head
+            node.drop()
             if not head.span:
                 self._forget(head)
 

@@ -171,7 +171,7 @@ class SimulatedReplica:
         cache = self.cache
         if cache.due <= now:
             cache.expire(now)
-        blocks = cache.leading(job.blocks, len(job.record.hashes), now)[-1]
+        blocks = cache.resident(job.blocks)
         return blocks, blocks * job.record.block_size
 
     def begin(self, job: Job, now: float) -> float:

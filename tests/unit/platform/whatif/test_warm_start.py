@@ -19,11 +19,12 @@ from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.prefix_cache import Lifetimes, Match, PrefixCache
 from warmkv.policies.tiers import Tier, tiers_of
-from warmkv.prefixes.index import PrefixIndex
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cache.layout import layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
+from warmkv.simulator.cache.warm_start import prompts_of
 from warmkv.simulator.studies.whatif import measure
 
 TTLS = {"5m": 300.0, "1h": 3600.0}
@@ -110,21 +111,19 @@ def test_a_restored_cache_goes_on_as_the_one_it_was_taken_of(log, data):
     at = log[cut - 1].arrival if cut else 0.0
     list(live.tiers.expire(at))
     held = contents_of(live.tiers, MOST, at, OFFSET + at)
-    gauge = TimeWeightedGauge()
-    index = PrefixIndex()
-    simulated = ReplicaCache("a", tiers, 2, lifetimes, index, gauge, Removals())
+    gauge, laid_out = TimeWeightedGauge(), layout([*log[cut:], *prompts_of([held], BLOCK)])
+    simulated = ReplicaCache("a", laid_out, tiers, 2, lifetimes, gauge, Removals())
     simulated.restore(held, 0.0, OFFSET + at)
-    assert gauge.value == simulated.bytes == sum(one.bytes for one in live.tiers.indexes)
-    assert len(index) == len({key for one in live.tiers.indexes for key in one.keys_of() if live.tiers.fastest(key)})
-    for line in log[cut:]:
+    assert gauge.value == sum(one.bytes for one in live.tiers.indexes)
+    for line, prompt in zip(log[cut:], laid_out.prompts, strict=False):
         truth = serve(live, line, line.arrival)
         now = line.arrival - at
         simulated.expire(now)
-        found = simulated.match(line, now)
+        found = simulated.match(prompt, now)
         assert (found.hit, found.blocks, found.tokens) == (truth.hit, truth.blocks, truth.tokens)
-        simulated.store(line, line.marks, now, found, now)
-        simulated.release(line, found)
-        assert simulated.bytes == sum(one.bytes for one in live.tiers.indexes)
+        simulated.store(prompt, line.marks, now, found, now)
+        simulated.release(found)
+        assert gauge.value == sum(one.bytes for one in live.tiers.indexes)
 
 
 def test_of_many_blocks_those_used_last_are_told_with_all_before_them():
