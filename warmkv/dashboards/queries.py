@@ -46,10 +46,16 @@ def observed(histogram: Metric, by: tuple[str, ...] = ("application",), **match:
     return f"sum by ({_labels(histogram, by)}) (rate({series}[{RANGE}]))"
 
 
-def mean(histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
-    """Build the query of a histogram's mean."""
-    count = observed(histogram, by, **match)
-    return f"{count.replace('_count{', '_sum{')} / {count}"
+def within(bound: float, histogram: Metric, by: tuple[str, ...] = ("application",), **match: str) -> str:
+    """Build the query of a histogram's observations per second up to a bound of its buckets.
+
+    There is none of a mean: Ray counts every observation as the middle of its bucket, the last as twice its bound.
+    """
+    _expect(histogram, "histogram")
+    if bound not in histogram.buckets:
+        raise ValueError(f"{histogram.name} has no bucket up to {bound:g}")
+    series = f'{histogram.exported}_bucket{selector(histogram, match)[:-1]}, le="{bound:g}"}}'
+    return f"sum by ({_labels(histogram, by)}) (rate({series}[{RANGE}]))"
 
 
 def percentiles(histogram: Metric, by: str, shares: Sequence[tuple[float, str]] = PERCENTILES) -> list[Query]:

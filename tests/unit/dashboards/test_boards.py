@@ -270,6 +270,8 @@ def test_a_label_that_does_not_exist_is_refused() -> None:
         queries.rate(telemetry.REQUESTS, ("tier",))
     with pytest.raises(ValueError, match="no label 'kind'"):
         queries.level(telemetry.KV_BYTES, kind="slots")
+    with pytest.raises(ValueError, match="no bucket up to 3"):
+        queries.within(3, telemetry.TTFT)
     with pytest.raises(ValueError, match="is a gauge, not a counter"):
         queries.rate(telemetry.KV_BYTES)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from warmkv import telemetry as t
 from warmkv.dashboards.panels import TOKENS_PER_SECOND, WARM_AND_COLD, Graph, PanelRow
-from warmkv.dashboards.queries import level, mean, percentiles, rate
+from warmkv.dashboards.queries import level, observed, percentiles, rate, within
 
 _ROUTED = rate(t.ROUTED, ("reason",))
+_NONE, _MOST, _DECISIONS = within(t.MATCH.buckets[0], t.MATCH), within(t.MATCH.buckets[-1], t.MATCH), observed(t.MATCH)
 
 ROUTING = PanelRow(
     "Routing",
@@ -83,11 +84,18 @@ PREDICTION = PanelRow(
     (
         Graph(
             "Match of decisions",
-            "Mean share of a prompt's blocks that the router took to be warm in the replica it chose.",
+            "Share of the decisions by how much the router took to be warm in the replica it chose: all blocks of the "
+            "prompt, some, none.",
             "percentunit",
-            [(mean(t.MATCH), "{{application}}")],
+            [
+                (f"1 - {_MOST} / {_DECISIONS}", "all"),
+                (f"({_MOST} - {_NONE}) / {_DECISIONS}", "some"),
+                (f"{_NONE} / {_DECISIONS}", "none"),
+            ],
             width=12,
+            stacked=True,
             top=1,
+            colors={"all": "orange", "some": "yellow", "none": "blue"},
         ),
         Graph(
             "Tokens by expectation",
