@@ -163,7 +163,10 @@ class TierIndex:
         return admission
 
     def adopt(self, path: Sequence[Entry], now: float) -> StoreOutcome:
-        """Hold a chain as another tier has it, with the life that it has there: it was moved, not read."""
+        """Hold a chain as another tier or replica has it, with the life that it has there: it was moved, not read.
+
+        What is here of it already lives as long as what comes behind it.
+        """
 
         def life(at: int) -> Life:
             entry = path[at]
@@ -178,6 +181,11 @@ class TierIndex:
             life,
             StoreOutcome(expired=self.expire(now)),
         )
+        ttl, expires_at = 0.0, LOST
+        for entry in reversed(held):
+            entry.ttl = ttl = max(ttl, entry.ttl)
+            entry.expires_at = expires_at = max(expires_at, entry.expires_at)
+            self._free(entry)
         self._use(held)
         return admission
 

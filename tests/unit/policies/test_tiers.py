@@ -75,6 +75,16 @@ def test_a_chain_of_another_replica_comes_where_a_computed_one_would():
     assert list(of.adopt(donor.indexes[0].entry(bytes([1, 1])).path(), 11.0)) == []
 
 
+def test_what_is_there_lives_as_long_as_what_comes_behind_it():
+    donor, of = tiers(10), tiers(10)
+    store(donor, chain(1, 1, 1), ttl=50.0)
+    store(of, chain(1, 1), ttl=5.0)
+    list(of.adopt(donor.indexes[0].entry(bytes([1, 1, 1])).path(), 1.0))
+    assert of.match(chain(1, 1, 1), 49.0) == 3
+    list(of.expire(49.0))
+    assert len(of.indexes[0]) == 3
+
+
 def test_both_copies_live_equally_long():
     of = tiers(2, 10)
     store(of, chain(1, 1), ttl=10.0)
