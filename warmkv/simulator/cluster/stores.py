@@ -9,11 +9,12 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PUBLISH_SECONDS, Depths
+from warmkv.simulator.cache.chains import MovedBlock
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
 from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import MovedBlock, Removals, ReplicaCache
+from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
 from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import Job
@@ -91,7 +92,7 @@ class Stores:
 
     def holders(self, block: MovedBlock) -> list[str]:
         """Return the replicas that hold a block, in any tier."""
-        return [name for name, cache in self._caches.items() if cache.has(block)]
+        return [name for name, cache in self._caches.items() if cache.chains.has(block)]
 
     def _weight(self, tier: Tier) -> int:
         return tier.weigh(self._block_size * self._token_bytes, self._block_size)

@@ -14,7 +14,8 @@ from typing import Any
 import simpy
 
 from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
-from warmkv.simulator.cache.replica_cache import Chain, MovedBlock, ReplicaCache
+from warmkv.simulator.cache.chains import Chain, MovedBlock
+from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
 
 REMEMBERED = 256  # prefills; older ones count for nothing beside them
@@ -130,7 +131,7 @@ class SimulatedTransfers:
                     break
                 donor.cache.expire(env.now)
                 sums = bool(job.sum_bytes)
-                transfer = donor.cache.lend(job.blocks, first, plan.blocks, terms.piece_bytes, sums, env.now)
+                transfer = donor.cache.chains.lend(job.blocks, first, plan.blocks, terms.piece_bytes, sums, env.now)
                 seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
@@ -192,7 +193,7 @@ def hand_over(
     """
     deadline = env.now + terms.handover_seconds
     cache.expire(env.now)
-    chains: Sequence[Chain] = cache.hottest(HANDOVER_BYTES, env.now)
+    chains: Sequence[Chain] = cache.chains.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: holders_of(entry) for chain in chains for entry in chain}
 
     def give(name: str, pieces: Sequence[Sequence[ChainSlice]]) -> Process:
@@ -208,7 +209,7 @@ def hand_over(
                 return number
             heir_cache.expire(env.now)
             for part in piece:
-                if heir_cache.holds(part.chain[: part.first], env.now):
+                if heir_cache.chains.holds(part.chain[: part.first], env.now):
                     heir_cache.take_over([part.chain[: part.last]], env.now)
             moved.handed_bytes += nbytes
         return len(pieces)

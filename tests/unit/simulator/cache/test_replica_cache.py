@@ -130,7 +130,7 @@ def test_what_is_fetched_lives_its_ttl_from_its_arrival_and_a_mark_what_was_left
     request = record(0, PROMPT[:10], ends=[10], ttls=["5m"])
     donor = Store(request)
     donor.use(0, 0.0)
-    parcel = donor.cache.lend(donor.prompt(0), 0, 2, 1 << 20, False, 290.0)
+    parcel = donor.cache.chains.lend(donor.prompt(0), 0, 2, 1 << 20, False, 290.0)
     assert (parcel.blocks, parcel.nbytes, parcel.more) == (2, 20, False)  # two blocks of four tokens, a tail of two
     for now, blocks, hit in ((304.0, 2, 10), (306.0, 2, 0), (594.0, 2, 0), (595.0, 0, 0)):
         fresh = Store(request)
@@ -143,11 +143,11 @@ def test_what_is_handed_over_lives_what_was_left_of_its_life():
     request = record(0, PROMPT[:8])
     donor, heir = Store(request), Store(request)
     donor.use(0, 0.0)
-    chains = donor.cache.hottest(1 << 20, 290.0)
+    chains = donor.cache.chains.hottest(1 << 20, 290.0)
     heir.cache.take_over(chains, 295.0)
     for now, blocks in ((304.0, 2), (305.0, 0)):
         assert heir.cache.leading(heir.prompt(0), 2, now) == (blocks, blocks, blocks)
-    assert heir.cache.holds(chains[0], 304.0) > heir.cache.holds(chains[0], 305.0)
+    assert heir.cache.chains.holds(chains[0], 304.0) > heir.cache.chains.holds(chains[0], 305.0)
 
 
 def test_what_comes_from_elsewhere_outlives_no_block_before_it():
@@ -157,7 +157,7 @@ def test_what_comes_from_elsewhere_outlives_no_block_before_it():
     donor, heir = Store(*both), Store(*both)
     heir.use(0, 0.0)
     donor.use(1, 200.0)
-    heir.cache.take_over(donor.cache.hottest(1 << 20, 200.0), 200.0)
+    heir.cache.take_over(donor.cache.chains.hottest(1 << 20, 200.0), 200.0)
     found = heir.match(1, 499.0)
     assert found.blocks == 2
     heir.cache.release(found)
@@ -168,7 +168,7 @@ def test_what_comes_from_elsewhere_outlives_no_block_before_it():
 def test_pieces_of_a_parcel_are_blocks_in_order():
     donor = Store(record(0, PROMPT))
     donor.use(0, 0.0)
-    lend, first, blocks = donor.cache.lend, 0, []
+    lend, first, blocks = donor.cache.chains.lend, 0, []
     while (parcel := lend(donor.prompt(0), first, 7, 20, False, 1.0)).more:
         blocks.append((parcel.blocks, parcel.nbytes))
         first = parcel.blocks

@@ -10,7 +10,7 @@ from tests.unit.simulator.cluster.test_autoscaling import SCALING
 from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.policies import routing, transfer
-from warmkv.simulator.cache.replica_cache import MovedBlock
+from warmkv.simulator.cache.chains import MovedBlock
 from warmkv.simulator.cluster.transfers import ChainSlice, pieces_of
 
 EAGER = ("routing.load_weight=100", "routing.transfer=always", "transfer.byte_seconds=0.0009765625")
