@@ -117,15 +117,17 @@ def _written(request: str) -> Iterator[tuple[str, bool]]:
             yield "</tools><|im_end|>\n", False
             continue
         yield f"<|im_start|>{role}\n", False
-        for place, word in enumerate(word for word in said if word.kind not in "CH"):
-            if place:
+        begun = False
+        for word in (word for word in said if word.kind not in "CH"):
+            if begun:
                 yield "\n", False
             yield f"{word.name}\n{word.text}" if word.kind == "D" else word.text, True
-        for word in said:
-            if word.kind == "C":
-                yield '\n<tool_call>\n{"name": "look", "arguments": ', False
-                yield json.dumps({"place": word.text}), True
-                yield "}\n</tool_call>", False
+            begun = True
+        for word in (word for word in said if word.kind == "C"):
+            yield ("\n" if begun else "") + '<tool_call>\n{"name": "look", "arguments": ', False
+            yield json.dumps({"place": word.text}), True
+            yield "}\n</tool_call>", False
+            begun = True
         if role == "assistant" and number == len(turns) - 1:
             return  # the answer goes on from here
         yield "<|im_end|>\n", False
