@@ -35,6 +35,8 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     servable = True
     for extra, modules in EXTRAS.items():
+        if extra == "vllm" and config.engine.kind != "vllm":  # its environment is another one
+            continue
         lacking = [module for module in modules if find_spec(module) is None]
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
         yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)

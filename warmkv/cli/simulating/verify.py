@@ -56,10 +56,10 @@ def verify(
     from warmkv.simulator.workload.source import Source
 
     records = read_requests(Source(log, format, strict=strict), settings).requests.records
-    if any(record.replica for record in records):
-        misses = _verify_service(records, settings, step_times, output)
-    else:
+    if any(record.usage.prompt for record in records) and not any(record.replica for record in records):
         misses = _verify_hosted(records, settings, output)
+    else:
+        misses = _verify_service(records, settings, step_times, output)
     if misses:
         raise typer.Exit(1)
 

@@ -107,7 +107,7 @@ def understand(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Call
         "count": parsed(parsing.count),
         "chat": parsed(parsing.chat),
         "completions": parsed(parsing.completion),
-        "responses": parsed(partial(parsing.response, ResponseStore(lambda: 0.0))),
+        "responses": parsed(partial(parsing.response, ResponseStore(lambda: 0.0).history)),
         "change": lambda data: parse(data, ChangeBody, limits),
         "rollback": lambda data: parse(data, RollbackBody, limits),
     }
