@@ -8,7 +8,7 @@ import importlib
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.cpu_durations import CpuDurations
 
@@ -19,6 +19,7 @@ settings.register_profile(
     "default", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("default")
+EXAMPLES = settings.get_profile("default").max_examples
 SOAK_EXAMPLES = 100  # of every property, a minute of --soak-minutes
 
 
@@ -35,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if minutes := config.getoption("soak_minutes"):
-        examples = max(1, round(SOAK_EXAMPLES * minutes))
+        examples = max(EXAMPLES, round(SOAK_EXAMPLES * minutes))
         settings.register_profile("soak", settings.get_profile("default"), max_examples=examples)
         settings.load_profile("soak")
     if shown := config.getoption("cpu_durations"):
@@ -43,17 +44,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for soaking, or everything else; and what only one kind of engine can do, with another."""
+    """Leave out what is for soaking, or everything else; and what only one kind of engine can do, with another.
+
+    A property is soaked if it gets more examples than without: the same ones again find nothing.
+    """
     soaking = bool(config.getoption("soak_minutes"))
     own = config.getoption("engine") == "warmkv"
     chosen, others = [], []
     for item in items:
         marked = item.get_closest_marker("soak") is not None
-        is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         can = own or item.get_closest_marker("own_engine") is None
-        (chosen if can and (marked == soaking or (soaking and is_property)) else others).append(item)
+        (chosen if can and (marked == soaking or (soaking and _soaks(item))) else others).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
+
+
+def _soaks(item: pytest.Item) -> bool:
+    """Tell whether a test is a property with as many examples as the profile of the soak, which are more than usual."""
+    test = getattr(item, "obj", None)
+    if not is_hypothesis_test(test):
+        return False
+    own = getattr(test, "_hypothesis_internal_use_settings", None) or settings.default
+    return bool(EXAMPLES < own.max_examples == settings.default.max_examples)
 
 
 @pytest.fixture(scope="session")
