@@ -86,7 +86,7 @@ docs: $(STAMP) ## Write the tables and pages of docs/ that come from the code, a
 	@$(BIN)/warmkv cachesim build/sessions.jsonl --ttl 1m,5m,1h --capacity 10k,30k,100k,300k --plot docs/hit_rate.svg
 
 pictures: $(STAMP) ## Take the pictures of docs/ anew, in a real browser (chromium; those of dashboards: npm, prometheus)
-	@$(BIN)/python -m pytest -q tests/unit/platform/gateway/test_console.py tests/pictures/dashboards.py --pictures docs
+	@$(BIN)/python -m pytest -q tests/unit/platform/gateway/console/test_console.py tests/pictures/dashboards.py --pictures docs
 
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/overlays/single-gpu/warmkv.yaml

@@ -70,13 +70,13 @@ EFFECTS = {
         "test_a_model_s_own_prices_are_used": ["pricing.models"],
     },
     "tests/unit/measuring/test_profiling.py": {"test_what_does_not_fit_in_memory_is_left_out": ["engine.kv_bytes"]},
-    "tests/unit/platform/gateway/test_access.py": {
+    "tests/unit/platform/gateway/access/test_access.py": {
         "test_what_is_switched_off_for_everybody_is_refused_by_name": ["compression.allow_request_policy"],
         "test_beyond_loopback_it_listens_with_tenants_or_where_that_was_asked_for": ["gateway.allow_open"],
         "test_options_of_a_request_are_rights_where_there_are_tenants": ["gateway.tenants", "gateway.rights"],
         "test_open_callers_are_no_operators": ["gateway.operators"],
     },
-    "tests/unit/platform/gateway/test_browsers.py": {
+    "tests/unit/platform/gateway/access/test_browsers.py": {
         "test_a_preflight_needs_no_key_and_lets_the_origin_s_actions_through": ["control.allowed_origins"],
     },
     "tests/unit/platform/test_access_log.py": {
@@ -85,10 +85,10 @@ EFFECTS = {
             "gateway.access_log_bytes",
         ],
     },
-    "tests/unit/platform/gateway/test_agents.py": {
+    "tests/unit/platform/gateway/apis/test_agents.py": {
         "test_the_billing_line_is_shown_where_the_setting_is_off": ["gateway.omit_billing_line"],
     },
-    "tests/unit/platform/gateway/test_contract.py": {
+    "tests/unit/platform/gateway/apis/test_contract.py": {
         "test_a_minimum_of_its_own": ["prefix_cache.min_tokens"],
         "test_an_operator_s_own_ttl_is_billed_and_expires": ["prefix_cache.ttls", "pricing.write"],
         "test_a_time_out_is_504_and_in_a_stream_an_event": ["gateway.request_timeout_seconds"],
@@ -107,14 +107,14 @@ EFFECTS = {
         "test_memory_is_bounded_and_what_is_left_out_is_counted": ["directory.max_blocks"],
         "test_the_limits_hold_for_all_shards_together": ["directory.shards"],
     },
-    "tests/unit/platform/gateway/test_intake.py": {
+    "tests/unit/platform/gateway/intake/test_intake.py": {
         "test_a_body_that_is_too_large_is_refused_by_its_header_unread": ["gateway.max_body_bytes"],
     },
-    "tests/unit/platform/gateway/test_fields.py": {
+    "tests/unit/platform/gateway/apis/test_fields.py": {
         "test_a_strict_gateway_refuses_what_nobody_knows": ["gateway.strict"],
         "test_other_names_of_the_model": ["gateway.models"],
     },
-    "tests/unit/platform/gateway/test_limits.py": {
+    "tests/unit/platform/gateway/access/test_limits.py": {
         "test_requests_a_minute": ["gateway.limits.requests_per_minute"],
         "test_tokens_a_minute_are_settled_by_what_was_used": ["gateway.limits.tokens_per_minute"],
         "test_requests_at_a_time_and_the_share_of_the_queue": [
@@ -125,11 +125,11 @@ EFFECTS = {
     "tests/unit/platform/test_live_config_api.py": {
         "test_the_next_answer_is_under_the_new_policy_and_prices": ["compression.policy", "pricing.output"],
     },
-    "tests/unit/platform/gateway/test_tool_calls.py": {
+    "tests/unit/platform/gateway/apis/test_tool_calls.py": {
         "test_a_named_response_template_reads_answers": ["model.response_template"],
     },
-    "tests/unit/platform/gateway/test_messages.py": {"test_a_full_queue_is_overloaded": ["engine.max_queue"]},
-    "tests/unit/platform/gateway/test_overload.py": {
+    "tests/unit/platform/gateway/apis/test_messages.py": {"test_a_full_queue_is_overloaded": ["engine.max_queue"]},
+    "tests/unit/platform/gateway/intake/test_overload.py": {
         "test_a_gateway_takes_what_replicas_and_queues_hold": ["cluster.replicas"],
     },
     "tests/unit/platform/test_packs.py": {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.platform.gateway.test_messages import ask, marked, plain
+from tests.unit.platform.gateway.apis.test_messages import ask, marked, plain
 from warmkv.cli import app
 
 DOCUMENT = "The handbook says that every block has a name.\n" * 60

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from tests.unit.platform.asgi import Gateway
-from tests.unit.platform.gateway.claude_code import MARK, text, tool
+from tests.unit.platform.gateway.apis.claude_code import MARK, text, tool
 
 WORDS = "a word or two to say " * 16  # some 100 tokens
 

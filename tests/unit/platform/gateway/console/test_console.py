@@ -14,7 +14,7 @@ from tests.html import Page as Parsed
 from tests.polling import PATIENCE, until
 from tests.unit.platform.asgi import Gateway
 from tests.unit.platform.conftest import OPERATOR
-from tests.unit.platform.gateway.test_access import OPERATORS, TENANTS
+from tests.unit.platform.gateway.access.test_access import OPERATORS, TENANTS
 from warmkv.platform.gateway.console import FOLDER, PATHS
 from warmkv.prefixes.misses import Reason
 from warmkv.simulator.studies.step_times import ENOUGH

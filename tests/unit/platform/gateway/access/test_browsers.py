@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.platform.asgi import Gateway, Reply
-from tests.unit.platform.gateway.test_access import OF_OPERATORS, OPERATORS, TENANTS
+from tests.unit.platform.gateway.access.test_access import OF_OPERATORS, OPERATORS, TENANTS
 from warmkv.config import ConfigError, load
 from warmkv.platform.gateway.access import audit
 from warmkv.platform.gateway.access.browsers import of_operators

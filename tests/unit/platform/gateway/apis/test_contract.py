@@ -16,7 +16,7 @@ from warmkv.platform.gateway.apis.messages.content import AssistantMessage, Tool
 from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.tenants import open_tenant
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 LONG = "for key in keys:\n    total += weights[key]\n" * 30
 
 

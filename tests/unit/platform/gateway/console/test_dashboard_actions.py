@@ -10,7 +10,7 @@ import pytest
 
 from tests import grafana
 from tests.unit.platform.asgi import Gateway, Reply
-from tests.unit.platform.gateway.test_access import OPERATORS, TENANTS
+from tests.unit.platform.gateway.access.test_access import OPERATORS, TENANTS
 
 GRAFANA = "http://grafana.example.org:3000"
 GATEWAY = "http://gateway:8400"

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.platform.gateway.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
+from tests.unit.platform.gateway.apis.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
 from warmkv.platform.gateway.apis.responses import answers
 from warmkv.platform.gateway.apis.responses import store as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore, StoredResponse
