@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -37,9 +38,9 @@ DOLLARS = Metric("warmkv_dollars", "counter", "Price of the answers, by part", "
 CACHED_TOKENS = Metric(
     "warmkv_cached_tokens",
     "counter",
-    "Prompt tokens whose KV was reused, by the tier it came from",
+    "Prompt tokens whose KV was reused, by the tier it came from and the TTL it was kept under",
     "tokens",
-    ("tier", *_WHOSE),
+    ("tier", "ttl", *_WHOSE),
 )
 MISSED_TOKENS = Metric(
     "warmkv_missed_tokens",
@@ -314,8 +315,11 @@ WHATIF = (*WHATIF_FIGURES.values(), WHATIF_RANK, WHATIF_ERROR, WHATIF_WINDOW, WH
 ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY, *WHATIF)
 
 
-REFRESH_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 """Ray forgets a gauge that was not set for two of its reports, of which there is one a second at most."""
+
+Series = tuple[Metric, tuple[tuple[str, str], ...]]
+"""A metric with labels and their values."""
 
 
 class Bounded:
@@ -346,8 +350,9 @@ class Recorder(Protocol):
 class RayRecorder:
     """Record metrics through Ray Serve, which adds application, deployment and replica labels.
 
-    In another actor than a Serve replica there is nothing to add them from: name the application there. Gauges keep
-    their last value for as long as the process lives.
+    In another actor than a Serve replica there is nothing to add them from: name the application there. Any thread may
+    record. A call of Ray's takes microseconds, so counters are added up here; they and the gauges are given to Ray once
+    a second. Gauges keep their last value for as long as the process lives.
     """
 
     def __init__(self, *metrics: Metric, application: str | None = None) -> None:
@@ -358,48 +363,70 @@ class RayRecorder:
 
         kinds = {"counter": library.Counter, "gauge": library.Gauge, "histogram": library.Histogram}
         common = {} if application is None else {"application": application}
-        self._series: dict[Metric, Any] = {}
-        self._totals: dict[tuple[Metric, str], float] = {}
-        self._gauges: dict[tuple[Metric, tuple[str, ...]], tuple[float, dict[str, str]]] = {}
+        self._metrics: dict[Metric, Any] = {}  # Ray's
+        self._lock = threading.Lock()
+        self._counted: dict[Series, float] = {}  # since the last flush
+        self._gauges: dict[Series, float] = {}
+        self._totals: dict[Series, float] = {}
         for metric in metrics:
             extra = {"boundaries": list(metric.buckets)} if metric.kind == "histogram" else {}
-            self._series[metric] = kinds[metric.kind](
+            self._metrics[metric] = kinds[metric.kind](
                 metric.name, description=metric.help, tag_keys=(*metric.labels, *common), **extra
             )
             if common:
-                self._series[metric].set_default_tags(common)
-        threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
+                self._metrics[metric].set_default_tags(common)
+        threading.Thread(target=self._keep_flushing, name="metrics", daemon=True).start()
 
     def add(self, counter: Metric, value: float, **labels: str) -> None:
-        """Count `value` more; nothing is recorded for 0."""
+        """Count `value` more; nothing is recorded for 0. Raises ValueError if a label is missing or unknown."""
         if value > 0:
-            self._series[counter].inc(value, tags=labels)
+            series = counter, tuple(labels.items())
+            with self._lock:
+                before = self._counted.get(series)
+                if before is None:
+                    self._check(counter, labels)
+                self._counted[series] = (before or 0.0) + value
 
     def grow(self, counter: Metric, total: float, **labels: str) -> None:
         """Count what a total that is kept elsewhere has grown by since the last call with these labels."""
-        key = (counter, "/".join(labels.values()))
-        before, self._totals[key] = self._totals.get(key, 0.0), total
+        series = counter, tuple(labels.items())
+        before, self._totals[series] = self._totals.get(series, 0.0), total
         self.add(counter, total - before, **labels)
 
     def set(self, gauge: Metric, value: float, **labels: str) -> None:
-        self._gauges[gauge, tuple(labels.values())] = value, labels
-        self._series[gauge].set(value, tags=labels)
+        """Set a level. Raises ValueError if a label is missing or unknown."""
+        series = gauge, tuple(labels.items())
+        with self._lock:
+            if series not in self._gauges:
+                self._check(gauge, labels)
+            self._gauges[series] = value
 
     def forget(self, gauge: Metric, **labels: str) -> None:
         """End a gauge: Ray drops what is not set any more. Fewer labels than it has stand for all that have these."""
-        for known, values in list(self._gauges):
-            if known == gauge and labels.items() <= dict(zip(gauge.labels, values, strict=True)).items():
-                self._gauges.pop((known, values), None)
-
-    def refresh(self) -> None:
-        """Set every gauge to its last value again."""
-        for (gauge, _), (value, labels) in list(self._gauges.items()):
-            self._series[gauge].set(value, tags=labels)
-
-    def _keep_gauges(self) -> None:
-        while True:
-            time.sleep(REFRESH_SECONDS)
-            self.refresh()
+        with self._lock:
+            for series in [one for one in self._gauges if one[0] is gauge and labels.items() <= dict(one[1]).items()]:
+                del self._gauges[series]
 
     def observe(self, histogram: Metric, value: float, **labels: str) -> None:
-        self._series[histogram].observe(value, tags=labels)
+        """Observe a value, at once: Ray takes them one by one."""
+        self._metrics[histogram].observe(value, tags=labels)
+
+    def flush(self) -> None:
+        """Give Ray what was counted since the last time, and every gauge again."""
+        with self._lock:
+            counted = [(series, value) for series, value in self._counted.items() if value]
+            self._counted.update((series, 0.0) for series, _ in counted)
+            gauges = list(self._gauges.items())
+        for (counter, labels), value in counted:
+            self._metrics[counter].inc(value, tags=dict(labels))
+        for (gauge, labels), value in gauges:
+            self._metrics[gauge].set(value, tags=dict(labels))
+
+    def _check(self, metric: Metric, labels: Mapping[str, str]) -> None:
+        if metric not in self._metrics or labels.keys() != set(metric.labels):
+            raise ValueError(f"{metric.name} is not recorded here with the labels {', '.join(labels) or 'none'}")
+
+    def _keep_flushing(self) -> None:
+        while True:
+            time.sleep(FLUSH_SECONDS)
+            self.flush()

@@ -46,6 +46,7 @@ class Match:
     chain: tuple[bytes, ...] = ()  # keys that hold them
     held: Sequence[Sequence[Entry]] = field(default=(), repr=False)  # what is pinned, tier by tier
     used_at: float = math.nan  # when the last of `chain` was used before
+    ttl: float = 0.0  # seconds that the last of `chain` lives after each read
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,11 @@ class PrefixCache:
             hit = hit or read.position
         if beside:  # the billed tail lies beside the chain that is reused; its blocks are touched with the chain
             tiers.touch((beside,), now)
-        used_at = tiers.used_at(chain[-1]) if chain else math.nan
+        last = tiers.entries(chain[-1]) if chain else []
+        used_at = max((entry.used_at for entry in last), default=math.nan)
+        ttl = max((entry.ttl for entry in last), default=0.0)
         tiers.touch(chain, now)
-        return Match(hit, full, tokens, chain, tiers.pin(chain), used_at)
+        return Match(hit, full, tokens, chain, tiers.pin(chain), used_at, ttl)
 
     def release(self, match: Match) -> None:
         if match.held:

@@ -7,7 +7,6 @@ the chain before it; what has expired goes nowhere. What is read is stored again
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -123,10 +122,9 @@ class Tiers:
         """Return leading keys of a chain that are held and alive in some tier."""
         return max(index.match(chain, now) for index in self.indexes)
 
-    def used_at(self, key: bytes) -> float:
-        """Return when a key was stored or read last; nan if that is not known."""
-        found = (entry for index in self.indexes if (entry := index.entry(key)) is not None)
-        return max((entry.used_at for entry in found), default=math.nan)
+    def entries(self, key: bytes) -> list[Entry]:
+        """Return a key's entries, one of each tier that has it."""
+        return [entry for index in self.indexes if (entry := index.entry(key)) is not None]
 
     def has_mark(self, key: bytes, now: float) -> bool:
         return any(index.has_mark(key, now) for index in self.indexes)

@@ -136,6 +136,7 @@ class Replica:
         except Exception:
             log.exception("the blocks of this replica are not handed over")
         self._engine.stop()
+        self._recorder.flush()
 
     async def _hand_over(self) -> None:
         """Leave the hottest blocks to the other replicas, if any will go on."""

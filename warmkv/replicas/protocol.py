@@ -145,6 +145,7 @@ class Started:
     queue_seconds: float  # from arrival at the replica to the start of prefill
     prefill_seconds: float
     tiers: Mapping[str, int] = field(default_factory=dict)  # cached_tokens by the tier they came from
+    ttl: float = 0.0  # seconds that what was reused lives after each read
 
 
 LEAST_LOGPROB = -9999.0

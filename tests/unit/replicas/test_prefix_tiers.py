@@ -123,7 +123,7 @@ def test_what_is_on_disk_is_found_after_a_restart(models, tmp_path):
     second = tiered(models, tmp_path, host=0)
     assert second.run(make_request(TOKENS, new=9, reads=[61], name="again")) == expected
     started = second.started("again")
-    assert (started.tiers, started.hit) == ({"disk": 60}, 61)
+    assert (started.tiers, started.ttl, started.hit) == ({"disk": 60}, 3600.0, 61)
 
 
 def test_a_damaged_file_is_computed_anew(models, tmp_path, caplog):

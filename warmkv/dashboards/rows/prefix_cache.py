@@ -78,10 +78,10 @@ REUSE = PanelRow(
             stacked=True,
         ),
         Graph(
-            "Reused tokens by tier",
-            "Prompt tokens per second whose KV was reused, by the tier it came from.",
+            "Reused tokens by tier and TTL",
+            "Prompt tokens per second whose KV was reused, by the tier it came from and the TTL that it is kept under.",
             TOKENS_PER_SECOND,
-            [(rate(t.CACHED_TOKENS, ("tier",)), "{{tier}}")],
+            [(rate(t.CACHED_TOKENS, ("tier", "ttl")), "{{tier}} {{ttl}}")],
             width=12,
             stacked=True,
         ),

@@ -73,7 +73,8 @@ class Gateway:
         self._gateways = serve.get_deployment_handle(context.deployment, context.app_name)  # all of them
         self._app: Any = None
         self._drop_timeout = config.gateway.request_timeout_seconds
-        router = Router(config, telemetry.RayRecorder(*telemetry.ROUTER), Random(), time.monotonic)
+        self._recorder = recorder = telemetry.RayRecorder(*telemetry.GATEWAY, *telemetry.ROUTER)
+        router = Router(config, recorder, Random(), time.monotonic)
         self._following = router.follow(self._name)
         self._replies = Replies(self._node)
         self._sender = Sender(config, router, self._replies, time.monotonic)
@@ -82,7 +83,6 @@ class Gateway:
         self._tokenizer = load_tokenizer(config.model)
         self._max_context = config.engine.max_context or load_max_context(config.model)
         logs.forward("ray.serve")
-        recorder = telemetry.RayRecorder(*telemetry.GATEWAY)
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
         access_log, self._log = config.gateway.access_log, None
         if access_log is not None:
@@ -169,3 +169,4 @@ class Gateway:
         for written in (self._log, self._audit):
             if written is not None:
                 written.close()
+        self._recorder.flush()

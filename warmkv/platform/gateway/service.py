@@ -295,6 +295,11 @@ class Service:
     def _labels(self, request: GenerateRequest, tenant: str) -> dict[str, str]:
         return {"policy": request.policy.name, "model": self.config.model.name, "tenant": self._tenant(tenant)}
 
+    def _ttl_name(self, seconds: float) -> str:
+        """Return the name of a TTL in force; `other` for one that was changed since, or that of a pack."""
+        ttls = self.policy.terms.lifetimes.ttls
+        return next((name for name, lives in ttls.items() if lives == seconds), "other")
+
     def _ended(self, tenant: str, answer: Answer, status: Status) -> None:
         usage, started = answer.usage, answer.started
         add, observe = self._recorder.add, self._recorder.observe
@@ -305,7 +310,7 @@ class Service:
         for ttl, tokens in usage.written.items():
             add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", **labels)
         for tier, tokens in started.tiers.items():
-            add(telemetry.CACHED_TOKENS, tokens, tier=tier, **labels)
+            add(telemetry.CACHED_TOKENS, tokens, tier=tier, ttl=self._ttl_name(started.ttl), **labels)
         price = answer.price(usage)
         parts = {"input": price.input, "read": price.read, "write": price.total_write, "output": price.output}
         for part, dollars in parts.items():

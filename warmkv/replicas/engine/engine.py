@@ -404,6 +404,7 @@ class Engine:
             written=done.written,
             cached_tokens=sequence.reused,
             tiers=match.tiers,
+            ttl=match.match.ttl,
             kept_tokens=done.kept_tokens,
             resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
             queue_seconds=sequence.admitted - sequence.arrived,

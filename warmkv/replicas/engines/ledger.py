@@ -31,6 +31,7 @@ class Reading:
     hit: int
     written: int
     cached_tokens: int
+    ttl: float
 
 
 class PrefixLedger:
@@ -118,7 +119,7 @@ class PrefixLedger:
         self._apply(step for step, _ in steps)
         self._cache.release(match)
         written = self._cache.highest_mark(request.marks, now)
-        return Reading(match.hit, written, min(found, match.tokens))
+        return Reading(match.hit, written, min(found, match.tokens), match.ttl)
 
     # --- beside the requests
 

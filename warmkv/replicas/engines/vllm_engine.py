@@ -354,6 +354,7 @@ class VllmEngine:
             queue_seconds=max(0.0, now - arrived - prefill),
             prefill_seconds=prefill,
             tiers={"device": reading.cached_tokens} if reading.cached_tokens else {},
+            ttl=reading.ttl,
         )
 
     def _end(self, request: GenerateRequest, part: Any, drawn: int) -> Finished | Failed:

@@ -341,7 +341,7 @@ def test_every_request_is_recorded(server):
     assert counted["warmkv_tokens", "input"] == usage.input_tokens
     assert counted["warmkv_tokens", "write_5m"] == usage.cache_creation_input_tokens
     ask(server, [marked(LONG), plain("again?")], key="log")
-    labels = {"tier": "device", "policy": "full", "model": "tiny", "tenant": "open"}
+    labels = {"tier": "device", "ttl": "5m", "policy": "full", "model": "tiny", "tenant": "open"}
     cached = [
         value for name, value, those in server.metrics.seen[-14:] if (name, those) == ("warmkv_cached_tokens", labels)
     ]
