@@ -152,8 +152,8 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a node: on a busy machine one gives up if its parts do not find each other in time; then once more."""
-        for attempts_left in (2, 1, 0):
+        """Start a node: on a busy machine one gives up if its parts do not find each other in time; then again."""
+        for attempts_left in (4, 3, 2, 1, 0):
             prepare()
             try:
                 self._run(command, node, environment)
