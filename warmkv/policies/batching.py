@@ -20,6 +20,11 @@ PASSES = 16
 """How often others may be admitted before a request that is next; and how many waiting requests are considered."""
 
 
+LONGEST_STEP = 4
+"""How many times as long as behind short contexts a step may take while sequences decode. Fewer tokens behind a long
+context would not pay: each chunk reads all keys before it, and attends at less than full speed where it is short."""
+
+
 class WaitingRequest(Protocol):
     passed: int  # how often another was admitted before it
 
@@ -30,11 +35,11 @@ Request = TypeVar("Request", bound=WaitingRequest)
 def work_per_token(context: int, keys_per_token: float, decoding: int) -> float:
     """Return the tokens of a budget that a prompt's next token counts for, behind `context` tokens.
 
-    While sequences decode, a token behind a long context counts as often as its attention takes longer than the rest of
-    it, which is as long as attention to `keys_per_token` keys: no step takes more than twice what its budget does
-    behind short contexts. Otherwise nobody waits for the step, and every token counts once.
+    A token takes as long as attention to `keys_per_token` keys, and its own attention besides. While sequences decode,
+    it counts for more than once behind a context with which a whole budget of such tokens would take more than
+    LONGEST_STEP times as long. Otherwise nobody waits for the step, and every token counts once.
     """
-    return max(1.0, context / keys_per_token) if decoding else 1.0
+    return max(1.0, (1 + context / keys_per_token) / LONGEST_STEP) if decoding else 1.0
 
 
 def keys_per_token(weights: float, layers: int, q_heads: int, head_dim: int) -> float:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.policies.batching import (
+    LONGEST_STEP,
     OLDEST_SHARE,
     PASSES,
     admits_below,
@@ -72,10 +73,19 @@ def test_tokens_behind_long_contexts_count_for_more_and_fill_the_budget(budget, 
 
 def test_a_token_counts_by_its_keys_while_somebody_decodes():
     assert work_per_token(8192, 1024, decoding=0) == 1
-    assert work_per_token(1024, 1024, decoding=3) == 1
-    assert work_per_token(8192, 1024, decoding=3) == 8
-    assert split(512, [820], [work_per_token(7372, 1024, decoding=1)]) == [71]
+    assert work_per_token(3072, 1024, decoding=3) == 1
+    assert work_per_token(7168, 1024, decoding=3) == 2
+    assert split(512, [820], [work_per_token(7168, 1024, decoding=1)]) == [256]
     assert keys_per_token(8e9, 32, 32, 128) == 30_517.578125  # an 8B model
+
+
+@given(st.integers(0, 1 << 20), st.floats(1, 1e5), BUDGETS)
+def test_no_step_takes_longer_than_decoding_sequences_wait(context, keys, budget):
+    """A token takes one unit, and one for `keys` keys that it attends to."""
+    work = work_per_token(context, keys, decoding=1)
+    tokens = split(budget, [1 << 20], [work])[0]
+    assert tokens == 1 or tokens * (1 + context / keys) <= LONGEST_STEP * budget * (1 + 1e-9)
+    assert work == 1 or (tokens + 1) * work > budget  # and none is shorter than it must be
 
 
 def test_a_short_prompt_takes_the_tokens_of_a_long_one():

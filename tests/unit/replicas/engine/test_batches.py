@@ -18,7 +18,7 @@ from tests.unit.replicas import families
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.policies import budgets
-from warmkv.policies.batching import PASSES
+from warmkv.policies.batching import LONGEST_STEP, PASSES
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.slot_sizes import slot_bytes
@@ -74,7 +74,7 @@ def test_decoding_sequences_draw_a_token_in_every_step(driver):
 
 
 def test_decoding_waits_for_fewer_tokens_of_a_prompt_the_more_keys_they_attend_to(driver):
-    busy = driver(**OFF, step_tokens=40, keys_per_token=50.0)
+    busy = driver(**OFF, step_tokens=40, keys_per_token=10.0)
     counted = passes(busy)
     busy.submit(make_request(prompt(5), new=60, name="decodes"))
     busy.engine.step()
@@ -83,11 +83,11 @@ def test_decoding_waits_for_fewer_tokens_of_a_prompt_the_more_keys_they_attend_t
     while not busy.tokens("long"):
         busy.engine.step()
         chunk = counted[-1] - 1  # beside the token of the sequence that decodes
-        assert chunk == min(400 - at, int(39 / max(1, at / 50)))
+        assert chunk == min(400 - at, int(39 / max(1, (1 + at / 10) / LONGEST_STEP)))
         at += chunk
     assert at == 400
     assert len(counted) > 20
-    alone = driver(**OFF, step_tokens=40, keys_per_token=50.0)
+    alone = driver(**OFF, step_tokens=40, keys_per_token=10.0)
     counted = passes(alone)
     alone.run(make_request(prompt(400), new=2, name="long"))
     assert counted == [40] * 10 + [1]  # nobody waits
