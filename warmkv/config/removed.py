@@ -29,7 +29,7 @@ REMOVED: dict[str, str] = {
     "directory.follow_seconds": "it is 10 s",
     "directory.heartbeat_seconds": "it is 1 s",
     "directory.log_blocks": "it is a fifth of directory.max_blocks",
-    "directory.publish_seconds": "it is 20 ms",
+    "directory.publish_seconds": "it is 250 ms",
     "directory.silence_seconds": "it is 15 s",
     "engine.beat_seconds": "it is a twelfth of gateway.stall_seconds",
     "engine.stall_seconds": "it is five times gateway.stall_seconds",

@@ -80,7 +80,7 @@ class SimulatorConfig(Section):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds until routers know what a replica sent, which it does at most every 20 ms; 0: at once",
+        description="seconds until routers know what a replica sent, which it does at most every 250 ms; 0: at once",
     )
     startup_seconds: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="until a replica takes requests that was started during the run"

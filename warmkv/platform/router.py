@@ -40,7 +40,7 @@ class Router:
         self, config: Config, recorder: telemetry.Recorder, random: Random, clock: Callable[[], float]
     ) -> None:
         self._config, self._recorder, self._clock = config, recorder, clock
-        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock)
+        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=True)
         self._lifetimes = Lifetimes.of(config.prefix_cache)
         self._others: dict[str, tuple[int, float]] = {}  # requests of other gateways by replica, and when it said so
 

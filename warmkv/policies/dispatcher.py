@@ -5,6 +5,7 @@ The live router and the gateways of the simulator run this same code.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
@@ -14,13 +15,17 @@ from warmkv.policies.breaker import Breaker, Outcome
 from warmkv.policies.in_flight_prefixes import InFlightPrefixes
 from warmkv.policies.routing import PREFILL_WEIGHT, View, rank
 from warmkv.policies.transfer import Fetch, plan
-from warmkv.prefixes.index import MEND_EVERY, Depths, PrefixIndex
+from warmkv.prefixes.index import MEND_EVERY, PUBLISH_SECONDS, Depths, PrefixIndex
 
 HALF_LIFE = 100
 """Decisions after which an earlier one counts half as much in what replicas were given lately."""
 
 BUSY_DECISIONS = 32
 """Decisions over which the share of replicas with a prompt to compute is averaged, exponentially weighted."""
+
+KEPT_SECONDS = 4 * PUBLISH_SECONDS
+"""How long a router counts on what it had computed before its index must tell of it: a replica reports, and a router
+asks, every PUBLISH_SECONDS at most."""
 
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGE = 1e9
@@ -30,10 +35,14 @@ class InFlightRequests:
     """Requests in flight per replica, each booked once and released once, whatever order the calls come in.
 
     `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer, and
-    `in_flight_prefixes` are the prefixes that they leave behind.
+    `in_flight_prefixes` are the prefixes that they leave behind. Those of prompts that were computed stay for
+    `kept_seconds` by the `clock`: until the index tells of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float], kept_seconds: float) -> None:
+        self._clock, self._kept_seconds = clock, kept_seconds
+        self._computed: set[Hashable] = set()  # booked requests that have begun to answer
+        self._kept: deque[tuple[float, Hashable]] = deque()  # ended ones, and until when their prefixes stay
         self._booked: dict[Hashable, str] = {}  # request -> replica
         self._blocks: dict[Hashable, int] = {}  # of booked requests that have not begun
         self._given_up: set[Hashable] = set()  # booked requests
@@ -59,6 +68,11 @@ class InFlightRequests:
 
     def began(self, request: Hashable) -> None:
         """Take the blocks of a request whose first token is drawn off its replica's `prefill`."""
+        if request in self._booked:
+            self._computed.add(request)
+        self._take_off(request)
+
+    def _take_off(self, request: Hashable) -> None:
         if blocks := self._blocks.pop(request, 0):
             replica = self._booked[request]
             self.prefill[replica] -= blocks
@@ -69,18 +83,26 @@ class InFlightRequests:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
         if replica is not None and self._booked.get(request) != replica:
             return
-        self.in_flight_prefixes.remove(request)
+        if self._kept_seconds and request in self._computed:
+            self._kept.append((self._clock() + self._kept_seconds, request))
+        else:
+            self.in_flight_prefixes.remove(request)
         self._end(request)
 
     def _end(self, request: Hashable) -> None:
-        if request in self._blocks:
-            self.began(request)
+        self._take_off(request)
         replica = self._booked.pop(request, None)
+        self._computed.discard(request)
         self._given_up.discard(request)
         if replica is not None:
             self.load[replica] -= 1
             if not self.load[replica]:
                 del self.load[replica]
+
+    def expire(self) -> None:
+        """Forget prefixes that the index tells of by now."""
+        while self._kept and self._kept[0][0] <= self._clock():
+            self.in_flight_prefixes.remove(self._kept.popleft()[1])
 
     def give_up(self, request: Hashable) -> None:
         """Mark a request as abandoned. A working replica ends it, which releases its booking."""
@@ -95,7 +117,9 @@ class InFlightRequests:
     def drop(self, replica: str) -> None:
         """Forget what is booked on a replica that is gone."""
         for request in [request for request, booked in self._booked.items() if booked == replica]:
+            self._computed.discard(request)
             self.release(request)
+        self.in_flight_prefixes.drop(replica)
 
 
 class Recent:
@@ -131,15 +155,18 @@ class Dispatcher:
     """The decisions of one router: its copy of the index, its bookings, and the settings at start.
 
     A choice awaits and calls nothing, so in an event loop choosing and booking are one step. `slots` is how
-    many sequences a replica decodes together; `clock`, in seconds, times the breaker.
+    many sequences a replica decodes together; `clock`, in seconds, times the breaker. `late` says that the index is
+    told of blocks only some time after they are there.
     """
 
-    def __init__(self, config: RoutingConfig, slots: int, random: Random, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RoutingConfig, slots: int, random: Random, clock: Callable[[], float], *, late: bool = False
+    ) -> None:
         self._config, self._slots, self._random = config, slots, random
         self._turn = 0
         self._busy = 0.0  # share of the replicas that have a prompt to compute, averaged over decisions
         self.index = PrefixIndex()
-        self.in_flight = InFlightRequests()
+        self.in_flight = InFlightRequests(clock, KEPT_SECONDS if late else 0.0)
         self.recent = Recent()
         self.breaker = Breaker(clock)
 
@@ -175,6 +202,7 @@ class Dispatcher:
             replicas = [name for name in replicas if name not in avoid] or replicas
         if shunned:
             replicas = [name for name in replicas if name not in shunned] or replicas
+        self.in_flight.expire()
         self.in_flight.release(request)  # Serve asks again while replicas are full
         config, load = config or self._config, self.in_flight.load
         if queues:

@@ -1,4 +1,4 @@
-"""Prefixes that replicas are about to hold: those of the requests that a router sent and that have not ended.
+"""Prefixes that replicas are about to hold, or hold without the index telling so yet: those that a router sent.
 
 Until a prompt is computed no index tells of it. Without this, requests that come together with a new prefix would
 compute it on as many replicas.
@@ -50,6 +50,11 @@ class InFlightPrefixes:
                 del requests[request]
                 if not requests:
                     del self._requests[hashes[at - 1]]
+
+    def drop(self, replica: str) -> None:
+        """Forget what a replica was about to hold."""
+        for request in [request for request, chain in self._chains.items() if chain[0] == replica]:
+            self.remove(request)
 
     def depths(self, hashes: Sequence[bytes], known: int) -> dict[str, int]:
         """Return leading blocks of a prompt that replicas are about to hold, where they are more than `known`.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 KEY_BYTES = 8
-PUBLISH_SECONDS = 0.02  # longest time a replica batches its events
+PUBLISH_SECONDS = 0.25  # longest time a replica batches its events, and a router those of all replicas
 HEARTBEAT_SECONDS = 1.0  # longest time between two reports of a replica
 TIERS = ("device", "host", "disk")  # fastest first
 MEND_EVERY = 16  # blocks of a match of which `mend` looks at one

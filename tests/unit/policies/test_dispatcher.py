@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, Dispatcher, InFlightRequests, Recent
+from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, KEPT_SECONDS, Dispatcher, InFlightRequests, Recent
 from warmkv.policies.transfer import Fetch
 
 REPLICAS = ["a", "b", "c", "d"]
@@ -127,7 +127,7 @@ def test_a_cold_prompt_is_told_as_such():
 
 
 def test_a_booking_counts_once_however_often_it_is_made_or_released():
-    in_flight = InFlightRequests()
+    in_flight = InFlightRequests(lambda: 0.0, 0.0)
     in_flight.book("x", "a")
     in_flight.book("x", "b")  # Serve took another replica than the first choice
     in_flight.book("y", "b")
@@ -138,6 +138,35 @@ def test_a_booking_counts_once_however_often_it_is_made_or_released():
     assert in_flight.load == {"b": 1}
     in_flight.release("y")
     assert in_flight.load == {}
+
+
+def test_what_was_just_computed_is_known_until_a_late_index_tells_of_it():
+    now = 0.0
+    routing = Dispatcher(RoutingConfig(), 16, Random(0), lambda: now, late=True)
+    home = routing.choose("1", HASHES, REPLICAS, leaves=100).order[0]
+    routing.in_flight.began("1")
+    routing.in_flight.release("1", home)
+    given_up = [bytes([1]) + each for each in HASHES]
+    elsewhere = routing.choose("2", given_up, REPLICAS, leaves=100).order[0]
+    routing.in_flight.release("2", elsewhere)  # without a token: nothing was stored
+    now = KEPT_SECONDS - 0.01
+    again = routing.choose("3", HASHES, REPLICAS)
+    assert (again.order[0], again.reason) == (home, "in_flight_prefixes")
+    assert routing.choose("4", given_up, REPLICAS).reason == "cold"
+    now = KEPT_SECONDS
+    assert routing.choose("5", HASHES, REPLICAS).reason == "cold"
+    assert not routing.in_flight.in_flight_prefixes
+
+
+def test_what_was_just_computed_is_gone_with_its_replica():
+    routing = Dispatcher(RoutingConfig(), 16, Random(0), lambda: 0.0, late=True)
+    for number in "12":  # one has ended, one goes on
+        home = routing.choose(number, HASHES, REPLICAS, leaves=100).order[0]
+        routing.in_flight.began(number)
+    routing.in_flight.release("1", home)
+    routing.in_flight.drop(home)
+    assert routing.choose("3", HASHES, REPLICAS).reason == "cold"
+    assert routing.in_flight.load == {routing.choose("3", HASHES, REPLICAS).order[0]: 1}
 
 
 def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_token():

@@ -111,7 +111,7 @@ def test_a_status_goes_with_a_snapshot_and_once_in_a_heartbeat():
         publisher = Publisher(send, lambda: publisher.snapshot({"device": [b"a"]}), dict, clock=lambda: 0.0)
         publishing = asyncio.create_task(publisher.run())
         for _ in range(3):
-            await asyncio.sleep(2 * PUBLISH_SECONDS)
+            await asyncio.sleep(1.1 * PUBLISH_SECONDS)
             publisher.delta([b"b"], [], "device")
         await asyncio.sleep(2 * PUBLISH_SECONDS)
         publisher.snapshot({"device": [b"a"]})

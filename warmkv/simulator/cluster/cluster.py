@@ -109,7 +109,8 @@ class Cluster:
         self._env, self._slots = Clock(), TimeWeightedGauge()
         count = config.cluster.gateways
         self._gateways = [
-            SimulatedGateway(config, stores.warm, count == 1, random.Random(seed + number)) for number in range(count)
+            SimulatedGateway(config, stores.warm, count == 1, random.Random(seed + number), lambda: self._env.now)
+            for number in range(count)
         ]
         self._fleet = Fleet(self._env, config, stores, self._replica, self._ready, self._gone, self._lost)
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any

@@ -24,8 +24,9 @@ class SimulatedGateway:
     Simulated replicas die, but never keep failing: the router's breaker stays closed.
     """
 
-    def __init__(self, config: Config, warm: Warm, alone: bool, random: Random) -> None:
-        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock=lambda: 0.0)
+    def __init__(self, config: Config, warm: Warm, alone: bool, random: Random, clock: Callable[[], float]) -> None:
+        late = config.simulator.index_delay > 0
+        self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=late)
         self.in_flight = self._dispatcher.in_flight
         self._warm, self._alone = warm, alone
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many

@@ -14,7 +14,7 @@ REPLICAS = ["a", "b", "c"]
 
 
 def gateway(settings, alone):
-    return SimulatedGateway(settings, lambda record, now: {}, alone, Random(0))
+    return SimulatedGateway(settings, lambda record, now: {}, alone, Random(0), lambda: 0.0)
 
 
 def ranks(gateway, job, now):
