@@ -9,6 +9,7 @@ from tests.unit.platform.conftest import Counted
 from warmkv.config import load
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.router import Router
+from warmkv.policies.dispatcher import KEPT_SECONDS
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 
@@ -21,17 +22,19 @@ def request(number: int) -> GenerateRequest:
 
 
 def test_what_was_expected_is_held_against_what_was_found() -> None:
-    seen = Counted()
-    router = Router(load(flags=[f"prefix_cache.block_size={SIZE}"], environ={}), seen, Random(0), lambda: 0.0)
+    seen, now = Counted(), 0.0
+    router = Router(load(flags=[f"prefix_cache.block_size={SIZE}"], environ={}), seen, Random(0), lambda: now)
     router._dispatcher.index.add("a", HASHES[:3])
 
     async def scenario() -> None:
+        nonlocal now
         for number, cached in enumerate((3 * SIZE, SIZE, 3 * SIZE + 10)):
             attempt = Attempt(request(number))
             (best, _) = router.choose(number, attempt, ["a", "b"])
             attempt.replica = best
             attempt.began(cached)
             router.release(number)
+            now += KEPT_SECONDS  # the index alone tells what is warm
         attempt = Attempt(request(9))
         router.choose(9, attempt, ["a", "b"])
         attempt.replica = "b"  # the best one did not take it
