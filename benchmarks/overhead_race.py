@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 RACES = ("metrics", "whatif")
 LOADS = (Load("16x20/250", 16, 20, 250, 4), Load("16x400/7", 16, 400, 7, 24))
 """One that decodes, and one with many requests, each of which is counted and observed."""
-SHARES = {"metrics": 0.98, "whatif": 0.97}
-"""Of the throughput without: what must be left."""
-CPU = {"metrics": 1.02, "whatif": 1.03}
-"""Times the CPU seconds of gateway and replicas for a token without: at most."""
+RECORDING = 0.02  # of the CPU time of gateways and replicas: at most what calls that record take
+LEFT = 0.97  # of the throughput without the what-if service: at least
+CPU = 1.03  # times the CPU time of gateways and replicas for a token without it: at most
 SCRAPE_SECONDS = 5.0  # between two scrapes of Ray's metrics, as Prometheus does
 WINDOW = 2000  # requests that the what-if service has to replay beside the load: a round takes longer than a run
-SERVING = ("gateway", "replica")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,9 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say, figures = progress(), list[Figure]() if TYPE_CHECKING else []
     races = [race for race in RACES if not options.only or race in options.only]
     loads = [replace(load, clients=2, requests=1, new_tokens=4) for load in LOADS] if options.quick else LOADS
+    repeats = 1 if options.quick else options.repeats
     for race in races:
-        figures += _race(race, loads, 1 if options.quick else options.repeats, options, say)
-    notes = ["with and without take turns, and change who begins; ratios are taken pair by pair"]
+        figures += {"metrics": _metrics, "whatif": _whatif}[race](loads, repeats, options.replicas, say)
+    notes = ["whatif: with and without take turns, and change who begins; ratios are taken pair by pair"]
     if options.json is not None:
         identity = machine.identity(torch.device("cpu"))
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
@@ -58,29 +57,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if not options.quick and any(each.met is False for each in figures) else 0
 
 
-def _race(
-    race: str, loads: Sequence[Load], repeats: int, options: argparse.Namespace, say: Callable[[str], None]
-) -> list[Figure]:
-    from benchmarks.overhead.services import Contestant, SilentGateway, SilentReplica, side_by_side
+def _metrics(loads: Sequence[Load], repeats: int, replicas: int, say: Callable[[str], None]) -> list[Figure]:
+    from benchmarks.overhead.services import Contestant, TimedGateway, TimedReplica, recording_seconds, side_by_side
     from warmkv.models.tiny import PATH
 
-    pairs = {
-        "metrics": (Contestant("watched"), Contestant("silent", {}, SilentGateway, SilentReplica)),
-        "whatif": (Contestant("tuned", {"control": {"whatif": {}}}), Contestant("untuned")),
-    }
     words, found = single_token_words(PATH), list[Figure]() if TYPE_CHECKING else []
-    with side_by_side(pairs[race], options.replicas) as servers:
+    with side_by_side([Contestant("watched", {}, TimedGateway, TimedReplica)], replicas) as (server,):
+        asyncio.run(measure(server, Load("warm-up", 2, 20, 8, 1), words, -1))
+        for load in loads:
+            runs, recording = list[Measured](), list[float]()
+            for repeat in range(repeats):
+                say(f"metrics, {load.name}")
+                before = recording_seconds(server.name)
+                runs.append(asyncio.run(_measured(scraped(say), server, load, words, repeat)))
+                recording.append(recording_seconds(server.name) - before)
+            found += shares_of(load, runs, recording)
+    return found
+
+
+def _whatif(loads: Sequence[Load], repeats: int, replicas: int, say: Callable[[str], None]) -> list[Figure]:
+    from benchmarks.overhead.services import Contestant, side_by_side
+    from warmkv.models.tiny import PATH
+
+    words, found = single_token_words(PATH), list[Figure]() if TYPE_CHECKING else []
+    pair = (Contestant("tuned", {"control": {"whatif": {}}}), Contestant("untuned"))
+    with side_by_side(pair, replicas) as servers:
         for server in servers:
             asyncio.run(measure(server, Load("warm-up", 2, 20, 8, 1), words, -1))
-        beside = scraped if race == "metrics" else replayed
         for load in loads:
             runs: list[list[Measured]] = [[], []]
             for repeat in range(repeats):
                 for which in (0, 1) if repeat % 2 else (1, 0):  # a machine is not as fast at all times
-                    say(f"{race}, {load.name}, {servers[which].name}")
-                    context = beside(servers[which], say) if which == 0 else contextlib.nullcontext()
+                    say(f"whatif, {load.name}, {servers[which].name}")
+                    context = replayed(servers[which], say) if which == 0 else contextlib.nullcontext()
                     runs[which].append(asyncio.run(_measured(context, servers[which], load, words, repeat)))
-            found += figures_of(race, load, *runs)
+            found += ratios_of(load, *runs)
     return found
 
 
@@ -92,7 +103,7 @@ async def _measured(
 
 
 @asynccontextmanager
-async def scraped(server: Server, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def scraped(say: Callable[[str], None]) -> AsyncIterator[None]:
     """Read the metrics of Ray's node again and again, as a Prometheus would."""
     import ray
     import requests
@@ -137,25 +148,44 @@ async def replayed(server: Server, say: Callable[[str], None]) -> AsyncIterator[
         await whatif.remove(added)
 
 
-def figures_of(race: str, load: Load, having: Sequence[Measured], without: Sequence[Measured]) -> list[Figure]:
-    """Return the ratios of throughput and CPU time, and what the ratios are of."""
+def shares_of(load: Load, runs: Sequence[Measured], recording: Sequence[float]) -> list[Figure]:
+    """Return what recording takes of the CPU time of gateways and replicas, `recording` seconds in each run."""
+    from benchmarks.report import figure
+
+    name = f"metrics_{load.name}"
+    shares = [seconds / _serving(run) for seconds, run in zip(recording, runs, strict=True)]
+    return [
+        figure(f"{name}_recording_share_of_cpu", shares, RECORDING, "lower"),
+        figure(f"{name}_tokens_per_second", [run.tokens / run.wall for run in runs], None, "higher"),
+        figure(f"{name}_agent_cores", [run.cpu.get("agent", 0.0) / run.wall for run in runs], None, "lower"),
+    ]
+
+
+def ratios_of(load: Load, having: Sequence[Measured], without: Sequence[Measured]) -> list[Figure]:
+    """Return the ratios of throughput and CPU time beside replays, and what the ratios are of."""
     from benchmarks.report import figure, ratios
 
-    name, per_second, per_token = f"{race}_{load.name}", list[list[float]](), list[list[float]]()
+    name, per_second, per_token = f"whatif_{load.name}", list[list[float]](), list[list[float]]()
     for runs in (having, without):
         per_second.append([run.tokens / run.wall for run in runs])
-        per_token.append([sum(run.cpu.get(part, 0.0) for part in SERVING) / run.tokens * 1e6 for run in runs])
+        per_token.append([_serving(run) / run.tokens * 1e6 for run in runs])
     found = [
-        figure(f"{name}_throughput_vs_without", ratios(*per_second), SHARES[race], "higher"),
-        figure(f"{name}_cpu_vs_without", ratios(*per_token), CPU[race], "lower"),
+        figure(f"{name}_throughput_vs_without", ratios(*per_second), LEFT, "higher"),
+        figure(f"{name}_cpu_vs_without", ratios(*per_token), CPU, "lower"),
     ]
     for with_or_not, seconds, tokens in zip(("with", "without"), per_second, per_token, strict=True):
         found.append(figure(f"{name}_tokens_per_second_{with_or_not}", seconds, None, "higher"))
         found.append(figure(f"{name}_cpu_us_per_token_{with_or_not}", tokens, None, "lower"))
-    part = {"metrics": "agent", "whatif": "replay"}[race]
-    beside = [run.cpu.get(part, 0.0) / run.wall for run in having]
-    found.append(figure(f"{name}_{part}_cores", beside, None, "lower"))
+    beside = [run.cpu.get("replay", 0.0) / run.wall for run in having]
+    found.append(figure(f"{name}_replay_cores", beside, None, "lower"))
     return found
+
+
+def _serving(run: Measured) -> float:
+    """Return the CPU seconds of gateways and replicas."""
+    from benchmarks.overhead.services import SERVING
+
+    return sum(run.cpu.get(part, 0.0) for part in SERVING)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -112,9 +112,25 @@ def filled(expression: str) -> str:
     return expression.replace("$__rate_interval", RATE_INTERVAL)
 
 
-def series(prometheus: str, target: Mapping[str, Any], start: int, end: int) -> list[Series]:
+def expressions() -> dict[str, str]:
+    """Return the queries of all panels, each with its place on a dashboard."""
+    return {
+        target["expr"]: f"{board['title']}: {panel['title']} {target['refId']}"
+        for board in documents().values()
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+        if "expr" in target
+    }
+
+
+def events() -> set[str]:
+    """Return the queries of what is marked on all graphs."""
+    return {one["expr"] for board in documents().values() for one in board["annotations"]["list"] if one.get("expr")}
+
+
+def series(prometheus: str, target: Mapping[str, Any], start: int, end: int, step: int = STEP) -> list[Series]:
     """What a query of a panel, or of annotations, shows from `start` to `end`, seconds since 1970."""
-    query = {"query": filled(target["expr"]), "start": start, "end": end, "step": STEP}
+    query = {"query": filled(target["expr"]), "start": start, "end": end, "step": step}
     answer: Any = requests.post(f"{prometheus}/api/v1/query_range", data=query, timeout=PATIENCE).json()
     assert answer["status"] == "success", (target["expr"], answer)
     found = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,35 +19,79 @@ from warmkv.platform.gateway.deployment import Gateway
 from warmkv.replicas.deployment import Replica
 
 REPLAY = "ray::_replay"  # title of the process that replays a round
+SERVING = ("gateway", "replica")
 AGENT = "dashboard/agent.py"  # Ray's process that gathers the metrics of a node
 
 
-class NullRecorder:
-    """Records nothing: the peer of `telemetry.RayRecorder`."""
+class TimedRecorder(telemetry.RayRecorder):
+    """Records, and adds up the CPU seconds of its calls by thread; reading the clock counts as well."""
 
-    def __init__(self, *metrics: telemetry.Metric, application: str | None = None) -> None: ...
+    def __init__(self, *metrics: telemetry.Metric, application: str | None = None) -> None:
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        super().__init__(*metrics, application=application)
 
-    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def grow(self, counter: telemetry.Metric, total: float, **labels: str) -> None: ...
-    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None: ...
-    def forget(self, gauge: telemetry.Metric, **labels: str) -> None: ...
-    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None: ...
+    @property
+    def seconds(self) -> float:
+        """Return the CPU seconds so far."""
+        return sum(self._seconds.copy().values())
+
+    def add(self, counter: telemetry.Metric, value: float, **labels: str) -> None:
+        with self._timed():
+            super().add(counter, value, **labels)
+
+    def set(self, gauge: telemetry.Metric, value: float, **labels: str) -> None:
+        with self._timed():
+            super().set(gauge, value, **labels)
+
+    def observe(self, histogram: telemetry.Metric, value: float, **labels: str) -> None:
+        with self._timed():
+            super().observe(histogram, value, **labels)
+
+    def flush(self) -> None:
+        with self._timed():
+            super().flush()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._seconds[threading.get_ident()] += time.thread_time() - begun
 
 
-class SilentGateway(Gateway):
-    """A gateway without metrics."""
+class TimedGateway(Gateway):
+    """A gateway that knows what recording costs it."""
 
     def __init__(self, *arguments: Any) -> None:
-        telemetry.RayRecorder = NullRecorder  # type: ignore[assignment,misc]
+        telemetry.RayRecorder = TimedRecorder  # type: ignore[misc]
         super().__init__(*arguments)
 
+    def recording_seconds(self) -> float:
+        """Return the CPU seconds of its calls that record."""
+        return self._recorder.seconds  # type: ignore[attr-defined,no-any-return]
 
-class SilentReplica(Replica):
-    """A replica without metrics."""
+
+class TimedReplica(Replica):
+    """A replica that knows what recording costs it."""
 
     def __init__(self, *arguments: Any) -> None:
-        telemetry.RayRecorder = NullRecorder  # type: ignore[assignment,misc]
+        telemetry.RayRecorder = TimedRecorder  # type: ignore[misc]
         super().__init__(*arguments)
+
+    def recording_seconds(self) -> float:
+        """Return the CPU seconds of its calls that record."""
+        return self._recorder.seconds  # type: ignore[attr-defined,no-any-return]
+
+
+def recording_seconds(application: str) -> float:
+    """Return the CPU seconds that the gateways and replicas of an application spent on recording so far."""
+    from ray import serve
+
+    return sum(
+        sum(serve.get_deployment_handle(part, application).broadcast("recording_seconds").results(timeout_s=60))
+        for part in SERVING
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,7 @@ from tests.e2e.conftest import Cluster
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.dashboards.alerts import ALERTS, SLO_SECONDS
-from warmkv.dashboards.build import documents
 from warmkv.observe import prometheus_binary, ray_targets, scraping
-from warmkv.platform.whatif.candidates import NOW
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,11 +29,12 @@ RARE = re.compile(
         metric.exported
         for metric in (
             *(telemetry.FAILED, telemetry.PREEMPTED, telemetry.RETRIED, telemetry.REJECTED, telemetry.DROPPED_LINES),
-            *(telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, *telemetry.TRANSFER),
+            *(telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, *telemetry.TRANSFER, *telemetry.WHATIF),
         )
     )
 )
-"""Series that appear with a fault, a full queue, a tenants file, little memory, or with blocks that are moved."""
+"""Series that appear with a fault, a full queue, a tenants file, little memory, or with blocks that are moved; and
+those of the what-if service, whose data `test_loop` sees."""
 
 
 def ask(cluster: Cluster, text: str, policy: str) -> None:
@@ -48,30 +47,9 @@ def ask(cluster: Cluster, text: str, policy: str) -> None:
     )
 
 
-def record_whatif() -> telemetry.RayRecorder:
-    """Record what `test_whatif` sees the service record, from this process."""
-    recorder = telemetry.RayRecorder(*telemetry.WHATIF, application="dashboards")
-    for metric in (*telemetry.WHATIF_FIGURES.values(), telemetry.WHATIF_RANK):
-        recorder.set(metric, 1, candidate=NOW)
-        recorder.set(metric, 1, candidate="best")
-    recorder.set(telemetry.WHATIF_ERROR, 0.1, figure="hit_rate")
-    recorder.set(telemetry.WHATIF_WINDOW, 40)
-    recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
-    return recorder
-
-
 def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
-    """What needs faults or a full queue only has to be understood."""
-    boards = documents().values()
-    waiting = {
-        target["expr"]: f"{board['title']}: {panel['title']} {target['refId']}"
-        for board in boards
-        for panel in board["panels"]
-        for target in panel.get("targets", [])
-        if "expr" in target
-    }
-    events = {one["expr"] for board in boards for one in board["annotations"]["list"] if one.get("expr")}
-    turns, recorder = itertools.count(), record_whatif()
+    """What needs faults, a full queue or the what-if service only has to be understood here."""
+    waiting, events, turns = grafana.expressions(), grafana.events(), itertools.count()
     short = {"prefix_cache.ttls": {"5m": 1, "1h": 3600}}
     scraped = scraping(prometheus_binary(), tmp_path / "prometheus", ray_targets(), seconds=1)
     with cluster.changed(short), scraped as prometheus:
@@ -98,7 +76,6 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
                 key = {"x-api-key": "dashboards"}
                 requests.delete(f"{cluster.url}/v1/warmkv/prefixes", headers=key, timeout=PATIENCE)
             requests.get(f"{cluster.url}/nothing", timeout=PATIENCE)
-            recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
             for expression in list(waiting):
                 found = value(expression)
                 if not all(math.isnan(one) for one in found) or RARE.search(expression):

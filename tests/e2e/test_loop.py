@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import requests
 
+from tests import grafana
 from tests.e2e.conftest import OPERATOR, Application, Cluster, application
 from tests.polling import PATIENCE, until
+from tests.unit.platform.whatif.traffic import evaluated
+from warmkv import telemetry
+from warmkv.dashboards.alerts import ALERTS
+from warmkv.observe import prometheus_binary, ray_targets, scraping
 from warmkv.platform.whatif.decision import AUTOPILOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
-TEXT = "for position in range(length):\n    total += position\n" * 6
-PACE = 0.25  # seconds between two requests
+TEXT = "for position in range(length):\n    total += position\n"  # 14 tokens
+SHARED, OWN = TEXT * 5, TEXT * 17  # what is stored, and what is not: most of what a request holds while it decodes
+PACE = 0.3  # seconds between two requests
 TTL, AGAIN = 4.0, 6.0  # seconds that a prefix lives, and until its prompt comes again: twice the TTL is enough
-REST = 20.0
-SETTINGS = {"whatif": {}, "autopilot": {"settle_seconds": REST}}
+BUDGET = "snapkv@0.5"  # of which the evaluation says that it leaves the answers as they are; of less it does not
+REST = 24.0
+TTLS = {"5m": TTL, "1h": 3600.0}
+CACHE = {"ttls": TTLS, "automatic": False, "storage": "kivi4"}  # slots are a good part of what is held
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a request was told: when it came, prompt tokens, how many were reused, and bytes of its slot."""
+
+    at: float
+    prompt: int
+    reused: int
+    slot_bytes: int
 
 
 class Traffic:
@@ -31,23 +52,29 @@ class Traffic:
     def __init__(self, service: Application) -> None:
         self._service, self._stopped = service, threading.Event()
         self.again: float | None = AGAIN
-        self.answered: list[tuple[float, int, int]] = []  # when it came, prompt tokens, and how many were reused
+        self.answered: list[Answered] = []
 
     def run(self) -> None:
-        begun = time.monotonic()
-        for number in itertools.count():
-            if self._stopped.wait(max(0.0, begun + number * PACE - time.monotonic())):
+        """Ask at every moment for the prompt of that moment, so that a slow machine leaves some out."""
+        begun, moment = time.monotonic(), -1
+        while True:
+            moment = max(moment + 1, int((time.monotonic() - begun) / PACE))
+            if self._stopped.wait(max(0.0, begun + moment * PACE - time.monotonic())):
                 return
             again, at = self.again, time.monotonic()
-            name = f"new {number}" if again is None else f"{again} {number % round(again / PACE)}"
-            usage = self._service.ask(f"{name} {TEXT}", "?", max_tokens=2).usage
+            name = f"new {moment}" if again is None else f"{again} {moment % round(again / PACE)}"
+            usage = self._service.ask(f"{name} {SHARED}", OWN, max_tokens=16, ignore_eos=True).usage
             prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
-            self.answered.append((at, prompt, usage.warmkv["cached_tokens"]))
+            told = usage.warmkv
+            self.answered.append(Answered(at, prompt, told["cached_tokens"], told["resident_bytes"]))
+
+    def since(self, since: float) -> list[Answered]:
+        return [one for one in self.answered if one.at >= since]
 
     def hit_rate(self, since: float) -> float:
         """Share of the prompt tokens that were reused since then."""
-        came = [one for one in self.answered if one[0] >= since]
-        return sum(reused for _, _, reused in came) / sum(prompt for _, prompt, _ in came)
+        came = self.since(since)
+        return sum(one.reused for one in came) / sum(one.prompt for one in came)
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
@@ -77,7 +104,10 @@ def version_of(service: Application, number: int) -> Any:
         seen[:] = [get(service, "whatif")]
         return None
 
-    return until(made, f"version {number} is in force"), seen[0] if seen else None
+    try:
+        return until(made, f"version {number} is in force"), seen[0] if seen else None
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the autopilot: {seen[0]['autopilot'] if seen else None}") from None
 
 
 def mean(figure: Callable[[], float], seconds: float) -> float:
@@ -89,20 +119,60 @@ def mean(figure: Callable[[], float], seconds: float) -> float:
     return sum(found) / len(found)
 
 
-def test_the_cluster_gets_to_the_best_ttl_by_itself_and_turns_back(cluster: Cluster) -> None:
-    ttls = {"5m": TTL, "1h": 3600.0}
-    with application(cluster, "loop", control=SETTINGS, prefix_cache={"ttls": ttls}) as service:
+@contextmanager
+def watched(folder: Path) -> Iterator[str | None]:
+    """Run a Prometheus that scrapes the session's Ray, where one is installed."""
+    if shutil.which("prometheus") is None:
+        yield None
+        return
+    with scraping(prometheus_binary(), folder / "prometheus", ray_targets(), seconds=1) as address:
+        yield address
+
+
+def seen_in_grafana(prometheus: str, begun: int, steps: tuple[Any, ...]) -> None:
+    """Every panel of the what-if service has got data, and every step is marked with its reason."""
+
+    def shown(expression: str) -> list[grafana.Series]:
+        found = grafana.series(prometheus, {"expr": expression}, begun, int(time.time()), step=1)
+        return [one for one in found if any(value is not None for value in one.values)]
+
+    names = [metric.exported for metric in telemetry.WHATIF]
+    missing = [
+        place
+        for expression, place in grafana.expressions().items()
+        if any(name in expression for name in names) and not shown(expression)
+    ]
+    assert not missing
+    for alert in ALERTS:  # those that do not fire have no result, but what they compare is there
+        for name in names:
+            assert name not in alert.expression or shown(name), (alert.name, name)
+    marks = [one.labels for expression in grafana.events() for one in shown(expression)]
+    told = {(mark.get("version"), mark.get("who"), mark.get("why")) for mark in marks}
+    assert {(str(step["version"]), AUTOPILOT, step["why"]) for step in steps} <= told
+
+
+def test_the_cluster_gets_to_the_best_ttl_and_budget_by_itself_and_turns_back(cluster: Cluster, tmp_path: Path) -> None:
+    begun = int(time.time())
+    control = {"whatif": {"quality": str(evaluated(tmp_path))}, "autopilot": {"settle_seconds": REST}}
+    with (
+        watched(tmp_path) as prometheus,
+        application(cluster, "loop", control=control, prefix_cache=CACHE) as service,
+    ):
         traffic = Traffic(service)
         with traffic.flowing():
             step, table = version_of(service, 1)
             best = min((row for row in table["candidates"] if row["rank"]), key=lambda row: row["rank"])
-            assert (step["who"], step["changes"]) == (AUTOPILOT, {"prefix_cache.ttls": {**ttls, "5m": 2 * TTL}})
-            assert best["candidate"] == "ttl-double"
+            known = {"prefix_cache.ttls": {**TTLS, "5m": 2 * TTL}, "compression.policy": BUDGET}
+            assert (step["who"], step["changes"], best["changes"]) == (AUTOPILOT, known, known)
+            whole = {one.slot_bytes for one in traffic.since(0.0)}
             time.sleep(REST)
             since = time.monotonic()
             stored = mean(lambda: sum(get(service, "live")["replicas"]["stored_bytes"].values()), REST)
-            assert traffic.hit_rate(since) == pytest.approx(best["figures"]["hit_rate"], rel=0.1)
-            assert stored == pytest.approx(best["figures"]["resident_bytes"], rel=0.1)
+            figures, difference = best["figures"], best["difference"]
+            assert traffic.hit_rate(since) == pytest.approx(figures["hit_rate"], rel=0.1)
+            assert stored == pytest.approx(figures["resident_bytes"], rel=0.1)
+            slot = fmean(one.slot_bytes for one in traffic.since(since)) / max(whole)
+            assert slot == pytest.approx(1 + difference["slot_bytes"], rel=0.1)
             until(lambda: get(service, "whatif")["autopilot"]["step"] is None, "the step is judged")
             assert get(service, "policy")["version"] == 1  # and kept
 
@@ -112,3 +182,5 @@ def test_the_cluster_gets_to_the_best_ttl_by_itself_and_turns_back(cluster: Clus
             back, _ = version_of(service, 3)
             assert (back["who"], back["rolled_back_to"]) == (AUTOPILOT, 1)
             assert "has not the predicted effect" in back["why"]
+        if prometheus is not None:
+            seen_in_grafana(prometheus, begun, (step, back))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.overhead.services import NullRecorder
+from typing import Any
+
+from benchmarks.overhead.services import TimedRecorder
 from benchmarks.overhead.traffic import requests_of
-from benchmarks.overhead_race import LOADS, figures_of
+from benchmarks.overhead_race import LOADS, ratios_of, shares_of
 from benchmarks.served.load import Measured
 from warmkv import telemetry
 from warmkv.config import load
@@ -19,25 +21,46 @@ def measured(seconds: float, gateway: float, **more: float) -> Measured:
 
 
 def test_ratios_are_taken_pair_by_pair_and_held_to_the_targets():
-    having = [measured(1.0, 0.01, agent=0.5), measured(2.0, 0.01, agent=0.5), measured(4.0, 0.01, agent=0.5)]
+    having = [measured(1.0, 0.01, replay=0.5), measured(2.0, 0.01, replay=0.5), measured(4.0, 0.01, replay=0.5)]
     without = [measured(0.99, 0.0), measured(1.98, 0.0), measured(4.0, 0.0)]
-    figures = {each.name: each for each in figures_of("metrics", LOADS[0], having, without)}
-    throughput, cpu = (figures[f"metrics_{LOADS[0].name}_{name}_vs_without"] for name in ("throughput", "cpu"))
+    figures = {each.name: each for each in ratios_of(LOADS[0], having, without)}
+    throughput, cpu = (figures[f"whatif_{LOADS[0].name}_{name}_vs_without"] for name in ("throughput", "cpu"))
     assert (throughput.value, throughput.met) == (0.99, True)
     assert cpu.value is not None
     assert (round(cpu.value, 3), cpu.met) == (1.01, True)
-    assert figures[f"metrics_{LOADS[0].name}_agent_cores"].value == 0.25
-    (slow, *_) = figures_of("whatif", LOADS[0], without, [measured(0.5, 0.0)] * 3)
+    assert figures[f"whatif_{LOADS[0].name}_replay_cores"].value == 0.25
+    (slow, *_) = ratios_of(LOADS[0], without, [measured(0.5, 0.0)] * 3)
     assert slow.met is False
 
 
-def test_the_peer_records_nothing_and_everything_can_be_recorded_with_it():
-    recorder: telemetry.Recorder = NullRecorder(*telemetry.ALL, application="a")
-    for metric in telemetry.ALL:
-        labels = dict.fromkeys(metric.labels, "x")
-        for record in (recorder.add, recorder.grow, recorder.set, recorder.observe):
-            record(metric, 1.0, **labels)
-        recorder.forget(metric)
+def test_the_share_of_recording_is_of_gateways_and_replicas_alone():
+    runs = [measured(2.0, 1.0, agent=0.5)] * 3
+    share, per_second, agent = shares_of(LOADS[0], runs, [0.02, 0.03, 0.1])
+    assert (share.value, share.met) == (0.015, True)
+    assert (per_second.value, agent.value) == (500.0, 0.25)
+    (much, *_) = shares_of(LOADS[0], runs, [0.05] * 3)
+    assert much.met is False
+
+
+def test_the_calls_that_record_are_timed(monkeypatch):
+    told: list[float] = []
+
+    class Counter:
+        def __init__(self, name: str, **options: Any) -> None: ...
+        def set_default_tags(self, tags: dict[str, str]) -> None: ...
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            told.append(value)
+
+    monkeypatch.setattr("ray.util.metrics.Counter", Counter)
+    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 1e6)
+    recorder = TimedRecorder(telemetry.REJECTED, application="a")
+    assert recorder.seconds == 0
+    for _ in range(100):
+        recorder.add(telemetry.REJECTED, 1, reason="a")
+    counted = recorder.seconds
+    recorder.flush()
+    assert told == [100]
+    assert 0 < counted < recorder.seconds
 
 
 def test_what_is_replayed_beside_the_load_can_be_replayed_and_fitted():

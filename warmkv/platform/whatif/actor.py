@@ -59,13 +59,13 @@ class WhatIfActor(WhatIf):
             self._autopilot = Autopilot(start, steps, memory, control, table, lambda: window, held, time.time)
         self._running: list[asyncio.Task[None]] = []
 
-    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
+    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> float:
         """Take a gateway's records; the first ones start the replays."""
         if not self._running:
             self._running.append(asyncio.create_task(self.run()))
             if self._autopilot is not None:
                 self._running.append(asyncio.create_task(self._autopilot.run()))
-        await super().take(gateway, records, waiting)
+        return await super().take(gateway, records, waiting)
 
     async def table(self) -> dict[str, Any]:
         """Return the candidates, the best first, what they rest on, and what the autopilot does; None: it is off."""
@@ -111,9 +111,10 @@ class RemoteWhatIf:
     def __init__(self, application: str, gateway: str) -> None:
         self._name, self._gateway = whatif_name(application), gateway
 
-    async def send(self, records: Sequence[RequestRecord], waiting: int) -> None:
-        """Hand over a gateway's records."""
-        await named_actors.call(self._name, "take", self._gateway, records, waiting)
+    async def send(self, records: Sequence[RequestRecord], waiting: int) -> float:
+        """Hand over a gateway's records; return when the service was started."""
+        started: float = await named_actors.call(self._name, "take", self._gateway, records, waiting)
+        return started
 
     async def table(self) -> dict[str, Any]:
         found: dict[str, Any] = await named_actors.call(self._name, "table")

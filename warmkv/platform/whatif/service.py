@@ -72,7 +72,7 @@ class WhatIf:
         self._versions, self._held, self._recorder, self._memory = versions, held, recorder, memory
         self._contents, self._clock, self._wall_clock = contents, clock, wall_clock
         self.window, self._own = RequestWindow(), OperatorCandidates(memory.kept.candidates)
-        self._snapshots = Snapshots()
+        self._snapshots, self._started = Snapshots(), wall_clock()
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
         self._replicas = start.cluster.replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
@@ -86,8 +86,11 @@ class WhatIf:
 
     # --- what gateways and operators call
 
-    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> None:
-        """Add a gateway's records to the window; nothing is replayed while too many requests wait."""
+    async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> float:
+        """Add a gateway's records to the window; nothing is replayed while too many requests wait.
+
+        Returns when the service was started: by another time a gateway learns that its window was lost.
+        """
         self.window.add(records)
         self._loads[gateway] = waiting, self._clock()
         if records:
@@ -95,6 +98,7 @@ class WhatIf:
         self._recorder.set(telemetry.WHATIF_WINDOW, len(self.window))
         if self.loaded:
             self._loaded.set()
+        return self._started
 
     @property
     def loaded(self) -> bool:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.platform.whatif.test_service import InMemory
-from tests.unit.platform.whatif.traffic import OFFSET, TRUE
+from tests.unit.platform.whatif.traffic import OFFSET, evaluated
 from tests.unit.simulator.conversations import config as simulated
 from tests.unit.simulator.conversations import record, run, with_timings
 from warmkv import telemetry
@@ -45,6 +46,7 @@ from warmkv.platform.whatif.sizes import Held
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 
 REST = 100.0
 START = load(flags=["control.whatif={}", f"control.autopilot={{settle_seconds: {REST}}}"], environ={})
@@ -355,52 +357,69 @@ TURN = 4 * LOOP_REST  # a step is taken after two, and judged after two more
 END = (2 + LATELY) * LOOP_REST + AGAIN  # when the first TTL may be taken again
 
 
-def traffic() -> list[RequestRecord]:
-    """A prompt every 20 s that comes again, each followed by one that never does."""
+BUDGET = "snapkv@0.5"  # of which the evaluation says that it leaves the answers as they are; of less it does not
+SLOW = UniformCosts(PhaseCosts(StepCost(0.005, 1e-3, 1e-6), StepCost(0.08, 4e-4, 1e-6)))  # slots are held for seconds
+
+
+def traffic(policy: str) -> list[RequestRecord]:
+    """A document every 20 s that comes again, each followed by one that never does; of either the question is new."""
     found = []
     for number in range(int(END / 20)):
         at = number * 20.0
         known = number % int((AGAIN if at < TURN else TURNED) / 20)
-        for token, arrival in ((known if at < TURN else 500 + known, at), (1000 + number, at + 1)):
-            found.append(replace(record(arrival, [token] * 64, 4, name=f"{arrival}"), api="chat", max_tokens=4))
+        for token, shared, arrival in ((known if at < TURN else 500 + known, 32, at), (1000 + number, 8, at + 10)):
+            tokens = [token] * shared + [2000 + number] * (256 - shared)
+            asked = record(arrival, tokens, 100, [shared], ["5m"], policy, name=f"{arrival}")
+            found.append(replace(asked, max_tokens=100))
     return found
 
 
+def billed(line: RequestRecord) -> RequestRecord:
+    """The record with its bill: what is before the mark is read, or written where it was not there."""
+    shared, read = line.marks[0].position, line.cached_tokens
+    written = {} if read else {"5m": shared}
+    usage = Usage(input=line.input_tokens - shared, read=read, written=written, output=line.output_tokens)
+    return replace(line, status="ok", usage=usage)
+
+
+InForce = tuple[float, str]  # default TTL and policy
+
+
 class Cluster:
-    """What a simulated cluster with a default TTL of 300 s or 600 s does with the traffic, by the TTL in force."""
+    """What a simulated cluster does with the traffic, by what is in force."""
 
-    def __init__(self) -> None:
-        flags = ["prefix_cache.block_size=4", "prefix_cache.memory_bytes=1GiB", "control.whatif={}"]
-        self.start = simulated(*flags, f"control.autopilot={{settle_seconds: {LOOP_REST}}}")
-        self.logs: dict[float, list[RequestRecord]] = {}
-        self.stored: dict[float, Any] = {}
-        for ttl in (300.0, 600.0):
-            jobs, outcome = run(traffic(), simulated(*flags, f"prefix_cache.ttls={{5m: {ttl}, 1h: 3600}}"), cost=TRUE)
-            self.logs[ttl] = [
-                replace(
-                    line,
-                    status="ok",
-                    usage=Usage(input=64 - line.cached_tokens, read=line.cached_tokens, output=line.output_tokens),
-                )
-                for line in with_timings(jobs, OFFSET, outside=0.01)
-            ]
-            self.stored[ttl] = outcome.stored
+    def __init__(self, folder: Path) -> None:
+        self._flags = ["prefix_cache.block_size=4", "prefix_cache.memory_bytes=1GiB", "prefix_cache.automatic=false"]
+        self._flags += ["pricing.output=0", f"control.whatif={{quality: {evaluated(folder)}}}"]
+        self.start = simulated(*self._flags, f"control.autopilot={{settle_seconds: {LOOP_REST}}}")
+        self._known: dict[InForce, tuple[list[RequestRecord], Any]] = {}
 
-
-def test_the_cluster_gets_to_the_best_ttl_by_itself_and_turns_with_the_traffic():
-    asyncio.run(loop_scenario())
+    def under(self, settings: InForce) -> tuple[list[RequestRecord], Any]:
+        """The log of all of the traffic, and the level of what is stored."""
+        if settings not in self._known:
+            ttl, policy = settings
+            own = simulated(*self._flags, f"prefix_cache.ttls={{5m: {ttl}, 1h: 3600}}", f"compression.policy={policy}")
+            jobs, outcome = run(traffic(policy), own, cost=SLOW)
+            log = [billed(line) for line in with_timings(jobs, OFFSET, outside=0.01)]
+            self._known[settings] = log, outcome.stored
+        return self._known[settings]
 
 
-async def loop_scenario() -> None:
-    cluster = Cluster()
+def test_the_cluster_gets_to_the_best_ttl_and_budget_by_itself_and_turns_with_the_traffic(tmp_path):
+    asyncio.run(loop_scenario(tmp_path))
+
+
+async def loop_scenario(folder: Path) -> None:
+    cluster = Cluster(folder)
     versions, store, now = Versions(cluster.start), InMemory(), OFFSET
 
-    def ttl() -> float:
-        found: float = versions.kept.current.settings.get("prefix_cache.ttls", {"5m": 300.0})["5m"]
-        return found
+    def in_force() -> InForce:
+        settings = versions.kept.current.settings
+        ttls = settings.get("prefix_cache.ttls", {"5m": 300.0})
+        return ttls["5m"], settings.get("compression.policy", "full")
 
     async def held() -> Held:
-        return Held(replicas=1, stored_bytes=int(cluster.stored[ttl()].at([now - OFFSET])[0]))
+        return Held(replicas=1, stored_bytes=int(cluster.under(in_force())[1].at([now - OFFSET])[0]))
 
     async def nothing_held(most: int) -> list[Contents]:
         return [Contents(now, {})]
@@ -431,7 +450,7 @@ async def loop_scenario() -> None:
     seconds, hits = 0.0, {}
     predicted: Mapping[str, Any] = {}
     while seconds < END:
-        come = [line for line in cluster.logs[ttl()] if seconds <= line.arrival - OFFSET < seconds + AGAIN]
+        come = [line for line in cluster.under(in_force())[0] if seconds <= line.arrival - OFFSET < seconds + AGAIN]
         seconds += AGAIN
         now = versions.now = OFFSET + seconds
         await whatif.take("gateway", come, 0)
@@ -442,16 +461,20 @@ async def loop_scenario() -> None:
         await pilot.turn()
         if (before, versions.kept.current.number) == (0, 1):
             predicted = next(one for one in (await whatif.table())["candidates"] if one["rank"] == 1)
-    done = [(one.who, one.settings["prefix_cache.ttls"]["5m"]) for one in versions.kept.versions]
-    assert done == [(AUTOPILOT, 600.0), (AUTOPILOT, 300.0)]
-    first, second = versions.kept.versions
-    assert "ttl-double, dollars_per_million_tokens -" in first.why
-    assert "ttl-half, bytes -" in second.why  # the same hits for less, since prompts come again sooner
-    assert predicted["changes"] == first.changes
+    best, back = versions.kept.versions
+    ttls = {"5m": 600.0, "1h": 3600.0}
+    assert (best.who, best.changes) == (AUTOPILOT, {"prefix_cache.ttls": ttls, "compression.policy": BUDGET})
+    assert (back.who, back.changes) == (AUTOPILOT, {"prefix_cache.ttls": {**ttls, "5m": 300.0}})
+    assert "best, dollars_per_million_tokens -" in best.why
+    assert "ttl-half, bytes -" in back.why  # the same hits for less, since documents come again sooner
+    assert predicted["changes"] == best.changes
     assert predicted["figures"]["hit_rate"] == pytest.approx(hits[TURN], rel=0.1)
     assert hits[2 * LOOP_REST] == 0
-    level = cluster.stored[600.0].at([TURN])[0]
-    assert predicted["figures"]["resident_bytes"] == pytest.approx(level, rel=0.1)
+    log, stored = cluster.under((600.0, BUDGET))
+    assert predicted["figures"]["resident_bytes"] == pytest.approx(stored.at([TURN])[0], rel=0.1)
+    settled = [line for line in log if TURN - LOOP_REST <= line.arrival - OFFSET < TURN]
+    held = sum(line.resident_bytes * (line.e2e - line.ttft) for line in settled) / LOOP_REST
+    assert predicted["figures"]["slot_bytes"] == pytest.approx(held, rel=0.1)
 
 
 def telemetry_of_nobody() -> Any:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.platform.whatif.traffic import OFFSET, logged, prompts, settings
+from tests.unit.platform.whatif.traffic import OFFSET, evaluated, logged, prompts, settings
 from tests.unit.simulator.conversations import run
 from warmkv.config import Config, load
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
@@ -67,15 +65,7 @@ def test_the_ttl_that_is_known_to_be_best_is_first_and_comes_true():
 
 
 def test_the_budget_that_is_known_to_be_best_is_first_where_quality_was_measured(tmp_path):
-    sample = {"variant": "v", "length": 64, "depth": 0, "sample": 0, "prompt_tokens": 64}
-    kept = {0.5: (32, 0.999), 0.2: (13, 0.6)}  # half of the cache leaves the answers, a fifth does not
-    rows: list[dict[str, Any]] = [{"policy": "full", "share": 1.0, "score": 1.0, "kept_tokens": 64}]
-    rows += [
-        {"policy": "snapkv", "share": share, "score": score, "kept_tokens": tokens}
-        for share, (tokens, score) in kept.items()
-    ]
-    file = tmp_path / "results.parquet"
-    pq.write_table(pa.Table.from_pylist([{"task": "t", **sample, **row} for row in rows]), file)
+    file = evaluated(tmp_path)
     now = settings("prefix_cache.enabled=false")
     log = logged(prompts()[:120], now)
     given = load(flags=[f"control.whatif={{quality: {file}}}"], environ={}).control.whatif

@@ -28,7 +28,7 @@ from warmkv.platform.whatif.candidates import (
     check,
     proposals,
 )
-from warmkv.platform.whatif.feed import BATCH, QUEUE, Feed
+from warmkv.platform.whatif.feed import BATCH, KEPT, QUEUE, Feed
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
@@ -416,9 +416,10 @@ def test_a_feed_never_waits_and_counts_what_it_drops():
         waiting = 0
         lost: list[int] = []
 
-        async def send(batch: Sequence[RequestRecord], load: int) -> None:
+        async def send(batch: Sequence[RequestRecord], load: int) -> float:
             await gate.wait()
             sent.append((len(batch), load))
+            return OFFSET
 
         feed = Feed(send, lambda: waiting, lost.append)
         (record,) = records(1)
@@ -441,6 +442,41 @@ def test_a_feed_never_waits_and_counts_what_it_drops():
         feed.write(record)
         await feed.flush()  # the service does not answer
         assert lost == [1]
+
+    clocks.run(scenario())
+
+
+def test_a_service_that_was_started_anew_gets_the_latest_requests_again():
+    async def scenario() -> None:
+        services = [Bench()]
+        lost: list[int] = []
+
+        async def send(batch: Sequence[RequestRecord], load: int) -> float:
+            if batch and not services:
+                raise ValueError("no actor has the name")
+            return await services[-1].whatif.take("a", batch, load)
+
+        feed, log = Feed(send, lambda: 0, lost.append), records(KEPT // 4)
+        for number in range(5):  # more than it keeps
+            for record in log:
+                feed.write(replace(record, id=f"{number} {record.id}"))
+            await feed.flush()
+        first = [record.id for record in services[0].whatif.window]
+        assert (len(first), lost) == (5 * len(log), [])
+        dead, gone = services.pop(), replace(log[0], id="meanwhile")
+        feed.write(gone)
+        await feed.flush()
+        assert lost == [1]
+        await asyncio.sleep(1)
+        services.append(Bench())
+        feed.write(replace(log[0], id="last"))
+        await feed.flush()
+        again = [record.id for record in services[0].whatif.window]
+        assert (again[0], set(again)) == ("last", {"last", "meanwhile", *first[-KEPT + 1 :]})
+        assert len(again) == KEPT + 1
+        await feed.flush()  # once
+        assert len(services[0].whatif.window) == KEPT + 1
+        assert len(dead.whatif.window) == len(first)
 
     clocks.run(scenario())
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tests.unit.simulator.conversations import config, record, run, with_timings
 from warmkv.config import Config
@@ -30,6 +34,20 @@ def prompts() -> list[RequestRecord]:
         for token, at in ((turn % PROMPTS, arrival), (1000 + turn, arrival + 1)):
             found.append(replace(record(at, [token] * TOKENS, 4, name=f"{token}-{at}"), api="chat", max_tokens=4))
     return found
+
+
+def evaluated(folder: Path) -> Path:
+    """Write an evaluation in which half of the cache leaves the answers as they are, and a fifth does not."""
+    sample = {"task": "t", "variant": "v", "length": 1000, "depth": 0, "sample": 0, "prompt_tokens": 1000}
+    scores = {"full": {1.0: 1.0}, "snapkv": {0.2: 0.6, 0.4: 0.999, 0.6: 0.999}}
+    rows = [
+        {**sample, "policy": policy, "share": share, "score": score, "kept_tokens": round(1000 * share)}
+        for policy, measured in scores.items()
+        for share, score in measured.items()
+    ]
+    file = folder / "results.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
 
 
 def logged(records: Sequence[RequestRecord], served_by: Config) -> list[RequestRecord]:
