@@ -266,6 +266,17 @@ def test_a_run_splits_where_its_blocks_live_differently():
     assert [(node.length, node.expires) for node in path] == [(6, 3601.0), (4, 10.0)]
 
 
+def test_what_was_evicted_and_stored_again_for_less_time_expires_then():
+    tree = PrefixTree([Tier("device", 20)], 0.0, lambda node: None)
+    long, other = whole(tree, 0, 10), whole(tree, 1, 4)
+    tree.store([long], 3600.0, 0.0, "")
+    tree.store([other], 3600.0, 0.0, "")
+    tree.store([long], 9.0, 1.0, "")  # its last four blocks anew
+    assert tree.deadlines.due == 10.0
+    tree.expire(10.0)
+    assert tree.spaces[0].bytes == 12
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_operations_take_no_longer_for_longer_runs(order):
     """The same Python calls for a run of ten blocks and of ten thousand."""

@@ -9,7 +9,7 @@ from warmkv.policies.prefix_tree.nodes import Node
 
 
 class Deadlines:
-    """Nodes whose ends may expire, the earliest first; a node has at most one record.
+    """Nodes whose ends may expire, the earliest first; of a node's records only that at `Node.watched` counts.
 
     Nothing expires before `due`.
     """
@@ -20,24 +20,25 @@ class Deadlines:
         self._records = 0
 
     def watch(self, node: Node) -> None:
-        """Note the deadline of a node, if it has one."""
-        if node.expires < math.inf:
-            node.queued = True
-            self._records += 1
-            heapq.heappush(self._heap, (node.expires, self._records, node))
-            if node.expires < self.due:
-                self.due = node.expires
+        """Note the deadline of a node that has none noted, or a later one."""
+        node.watched = node.expires
+        self._records += 1
+        heapq.heappush(self._heap, (node.expires, self._records, node))
+        if node.expires < self.due:
+            self.due = node.expires
 
     def pop(self, until: float) -> Node | None:
         """Return the next node that has expired by then. It is not watched any more."""
         heap = self._heap
         while heap and heap[0][0] <= until:
-            node = heap[0][2]
-            if node.expires > until:
-                heapq.heapreplace(heap, (node.expires, heap[0][1], node))
-            else:
-                heapq.heappop(heap)
-                node.queued = False
+            at, record, node = heap[0]
+            if at == node.watched and node.expires > until:
+                node.watched = node.expires
+                heapq.heapreplace(heap, (node.expires, record, node))
+                continue
+            heapq.heappop(heap)
+            if at == node.watched:
+                node.watched = math.inf
                 return node
         self.due = heap[0][0] if heap else math.inf
         return None

@@ -70,11 +70,11 @@ class Node:
         "number",
         "parent",
         "plain",
-        "queued",
         "reads",
         "sums",
         "tokens",
         "ttl",
+        "watched",
     )
 
     def __init__(
@@ -87,7 +87,7 @@ class Node:
         self.sums: Node | None = None  # column sums of all up to its end
         self.reads = 0
         self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, NEVER, 0.0, NEVER
-        self.queued = False  # for its deadline
+        self.watched = math.inf  # the deadline that is noted, which is never later than its own; inf if there is none
 
     @property
     def span(self) -> int:

@@ -61,8 +61,8 @@ class TierSpace:
         """Let the end of a copy be evicted and expire, if it may leave now."""
         if copy.children or copy.pins or copy.loose <= 0:
             return
-        if not copy.node.queued:
-            self._deadlines.watch(copy.node)
+        if (node := copy.node).expires < node.watched:
+            self._deadlines.watch(node)
         if copy.queued:
             if not self.eager:
                 return
