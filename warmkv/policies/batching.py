@@ -54,8 +54,8 @@ def split(budget: int, remaining: Sequence[int], work: Sequence[float] = ()) -> 
     for (`work_per_token`), 1 if not given. The first has its share, at least a token, the rest goes to the shortest.
     Where every token counts once, the sum is the budget, or everything that is lacking.
     """
-    if not remaining:
-        return []
+    if not remaining or (not work and sum(remaining) <= budget):
+        return list(remaining)
     work = work or [1.0] * len(remaining)
     shares = [0] * len(remaining)
     shares[0] = _first_share(budget, remaining[0], work[0])
@@ -72,7 +72,7 @@ def admits_below(budget: int, remaining: Sequence[int], work: Sequence[float] = 
 
     That is, if its tokens count once.
     """
-    if not remaining:
+    if not remaining or (not work and sum(remaining) < budget):
         return math.inf
     work = work or [1.0] * len(remaining)
     first = _first_share(budget, remaining[0], work[0])

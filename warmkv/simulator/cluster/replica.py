@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.formation import BatchFormation
 from warmkv.simulator.engine.mixed import FirstCome, Limits, MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
-from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes
+from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 
 NEVER = -1.0
 NO_COSTS = PhaseCosts(FREE, FREE)
@@ -66,6 +67,7 @@ class Job:
     submitted: float = NEVER
     costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
     load: Load | None = None  # of the batch, likewise
+    keys_per_token: float = math.inf  # likewise
     found: Found = NOTHING
     warm: int = 0  # prompt tokens that need not be computed
     lead: float = 0.0  # seconds by which its first step is longer
@@ -113,7 +115,7 @@ class SimulatedReplica:
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
         self.in_flight = 0
         self._expected = 0  # of them, those whose blocks are on their way
-        self._costs: dict[StepKind, tuple[PhaseCosts, Load]] = {}  # of all requests so far
+        self._costs: dict[StepKind, tuple[PhaseCosts, Load, float]] = {}  # of all requests so far
         alarm = self._alarm = Alarm(lambda now: None)
         wake = partial(clock.set, alarm)
         self.waiting: FairQueue[Job] | FirstCome[Job]
@@ -176,7 +178,7 @@ class SimulatedReplica:
 
     def begin(self, job: Job, now: float) -> float:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""
-        job.costs, job.load = self._costs.get(job.kind) or self._learn(job.kind)
+        job.costs, job.load, job.keys_per_token = self._costs.get(job.kind) or self._learn(job.kind)
         cache = self.cache
         if cache.due <= now:
             cache.expire(now)
@@ -196,10 +198,10 @@ class SimulatedReplica:
         job.lead = host * (memory - device)
         return disk * (anywhere - memory)
 
-    def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load]:
-        """Return the step costs of a kind and its load, shared by all kinds that decode at the same cost."""
+    def _learn(self, kind: StepKind) -> tuple[PhaseCosts, Load, float]:
+        """Return the step costs of a kind, its load, shared by all kinds that decode at the same cost, and its keys."""
         costs = self._times.of(kind)
-        self._costs[kind] = costs, self._engine.batch.load_of(costs.decode)
+        self._costs[kind] = costs, self._engine.batch.load_of(costs.decode), keys_per_token(costs.prefill)
         return self._costs[kind]
 
     def prompt_computed(self, job: Job, now: float) -> None:

@@ -14,15 +14,16 @@ from warmkv.policies import batching
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.simulator.engine.batch import UNBOUNDED, Chunk, Load
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
-from warmkv.simulator.steps.costs import FREE, PhaseCosts, keys_per_token, steps_until
+from warmkv.simulator.steps.costs import FREE, PhaseCosts, steps_until
 
 
 class WaitingSlot(EngineRequest, Protocol):
-    """A request that decodes in a slot. The owner sets `costs`, `load` and `lead` when it begins."""
+    """A request that decodes in a slot. The owner sets what follows `passed` up to `lead` when it begins."""
 
     passed: int  # how often another was admitted before it
     costs: PhaseCosts
     load: Load | None
+    keys_per_token: float  # as `batching.work_per_token` takes it
     lead: float  # seconds by which its first step is longer, for what is copied from host memory
     kept: int  # entries of its slot at the hand-off
     capacity: int  # entries it may grow to; 0 if it draws at most one token
@@ -122,24 +123,28 @@ class ShortestFirst(BatchFormation[Request]):
     def _budget(self) -> int:
         return max(1, self._step_tokens - self.batch.size)
 
-    def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], list[float]]:
-        """Return the tokens that prompts lack, and what each counts for in the next step, if not once."""
+    def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], Sequence[float]]:
+        """Return the tokens that prompts lack, and what each counts for in the next step, if not all count once."""
         lacking = [request.prompt - request.computed for request in prompts]
-        return lacking, [self._work(request, request.computed) for request in prompts] if self.batch.size else []
+        if self.batch.size and max([each.computed / each.keys_per_token for each in prompts], default=0.0) > 1:
+            return lacking, [self._work(request, request.computed) for request in prompts]
+        return lacking, ()
 
     def _work(self, request: Request, context: int) -> float:
-        return batching.work_per_token(context, keys_per_token(request.costs.prefill), self.batch.size)
+        return batching.work_per_token(context, request.keys_per_token, self.batch.size)
 
     def _unchanged(self, chunks: Sequence[tuple[Request, int]], now: float) -> int:
-        """Return the number of next steps that are like the first: no prompt and no sequence ends, nobody can join."""
+        """Return the number of next steps that are like the first: no prompt and no sequence ends, nobody can join.
+
+        Where no prompt ends, one that gets the rest of a step stays the shortest.
+        """
         most = UNBOUNDED
-        if len(chunks) == len(self._prompts) == 1:  # a long prompt by itself takes all that steps have for prompts
-            ((request, tokens),) = chunks
-            if self._work(request, request.prompt) > 1:
-                return 1  # the next has fewer
-            most = max(1, (request.prompt - request.computed - 1) // tokens)
-        elif chunks:
-            return 1
+        if chunks:
+            if max(self._prompts.values()) > now:
+                return 1  # files are being read
+            if max([self._work(request, request.prompt) for request, _ in chunks]) > 1:
+                return 1  # the next has fewer tokens
+            most = max(1, min([(request.prompt - request.computed - 1) // tokens for request, tokens in chunks]))
         steps = self.batch.unchanged(most)
         if self._prompts and not chunks:
             steps = steps_until(self.batch.lines(), now, min(self._prompts.values()), steps)
@@ -163,7 +168,7 @@ class ShortestFirst(BatchFormation[Request]):
         if not self._prompts or not self._store.stores or not self._has_room(request):
             return False
         blocks, _ = self._store.resident(request, now)
-        return batching.shares_prefix(request.hashes, blocks, (other.hashes for other in self._prompts))
+        return batching.shares_prefix(request.hashes, blocks, [other.hashes for other in self._prompts])
 
     def _fits(self, request: Request, below: float, now: float) -> bool:
         """Return True if a request has room, and tokens of the next step: of a prompt `below` which lengths get any."""
