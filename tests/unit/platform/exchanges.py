@@ -130,6 +130,7 @@ class Exchange:
         method: str = "POST",
     ) -> None:
         self.status, self.headers, self.body = 0, {}, b""
+        self.pieces: list[bytes] = []  # of the body, as they were written
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.changed = asyncio.Event()
         self.discards = False  # what it is sent
@@ -181,7 +182,8 @@ class Exchange:
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         elif not self.discards:
-            self.body += message.get("body", b"")
+            self.pieces.append(message.get("body", b""))
+            self.body += self.pieces[-1]
         self.changed.set()
 
 

@@ -25,13 +25,15 @@ class EventWriter:
     """Writes to a client, by ASGI's `send`, from any callback of the event loop: no task is woken for a piece.
 
     Where `send` would wait, because the client reads too slowly, a task waits in its place, and `is_behind` until then.
-    `lost` gets what `send` raised. After `silence` seconds without an event, `ping` is sent.
+    `lost` gets what `send` raised. After `silence` seconds without an event, `ping` is sent. `held` are the last
+    events, which are written with the end of the stream.
     """
 
     def __init__(self, send: Send, ping: bytes, silence: float) -> None:
         self._send, self._ping, self._silence = send, ping, silence
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Task[None] | None = None
+        self.held = b""
         self.lost: asyncio.Future[Exception] = self._loop.create_future()
         self._spoke = self._loop.time()
         self._timer = self._loop.call_at(self._spoke + silence, self._fill_silence)
@@ -53,6 +55,10 @@ class EventWriter:
             self.lost.set_result(error)
         else:
             self._waiting = self._loop.create_task(self._finish(sending, waits_for))
+
+    def hold(self, event: bytes) -> None:
+        """Keep an event for the end of the stream; only others that are held may follow."""
+        self.held += event
 
     async def send(self, event: bytes) -> None:
         """Write an event when the client has read enough. Never returns if it has gone."""
@@ -115,15 +121,15 @@ class EventStream(Response):
         """Stream. Raises ClientDisconnect where `send` says that the client has left."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if await self._written(receive, send):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if (last := await self._written(receive, send)) is not None:
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         except OSError:
             raise ClientDisconnect from None
         finally:
             await self._source.aclose()
 
-    async def _written(self, receive: Receive, send: Send) -> bool:
-        """Return True if all is written, False if the client has left. Raises what `send` raises."""
+    async def _written(self, receive: Receive, send: Send) -> bytes | None:
+        """Return what is left to write with the end, None if the client has left. Raises what `send` raises."""
         out = EventWriter(send, self._ping, self._silence)
 
         async def written() -> None:
@@ -139,9 +145,10 @@ class EventStream(Response):
             await asyncio.wait((writing, leaving, out.lost), return_when=asyncio.FIRST_COMPLETED)
             if out.lost.done():
                 raise out.lost.result()
-            if writing.done():
-                writing.result()
-            return writing.done()
+            if not writing.done():
+                return None
+            writing.result()
+            return out.held
         finally:
             out.close()
             writing.cancel()

@@ -56,6 +56,25 @@ def test_a_stream_opens_at_admission_and_pings_until_the_first_token(fast_pings,
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("path", "ending"),
+    [
+        ("/v1/messages", (b"content_block_stop", b"message_delta", b"message_stop")),
+        ("/v1/chat/completions", (b'"finish_reason": "', b"total_tokens", b"[DONE]")),
+        ("/v1/completions", (b'"finish_reason": "', b"total_tokens", b"[DONE]")),
+    ],
+)
+def test_all_that_ends_a_stream_is_one_write(tmp_path, path, ending):
+    async def run() -> None:
+        gateway = Gateway(tmp_path)
+        usage = {} if path == "/v1/messages" else {"stream_options": {"include_usage": True}}
+        exchange = await Exchange(gateway, path, {**bodies(gateway)[path][0], **usage}).whole()
+        assert all(part in exchange.pieces[-1] for part in ending)
+        assert not any(part in piece for part in ending for piece in exchange.pieces[:-1])
+
+    asyncio.run(run())
+
+
 def kinds(body: bytes) -> list[str]:
     """Return the kinds of a stream's events, in order."""
     lines = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: ")]

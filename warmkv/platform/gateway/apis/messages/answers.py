@@ -56,8 +56,7 @@ async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -
         blocks = _BlockEvents(answer, secret)
         if answer.expected is not None:
             await answer.write_parts(out, blocks.of)
-            if end := blocks.close():
-                await out.send(end)
+            out.hold(blocks.close())
         elif (first := await answer.more()) is not None:
             block = {"type": "text", "text": ""}
             await out.send(_event({"type": "content_block_start", "index": 0, "content_block": block}))
@@ -65,13 +64,13 @@ async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -
             event = event_of_text(_event({"type": "content_block_delta", "index": 0, "delta": more}))
             await out.send(event(first.text))
             await answer.write(out, event)
-            await out.send(_event({"type": "content_block_stop", "index": 0}))
+            out.hold(_event({"type": "content_block_stop", "index": 0}))
         stop = _stop(answer, called=blocks.called)
         usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
-        await out.send(_event({"type": "message_delta", "delta": stop, "usage": usage, **_edits(answer)}))
-        await out.send(_event({"type": "message_stop"}))
+        out.hold(_event({"type": "message_delta", "delta": stop, "usage": usage, **_edits(answer)}))
+        out.hold(_event({"type": "message_stop"}))
     except Exception as error:
-        await out.send(_event(anthropic_body(admission.failed(error), admission.id)))
+        out.hold(_event(anthropic_body(admission.failed(error), admission.id)))
 
 
 def _stop(answer: Answer, *, called: bool) -> dict[str, Any]:

@@ -56,6 +56,7 @@ async def respond(choices: Choices) -> dict[str, Any]:
 async def stream(choices: Choices, out: EventWriter) -> None:
     """Write the answers as server-sent events, ended by [DONE]. A fault after admission is an `error` object."""
     head = _head(choices, chunk=True)
+    is_alone = len(choices.prompts) * choices.asked.n == 1
 
     async def take(index: int, answer: Answer, asked: ParsedRequest) -> None:
         told = _Logprobs(choices, index, asked)
@@ -76,15 +77,19 @@ async def stream(choices: Choices, out: EventWriter) -> None:
             await answer.write(out, lambda text: chunk({"content": text}))
         else:
             await answer.write(out, event_of_text(chunk({"content": TEXT})))
-        await out.send(chunk({}, deltas.finish_reason()))
+        end = chunk({}, deltas.finish_reason())
+        if is_alone:
+            out.hold(end)
+        else:
+            await out.send(end)
 
     try:
         await choices.run(take)
         if choices.asked.include_usage:
-            await out.send(_event({**head, "choices": [], "usage": _usage(choices)}))
-        await out.send(b"data: [DONE]\n\n")
+            out.hold(_event({**head, "choices": [], "usage": _usage(choices)}))
+        out.hold(b"data: [DONE]\n\n")
     except Exception as error:
-        await out.send(_event(openai_body(choices.failed(error), choices.id)))
+        out.hold(_event(openai_body(choices.failed(error), choices.id)))
 
 
 class _Logprobs:

@@ -117,15 +117,14 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
             await answer.write(out, lambda text: output.events([Text(text)]))
         else:
             await answer.write_parts(out, output.events)
-        if ending := output.end(_status(answer)):
-            await out.send(ending)
+        out.hold(output.end(_status(answer)))
         response = exchange.ended(answer, output.items)
-        await out.send(numbered({"type": f"response.{response['status']}", "response": response}))
+        out.hold(numbered({"type": f"response.{response['status']}", "response": response}))
     except Exception as error:
         told = exchange.admission.failed(error)
         fault = {"code": "server_error", "message": clipped(told.message)}
         failed = exchange.response("failed", [], model, error=fault)
-        await out.send(numbered({"type": "response.failed", "response": failed}))
+        out.hold(numbered({"type": "response.failed", "response": failed}))
 
 
 class ResponseOutput:
