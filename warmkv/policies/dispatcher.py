@@ -81,7 +81,8 @@ class InFlightRequests:
 
     def release(self, request: Hashable, replica: str | None = None) -> None:
         """Forget a booking; with `replica`, only if it is there: a late call for an earlier attempt changes nothing."""
-        if replica is not None and self._booked.get(request) != replica:
+        booked = self._booked.get(request)
+        if booked is None or (replica is not None and booked != replica):
             return
         if self._kept_seconds and request in self._computed:
             self._kept.append((self._clock() + self._kept_seconds, request))

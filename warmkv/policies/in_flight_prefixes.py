@@ -29,7 +29,8 @@ class InFlightPrefixes:
 
     def add(self, request: Hashable, replica: str, hashes: Sequence[bytes], known: int, leaves: int) -> None:
         """Add a request that leaves the first `leaves` blocks of its prompt on a replica, which has `known` of them."""
-        self.remove(request)
+        if request in self._chains:
+            self.remove(request)
         if leaves > known:
             self._chains[request] = (replica, hashes, known, leaves)
             for at in _places(known, leaves):

@@ -147,8 +147,8 @@ def bill(prompt_tokens: int, marks: Sequence[Breakpoint | Mark], hit: int, lifet
     """
     position = hit
     written: dict[str, int] = {}
-    for ttl in sorted(lifetimes, key=lambda name: lifetimes[name], reverse=True):
-        last = max((mark.position for mark in marks if mark.ttl == ttl), default=0)
+    for ttl in sorted(lifetimes, key=lifetimes.__getitem__, reverse=True):
+        last = max([mark.position for mark in marks if mark.ttl == ttl], default=0)
         written[ttl] = max(0, last - position)
         position = max(position, last)
     return Usage(input=prompt_tokens - position, read=hit, written=written)

@@ -11,14 +11,28 @@ NEVER = -math.inf
 class Copy:
     """What a tier holds of a node: its `held` leading blocks of `size` bytes. Eviction orders look at the last of them.
 
-    `pins` counts the requests that read all of the node, `partial` has the leading blocks of those that read less.
+    `pins` counts the requests that read all of the node, `partial` has the leading blocks of those that read less, and
+    `partly` is the most of these.
     """
 
-    __slots__ = ("children", "floor", "held", "node", "parent", "partial", "pins", "queued", "size", "tenant", "used")
+    __slots__ = (
+        "children",
+        "floor",
+        "held",
+        "node",
+        "parent",
+        "partial",
+        "partly",
+        "pins",
+        "queued",
+        "size",
+        "tenant",
+        "used",
+    )
 
     def __init__(self, node: Node, parent: Copy | None, size: int) -> None:
         self.node, self.parent, self.size = node, parent, size
-        self.held = self.pins = self.used = 0
+        self.held = self.pins = self.partly = self.used = 0
         self.children = 0  # nodes behind this one of which the tier holds blocks
         self.partial: dict[object, int] | None = None
         self.floor = 0.0  # priority of what had been evicted last when it was used
@@ -42,16 +56,16 @@ class Copy:
     @property
     def pinned(self) -> int:
         """Return leading blocks that requests read."""
-        if self.pins:
-            return self.node.length
-        return max(self.partial.values()) if self.partial else 0
+        return self.node.length if self.pins else self.partly
+
+    def read_part(self, partial: dict[object, int]) -> None:
+        """Set who reads how many of its leading blocks, of those that do not read all."""
+        self.partial, self.partly = partial or None, max(partial.values(), default=0)
 
     @property
     def loose(self) -> int:
         """Return blocks at the end that can go now."""
-        if self.children or self.pins:
-            return 0
-        return self.held - max(self.partial.values()) if self.partial else self.held
+        return 0 if self.children or self.pins else self.held - self.partly
 
 
 class Node:
@@ -92,8 +106,11 @@ class Node:
     @property
     def span(self) -> int:
         """Return leading blocks that some tier holds."""
-        copies = self.copies
-        return copies[0].held if len(copies) == 1 else max([copy.held for copy in copies], default=0)
+        most = 0
+        for copy in self.copies:
+            if copy.held > most:
+                most = copy.held
+        return most
 
     def drop(self) -> None:
         """Let go of its copies, which refer to it, once it is held nowhere: no cycle is left behind."""
@@ -122,11 +139,9 @@ class Node:
             first.used, first.floor, first.tenant, first.pins = copy.used, copy.floor, copy.tenant, copy.pins
             first.children = int(copy.held > 0)
             copy.parent = first
-            for reader, depth in (copy.partial or {}).items():
-                assert copy.partial is not None
-                copy.partial[reader] = max(0, depth - blocks)
-                if depth >= blocks:
-                    first.pins += 1
-                else:
-                    first.partial = {**(first.partial or {}), reader: depth}
+            if copy.partial:
+                depths = copy.partial.items()
+                first.pins += sum([depth >= blocks for _, depth in depths])
+                first.read_part({reader: depth for reader, depth in depths if depth < blocks})
+                copy.read_part({reader: max(0, depth - blocks) for reader, depth in depths})
         return head

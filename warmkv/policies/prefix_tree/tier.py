@@ -33,8 +33,7 @@ class TierSpace:
         self._together = tier.order in ALIKE and not self.apart
         # A priority that only rises with each use is looked at again when its record surfaces, else at each use.
         self.eager = tier.order not in ALIKE
-        self.reuse = Reuse() if self.eager else None
-        self._nothing = Reuse()
+        self.reuse = Reuse()
         self._ends: defaultdict[str, list[tuple[tuple[float, ...], int, Copy]]] = defaultdict(list)
         self._records = self._queued = 0  # made so far; copies that have one
         self._ticks = 0
@@ -54,12 +53,12 @@ class TierSpace:
 
     def read(self, copy: Copy) -> None:
         """Note that the blocks of a copy are read, before that is counted in its node."""
-        if self.reuse is not None:
+        if self.eager:
             self.reuse.again[min(copy.node.reads, READS_APART - 1)] += copy.held
 
     def queue(self, copy: Copy) -> None:
         """Let the end of a copy be evicted and expire, if it may leave now."""
-        if copy.children or copy.pins or copy.loose <= 0:
+        if copy.children or copy.pins or copy.held <= copy.partly:
             return
         if (node := copy.node).expires < node.watched:
             self._deadlines.watch(node)
@@ -71,7 +70,7 @@ class TierSpace:
         ends = self._ends[copy.tenant if self.apart else ""]
         self._records += 1
         copy.queued = self._records
-        heapq.heappush(ends, (self._priority(copy), self._records, copy))
+        heapq.heappush(ends, (self._order(copy, self.reuse), self._records, copy))
         if len(ends) > 2 * self._queued + 64:
             ends[:] = [record for record in ends if record[2].queued == record[1]]
             heapq.heapify(ends)
@@ -81,9 +80,6 @@ class TierSpace:
         if copy.queued:
             copy.queued = 0
             self._queued -= 1
-
-    def _priority(self, copy: Copy) -> tuple[float, ...]:
-        return self._order(copy, self.reuse or self._nothing)
 
     # --- room
 
@@ -98,7 +94,7 @@ class TierSpace:
 
     def shorten(self, copy: Copy, blocks: int) -> None:
         """Hold fewer blocks of a node."""
-        if self.reuse is not None:
+        if self.eager:
             self.reuse.never[min(copy.node.reads, READS_APART - 1)] += blocks
         copy.held -= blocks
         self._weigh(copy, -blocks * copy.size)
@@ -150,7 +146,7 @@ class TierSpace:
             self._drop(found, gone, evicted)
 
     def _drop(self, copy: Copy, blocks: int, evicted: Evicted) -> None:
-        self._floor = max(self._floor, self._priority(copy)[0])
+        self._floor = max(self._floor, self._order(copy, self.reuse)[0])
         evicted.append((copy, copy.held))
         self.evicted += blocks
         self.shorten(copy, blocks)
@@ -168,7 +164,7 @@ class TierSpace:
             elif copy.loose <= 0:
                 self.unqueue(copy)  # until it can go
                 heapq.heappop(ends)
-            elif not self.eager and (priority := self._priority(copy)) != record[0]:
+            elif not self.eager and (priority := self._order(copy, self.reuse)) != record[0]:
                 heapq.heapreplace(ends, (priority, record[1], copy))
             elif copy is guard:
                 kept = heapq.heappop(ends)
@@ -217,4 +213,6 @@ class TierSpace:
 
     def by_worth(self, copies: list[Copy]) -> list[Copy]:
         """Return the ends of chains among copies, what would be evicted last first."""
-        return sorted([copy for copy in copies if not copy.children], key=self._priority, reverse=True)
+        return sorted(
+            [copy for copy in copies if not copy.children], key=lambda copy: self._order(copy, self.reuse), reverse=True
+        )

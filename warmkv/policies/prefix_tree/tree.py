@@ -67,11 +67,11 @@ class PrefixTree:
                     break
                 if held == node.length:
                     if not copy.pins:
-                        space.pinned += (held - copy.pinned) * copy.size
+                        space.pinned += (held - copy.partly) * copy.size
                     copy.pins += 1
                 else:
                     before = copy.pinned
-                    copy.partial = {**(copy.partial or {}), reading: held}
+                    copy.read_part({**(copy.partial or {}), reading: held})
                     space.pinned += (copy.pinned - before) * copy.size
                 end = copy
             reading.ends.append(end)
@@ -82,13 +82,14 @@ class PrefixTree:
         for space, end in zip(self.spaces, reading.ends, strict=True):
             copy = end
             while copy is not None:
-                before = copy.pinned
+                partly = copy.partly
                 if copy.partial and reading in copy.partial:
-                    del copy.partial[reading]
+                    copy.read_part({reader: part for reader, part in copy.partial.items() if reader is not reading})
                 else:
+                    partly = copy.node.length
                     copy.pins -= 1
                 if not copy.pins:
-                    space.pinned -= (before - copy.pinned) * copy.size
+                    space.pinned -= (partly - copy.partly) * copy.size
                     if copy.held and not copy.children:
                         space.queue(copy)
                 copy = copy.parent
@@ -110,12 +111,13 @@ class PrefixTree:
             for node in path:
                 node.reads += 1
         for tier, copies in enumerate(held):
-            self._use(tier, copies)
+            if copies:
+                self._use(tier, copies)
 
     def _use(self, tier: int, copies: list[Copy]) -> None:
-        if copies:
-            self.spaces[tier].use(copies)
-            self.spaces[tier].queue(copies[-1])
+        space = self.spaces[tier]
+        space.use(copies)
+        space.queue(copies[-1])
 
     # --- writing
 
@@ -156,7 +158,7 @@ class PrefixTree:
 
     def promote(self, path: Path, last: int) -> None:
         """Keep in the first tier what was found further down."""
-        if all(node.copies[0].held >= blocks for node, blocks in _wanted(path, last)):
+        if _held(path, last):
             return
         lowest = next(copy for copy in reversed(path[0].copies) if copy.held)
         self._insert(0, path, last, lowest.tenant, None)
@@ -241,8 +243,10 @@ class PrefixTree:
             if copy.held:
                 copies.append(copy)
             at += 1
-        self._use(tier, copies)
-        self._demote(tier, evicted)
+        if copies:
+            self._use(tier, copies)
+        if evicted:
+            self._demote(tier, evicted)
         return whole
 
     def _begin(self, node: Node, span: int, life: Life) -> Node | None:
@@ -294,5 +298,10 @@ def _outlive(path: Path) -> None:
             node.expires = expires = max(expires, node.expires)
 
 
-def _wanted(path: Path, last: int) -> list[tuple[Node, int]]:
-    return [*((node, node.length) for node in path[:-1]), (path[-1], last)]
+def _held(path: Path, last: int) -> bool:
+    """Return True if the first tier holds a path."""
+    end = path[-1]
+    for node in path:
+        if node.copies[0].held < node.length and (node is not end or node.copies[0].held < last):
+            return False
+    return True

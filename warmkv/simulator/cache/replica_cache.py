@@ -68,19 +68,15 @@ class ReplicaCache:
         self._levels = by_tier or [TimeWeightedGauge() for _ in tiers]
         self._nodes = Nodes(layout, tiers, token_bytes)
         self._tree = PrefixTree(tiers, share, self._nodes.forget)
+        self.deadlines = self._tree.deadlines
         self._known = [0] * len(tiers)
         self._planes = [TIERS.index(tier.name) for tier in tiers]
         memory = [at for at, tier in enumerate(tiers) if tier.name != "disk"]
         self.chains = Chains(layout, self._nodes, self._tree, memory)  # what it can give to others
 
-    @property
-    def due(self) -> float:
-        """Return a time before which nothing expires."""
-        return self._tree.deadlines.due
-
     def expire(self, now: float) -> None:
         """Drop what has outlived its TTL, each node at the time it ended."""
-        while (deadline := self._tree.deadlines.due) <= now:
+        while (deadline := self.deadlines.due) <= now:
             self._tree.expire(deadline)
             self._tell(deadline)
 
@@ -88,7 +84,7 @@ class ReplicaCache:
 
     def match(self, prompt: Prompt, now: float) -> Found:
         """Look up the longest resident prefix of a prompt; refresh and pin it."""
-        if self._tree.deadlines.due <= now:
+        if self.deadlines.due <= now:
             self.expire(now)
         path = self._nodes.held(prompt.runs)
         size, nodes = prompt.record.block_size, self._nodes.by_number
@@ -242,7 +238,7 @@ class ReplicaCache:
 
     def leading(self, prompt: Prompt, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt that can be read, at most `most`, likewise."""
-        if self._tree.deadlines.due > now:
+        if self.deadlines.due > now:
             device, host, anywhere = self.depths(prompt.runs)
             return min(device, most), min(host, most), min(anywhere, most)
         found = [0, 0, 0]
@@ -282,8 +278,6 @@ class ReplicaCache:
     def _tell(self, now: float) -> None:
         """Report what changed: bytes, removals, and what is held of which runs."""
         tree, late, removals = self._tree, self._late, self._removals
-        changed = [node.number for node in tree.changed] if late is not None else []
-        tree.changed.clear()
         total = left = 0
         for tier, space in enumerate(tree.spaces):
             if gone := space.evicted + space.expired:
@@ -298,11 +292,12 @@ class ReplicaCache:
         if total:
             self._stored.change(total, now)
         if late is not None:
-            told = [number for number in changed if number != NONE]  # of column sums only that they left
+            told = [number for node in tree.changed if (number := node.number) != NONE]  # sums: only that they left
             if told or left:
                 runs = len(self._layout.examples)
                 held = {number: self._depths_of(number) for number in told if number < runs}
                 late.happened(self._replica, held, now)
+        tree.changed.clear()
 
     def _depths_of(self, number: int) -> Depths:
         """Return leading blocks of a run by tier, as `depths` does."""

@@ -159,7 +159,7 @@ class Cluster:
                 self._refuse(job)
             return
         for cache in fleet.caches:
-            if cache.due <= now:
+            if cache.deadlines.due <= now:
                 cache.expire(now)
         order, fetch = gateway.choose(job, fleet.names, now)
         if self._as_placed:

@@ -171,7 +171,7 @@ class SimulatedReplica:
     def resident(self, job: Job, now: float) -> tuple[int, int]:
         """Return the leading blocks of a prompt that are stored in any tier, and their tokens."""
         cache = self.cache
-        if cache.due <= now:
+        if cache.deadlines.due <= now:
             cache.expire(now)
         blocks = cache.resident(job.blocks)
         return blocks, blocks * job.record.block_size
@@ -180,7 +180,7 @@ class SimulatedReplica:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""
         job.costs, job.load, job.keys_per_token = self._costs.get(job.kind) or self._learn(job.kind)
         cache = self.cache
-        if cache.due <= now:
+        if cache.deadlines.due <= now:
             cache.expire(now)
         found = job.found = cache.match(job.blocks, now)
         job.warm = max(0, min(found.tokens, job.prompt - job.recomputed))
@@ -207,7 +207,7 @@ class SimulatedReplica:
     def prompt_computed(self, job: Job, now: float) -> None:
         """Store the prompt's blocks and give the first token."""
         cache = self.cache
-        if cache.due <= now:
+        if cache.deadlines.due <= now:
             cache.expire(now)
         written = cache.store(job.blocks, job.marks, now, job.found, job.submitted)
         if job.sum_bytes:

@@ -89,10 +89,10 @@ class ShortestFirst(BatchFormation[Request]):
         return self._used + request.slot_bytes + request.workspace_bytes <= self._room
 
     def _steps(self) -> Generator[None, float, None]:
-        batch, prompts = self.batch, self._prompts
+        batch, prompts, waiting = self.batch, self._prompts, self._waiting
         now = yield
         while True:
-            if self._waiting and self.free_slots > 0:
+            if waiting:
                 self._admit(now)
             ready = [request for request, at in prompts.items() if at <= now] if prompts else []
             if not ready and not batch.size:
@@ -101,15 +101,21 @@ class ShortestFirst(BatchFormation[Request]):
                     self._wake(min(prompts.values()))
                 now = yield
                 continue
-            shares = batching.split(self._budget, *self._lacking(ready))
-            chunks = [(request, tokens) for request, tokens in zip(ready, shares, strict=True) if tokens]
-            steps = self._unchanged(chunks, now) if self._fast_forward else 1
-            ending = [request for request, tokens in chunks if request.computed + tokens == request.prompt]
-            lines = batch.lines([_chunk(request, tokens) for request, tokens in chunks])
-            lead = sum(request.lead for request, _ in chunks)
-            for request, _ in chunks:
+            chunks: list[tuple[Request, int]] = []
+            ending: list[Request] = []
+            lead = after = 0.0
+            if ready:
+                shares = batching.split(self._budget, *self._lacking(ready))
+                chunks = [(request, tokens) for request, tokens in zip(ready, shares, strict=True) if tokens]
+            for request, tokens in chunks:
+                lead += request.lead
                 request.lead = 0.0
-            self._run(now + lead, steps, lines, sum(_hand_off_seconds(request) for request in ending))
+                if request.computed + tokens == request.prompt:
+                    ending.append(request)
+                    after += _hand_off_seconds(request)
+            steps = self._unchanged(chunks, now) if self._fast_forward else 1
+            lines = batch.lines([_chunk(request, tokens) for request, tokens in chunks] if chunks else ())
+            self._run(now + lead, steps, lines, after)
             now = yield
             steps, self._run_steps = self._run_steps, 0
             for request, tokens in chunks:
@@ -126,9 +132,10 @@ class ShortestFirst(BatchFormation[Request]):
     def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], Sequence[float]]:
         """Return the tokens that prompts lack, and what each counts for in the next step, if not all count once."""
         lacking = [request.prompt - request.computed for request in prompts]
-        if self.batch.size and max([each.computed / each.keys_per_token for each in prompts], default=0.0) > 1:
-            return lacking, [self._work(request, request.computed) for request in prompts]
-        return lacking, ()
+        if not self.batch.size:
+            return lacking, ()
+        work = [self._work(request, request.computed) for request in prompts]
+        return lacking, work if max(work, default=1.0) > 1 else ()
 
     def _work(self, request: Request, context: int) -> float:
         return batching.work_per_token(context, request.keys_per_token, self.batch.size)

@@ -275,10 +275,10 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         policy=variant.label,
         ttl=variant.ttl,
         requests=len(jobs),
-        refused=len(jobs) - len(served) - sum(job.failed for job in jobs),
-        failed=sum(job.failed for job in jobs),
-        retries=sum(job.retries for job in jobs),
-        resumptions=sum(job.resumptions for job in jobs),
+        refused=len(jobs) - len(served) - sum([job.failed for job in jobs]),
+        failed=sum([job.failed for job in jobs]),
+        retries=sum([job.retries for job in jobs]),
+        resumptions=sum([job.resumptions for job in jobs]),
         fetches=outcome.moved.fetches,
         fetches_declined=outcome.moved.declined,
         fetched_bytes=outcome.moved.fetched_bytes,
@@ -323,5 +323,6 @@ def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
 def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
     """Return all of some usages together."""
     usages = list(usages)
-    written = {ttl: sum(usage.written.get(ttl, 0) for usage in usages) for ttl in lifetimes.ttls}
-    return Usage(sum(u.input for u in usages), sum(u.read for u in usages), written, sum(u.output for u in usages))
+    written = {ttl: sum([usage.written.get(ttl, 0) for usage in usages]) for ttl in lifetimes.ttls}
+    inputs, reads = sum([usage.input for usage in usages]), sum([usage.read for usage in usages])
+    return Usage(inputs, reads, written, sum([usage.output for usage in usages]))
