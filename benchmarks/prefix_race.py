@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.report import Figure
 
 RACES = ("tiers", "index")
+INDEX_TARGETS = {"lookups_per_second_lru": 2e6, "inserts_per_second_lru": 1e6, "index_bytes_per_block": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
             values = ratios(measured[f"ttft_seconds_{tier}_{length}"], cold)
             found.append(figure(f"ttft_{tier}_vs_cold_{length}", values, target, "lower"))
     for name, values in measured.items():
-        found.append(figure(name, values, None, "lower" if "seconds_" in name or "bytes" in name else "higher"))
+        target = INDEX_TARGETS.get(name)
+        found.append(figure(name, values, target, "lower" if "seconds_" in name or "bytes" in name else "higher"))
     return found
 
 

@@ -25,7 +25,9 @@ from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replay import run as replay
 from warmkv.simulator.studies.variants import Variant
 from warmkv.simulator.traces import Trace
+from warmkv.simulator.workload.generator import generate
 from warmkv.simulator.workload.requests import Requests, of_trace
+from warmkv.simulator.workload.sessions import Workload
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure
@@ -44,10 +46,11 @@ class Race:
     """A workload with its settings; targets are simulated requests per second, and bytes of the whole process."""
 
     name: str
-    requests: int  # of those of a trace, the first
+    requests: int  # of those of a trace or log, the first
     flags: tuple[str, ...]
     target: float
     trace: str | None = None  # generated if None
+    own: bool = False  # as an access log of warmkv, with breakpoints and two TTLs
     bytes: float | None = None
 
 
@@ -55,7 +58,7 @@ RACES = {
     race.name: race
     for race in (
         Race("generated", 10_000, ("prefix_cache.memory_bytes=64GiB",), 25_000),
-        Race("conversation", 12_031, (f"prefix_cache.memory_bytes={3_000_000 * TOKEN_BYTES}",), 30_000, CONVERSATION),
+        Race("conversation", 12_031, (f"prefix_cache.memory_bytes={3_000_000 * TOKEN_BYTES}",), 45_000, CONVERSATION),
         Race(
             "cluster",
             12_031,
@@ -64,19 +67,33 @@ RACES = {
                 f"prefix_cache.memory_bytes={500_000 * TOKEN_BYTES}",
                 f"prefix_cache.host.memory_bytes={2_500_000 * TOKEN_BYTES}",
             ),
-            15_000,
+            25_000,
             CONVERSATION,
+        ),
+        Race("own", 13_692, (f"prefix_cache.memory_bytes={600_000 * TOKEN_BYTES}",), 30_000, own=True),
+        Race(
+            "own-cluster",
+            13_692,
+            (
+                "cluster.replicas=8",
+                f"prefix_cache.memory_bytes={60_000 * TOKEN_BYTES}",
+                f"prefix_cache.host.memory_bytes={200_000 * TOKEN_BYTES}",
+                "simulator.index_delay=0.01",
+            ),
+            15_000,
+            own=True,
         ),
         Race(
             "million",
             1_000_000,
             ("cluster.replicas=8", "prefix_cache.memory_bytes=64GiB"),
-            15_000,
-            bytes=2e9,
+            25_000,
+            bytes=1e9,
         ),
     )
 }
-DEFAULT = ("generated", "conversation", "cluster")
+DEFAULT = ("generated", "conversation", "cluster", "own", "own-cluster")
+SESSIONS = 4000  # of the chat preset, begun within an hour: 13,692 requests
 SWEEP = "sweep"
 
 
@@ -145,6 +162,11 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
 
 
 def _requests(race: Race, folder: Path, settings: Config, seed: int) -> Requests:
+    if race.own:
+        records = generate(
+            Workload(sessions=min(SESSIONS, race.requests), hours=1.0), np.random.SeedSequence(seed), settings
+        )
+        return Requests(tuple(records[: race.requests]))
     if race.trace is None:
         return of_trace(generated(race.requests, settings.cluster.replicas, seed), settings)
     trace = traces.read(folder / race.trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -16,12 +17,15 @@ from warmkv.extras import require
 from warmkv.terminal import bar, plain_table, show_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmkv.simulator.studies.cachesim import Hits, LruCurve
     from warmkv.simulator.studies.quantities import Capacity, Unit
     from warmkv.simulator.traces import Trace
 
 CURVE_POINTS = 200  # of a plotted line
-EVICTIONS = get_args(Eviction)
+OPTIMAL = "optimal"  # knows the future: no order finds more
+EVICTIONS = (*get_args(Eviction), OPTIMAL)
 
 
 class EvictFirst(StrEnum):
@@ -122,15 +126,17 @@ def cachesim(
     walks = [(name, size, life) for name in others for size in capacities for life in ttls]
     with bar("walking", len(walks) * len(requests)) as progress:
         for number, (name, size, life) in enumerate(walks):
-            hits = sim.by_order(
+            walk: Callable[..., Hits] = (
+                sim.optimal if name == OPTIMAL else partial(sim.by_order, order=order(name, cost))
+            )
+            hits = walk(
                 requests,
-                order(name, cost),
-                size.amount,
-                life,
+                capacity=size.amount,
+                ttl=life,
                 unit=size.unit,
                 scope=scope.value,
                 correction=correction,
-                progress=lambda done, number=number: progress(number * len(requests) + done),  # type: ignore[misc]
+                progress=lambda done, number=number: progress(number * len(requests) + done),
             )
             points.append((name, size, life, hits))
     ideal = curves[units[0]].hits(math.inf)

@@ -6,10 +6,11 @@ all of them. The rates are shares of all prompt tokens and of all blocks.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ Scope = Literal["global", "session", "tenant"]
 
 GRACE = 1e-6  # seconds: an index drops a block at the end of its TTL, here it is found to the second
 PROGRESS_EVERY = 100  # requests
+NEVER = 1 << 62  # is no request's number
 
 
 class CacheSimError(UserError):
@@ -54,6 +56,20 @@ class Hits:
     blocks: int
     token_rate: float
     block_rate: float
+
+
+class Walked(NamedTuple):
+    """A request as a cache sees it that is walked through block by block."""
+
+    arrival: float
+    chain: Sequence[bytes]
+    tokens: Sequence[int]  # of each block
+    weights: Sequence[int]  # of each, in the unit of the capacity
+    needs: Sequence[int]  # the requests that use them next, by number
+
+
+Cache = Callable[[Walked], int]
+"""Uses the blocks of a request; returns how many leading ones were there."""
 
 
 class LruCurve:
@@ -133,31 +149,115 @@ def by_order(
 
     Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
     """
+
+    def empty(room: int) -> Cache:
+        index = TierIndex(room, order)
+
+        def use(request: Walked) -> int:
+            hit = index.match(request.chain, request.arrival)
+            index.touch(request.chain[:hit], request.arrival)
+            index.store(request.chain, request.weights, ttl + GRACE, request.arrival, tokens=request.tokens)
+            return hit
+
+        return use
+
+    return _walk(trace, empty, capacity, ttl, unit, scope, correction, progress)
+
+
+def optimal(
+    trace: Trace,
+    capacity: float,
+    ttl: float = math.inf,
+    *,
+    unit: Unit = "tokens",
+    scope: Scope = "global",
+    correction: Correction = Correction(),
+    progress: Callable[[int], None] = lambda requests: None,
+) -> Hits:
+    """Simulate one cache that knows the future, as `by_order`: no order finds more blocks, where all have one size.
+
+    What is needed again last goes first, and is not kept where all that is held is needed before (Belady, 1966). A
+    block is needed whenever those behind it are, so ends of chains go first by themselves.
+    """
+
+    def empty(room: int) -> Cache:
+        held: dict[bytes, tuple[int, int]] = {}  # by key, when it is needed and its weight
+        latest: list[tuple[int, int, bytes]] = []  # heap: negative need and place in its prompt, key
+        free = room
+
+        def use(request: Walked) -> int:
+            nonlocal free
+            hit = next((at for at, key in enumerate(request.chain) if key not in held), len(request.chain))
+            for place, (key, weight, need) in enumerate(
+                zip(request.chain, request.weights, request.needs, strict=True)
+            ):
+                if place < hit:
+                    free += held.pop(key)[1]
+                if need == NEVER:
+                    continue  # nor is anything behind it needed
+                while free < weight and latest and -latest[0][0] > need:
+                    due, _, other = heapq.heappop(latest)
+                    if held.get(other, (0, 0))[0] == -due:  # else it was needed since, or is gone
+                        free += held.pop(other)[1]
+                if free < weight:
+                    break
+                free -= weight
+                held[key] = need, weight
+                heapq.heappush(latest, (-need, -place, key))
+            return hit
+
+        return use
+
+    return _walk(trace, empty, capacity, ttl, unit, scope, correction, progress)
+
+
+def _walk(
+    trace: Trace,
+    empty: Callable[[int], Cache],
+    capacity: float,
+    ttl: float,
+    unit: Unit,
+    scope: Scope,
+    correction: Correction,
+    progress: Callable[[int], None],
+) -> Hits:
+    """Let every request use the cache of its scope, which is `empty` at first and has so much room."""
     _need_blocks(trace)
     trace = _grouped(trace, scope)
     owners = np.zeros_like(trace.session) if scope == "global" else getattr(trace, scope)
     sizes = trace.block_tokens()
     worth = np.concatenate([[0], np.cumsum(_worth(trace, sizes, correction))])
-    keys, lengths, bounds = trace.blocks.view("S8").tolist(), sizes.tolist(), trace.offsets.tolist()
+    keys, lengths, needs = trace.blocks.view("S8").tolist(), sizes.tolist(), _needs(trace, ttl).tolist()
+    bounds = trace.offsets.tolist()
     room = int(min(capacity, sizes.sum()))  # an index counts in whole numbers
     tokens = blocks = 0
-    owner, index = None, TierIndex(room, order)
+    owner, cache = None, empty(room)
     for i, (now, mine) in enumerate(zip(trace.arrival.tolist(), owners.tolist(), strict=True)):
         if mine != owner:
-            owner, index = mine, TierIndex(room, order)
+            owner, cache = mine, empty(room)
         start, end = bounds[i], bounds[i + 1]
         chain, held = keys[start:end], lengths[start:end]
         if len(set(chain)) < len(chain):  # no chain of hashes, and an index holds nothing else
             raise CacheSimError("a prompt has the same block twice; only --eviction lru can count that")
-        hit = index.match(chain, now)
-        index.touch(chain[:hit], now)
-        index.store(chain, held if unit == "tokens" else [1] * len(chain), ttl + GRACE, now, tokens=held)
+        hit = cache(Walked(now, chain, held, held if unit == "tokens" else [1] * len(chain), needs[start:end]))
         tokens += int(worth[start + hit] - worth[start])
         blocks += hit
         if i % PROGRESS_EVERY == 0:
             progress(i)
     prompts, count = int(trace.input_tokens.sum(dtype=np.int64)), len(trace.blocks)
     return Hits(tokens, blocks, tokens / prompts if prompts else 0.0, blocks / count if count else 0.0)
+
+
+def _needs(trace: Trace, ttl: float) -> Ints:
+    """Return the request that uses each block next, by number; NEVER if none does within the TTL."""
+    request = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
+    order = np.argsort(trace.blocks, kind="stable")
+    again = trace.blocks[order][1:] == trace.blocks[order][:-1]
+    first, following = order[:-1][again], order[1:][again]
+    in_time = trace.arrival[request[following]] - trace.arrival[request[first]] <= ttl
+    found: Ints = np.full(len(trace.blocks), NEVER)
+    found[first[in_time]] = request[following[in_time]]
+    return found
 
 
 def _need_blocks(trace: Trace) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections import OrderedDict
+from functools import cache
+from itertools import combinations
 from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulator.published import published
@@ -31,12 +33,12 @@ def trace_of(prompts, size=BLOCK):
 
 
 @st.composite
-def chains(draw, repeats=False):
+def chains(draw, repeats=False, most=14, longest=6):
     """Prompts over a small tree; a partial last block has a number of its own, as its content is its own."""
     requests, now = [], 0.0
-    for _ in range(draw(st.integers(0, 14))):
+    for _ in range(draw(st.integers(0, most))):
         now += draw(st.sampled_from([0.0, 1.0, 1.0, 5.0, 60.0]))
-        branch, length = draw(st.integers(0, 2)), draw(st.integers(0, 6))
+        branch, length = draw(st.integers(0, 2)), draw(st.integers(0, longest))
         shared = draw(st.integers(0, length))
         blocks = [100 + i if i < shared else 200 + 100 * shared + 10 * branch + i for i in range(length)]
         if repeats:
@@ -132,6 +134,64 @@ def test_orders_give_up_what_they_say():
     assert (found("lru", 2, *often_read), found("lfu", 2, *often_read)) == (1, 2)
     short = [1], [2, 3], [4], [1]
     assert (found("lru", 3, *short), found("length", 3, *short)) == (0, 1)
+
+
+def most_blocks(trace, capacity):
+    """Return the most blocks that any cache could find: all that it may keep is tried."""
+    prompts = [tuple(part) for part in np.split(trace.blocks, trace.offsets[1:-1])] if len(trace) else []
+
+    @cache
+    def most(number, held):
+        if number == len(prompts):
+            return 0
+        chain = prompts[number]
+        hit = next((at for at, block in enumerate(chain) if block not in held), len(chain))
+        known = held | set(chain)
+        kept = (frozenset(some) for size in range(capacity + 1) for some in combinations(sorted(known), size))
+        return hit + max(most(number + 1, some) for some in kept)
+
+    return most(0, frozenset())
+
+
+@settings(max_examples=25)
+@given(chains(most=5, longest=4), st.integers(0, 3))
+def test_the_optimum_is_the_most_that_any_cache_finds(prompts, capacity):
+    trace = trace_of(prompts)
+    assert cachesim.optimal(trace, capacity, unit="blocks").blocks == most_blocks(trace, capacity)
+
+
+@settings(max_examples=30)
+@given(chains(), st.sampled_from([1.0, 60.0, math.inf]), st.sampled_from(["global", "session"]))
+def test_no_order_finds_more_than_the_optimum(prompts, ttl, scope):
+    trace = trace_of(prompts)
+    for capacity in (0, 2, 5):
+        bound = cachesim.optimal(trace, capacity, ttl, unit="blocks", scope=scope)
+        for name in get_args(Eviction):
+            order = eviction.order(name, eviction.PrefillCost(8))
+            assert cachesim.by_order(trace, order, capacity, ttl, unit="blocks", scope=scope).blocks <= bound.blocks
+    assert cachesim.optimal(trace, math.inf, ttl, scope=scope) == cachesim.lru(trace, scope=scope).hits(math.inf, ttl)
+
+
+def test_an_independent_simulator_finds_as_much():
+    """On a public trace: LRU and the optimum of kvcache-simulator, which counts once its cache is full."""
+    pytest.importorskip("kvcache_sim", reason="pip install kvcache-simulator")
+    from kvcache_sim.plan import build_execution_plan
+    from kvcache_sim.policies import simulate_policy
+    from kvcache_sim.trace import TraceData
+
+    trace = traces.read(published("mooncake_conversation.jsonl")).take(np.arange(1500))
+    for capacity in (300, 3000):
+        filled = np.concatenate([np.arange(-capacity, 0), np.unique(trace.blocks, return_inverse=True)[1]])
+        starts = [0, *(trace.offsets + capacity).tolist()]
+        one = [1] * len(filled)
+        plan = build_execution_plan(
+            TraceData(filled.tolist(), one, starts, 1, len(starts) - 1, 0, 0, 0.0, 0, 0), 1.5 / (len(starts) - 1)
+        )
+        found = {name: simulate_policy(plan, name, capacity).hitTokens for name in ("lru", "optimal")}
+        assert found == {
+            "lru": cachesim.lru(trace, unit="blocks", tail_first=True).hits(capacity).blocks,
+            "optimal": cachesim.optimal(trace, capacity, unit="blocks").blocks,
+        }
 
 
 def test_a_block_twice_in_a_prompt_is_for_the_pass_only():
