@@ -285,7 +285,7 @@ def test_operations_take_no_longer_for_longer_runs(order):
     calls = []
     for blocks in (10, 10_000):
         tree, count = PrefixTree([Tier("device", 2 * blocks, order)] * 2, 0.0, lambda node: None), 0
-        node = whole(tree, 0, blocks)
+        node, other = whole(tree, 0, blocks), whole(tree, 1, blocks)
 
         def counted(frame, event, argument):
             nonlocal count
@@ -294,6 +294,7 @@ def test_operations_take_no_longer_for_longer_runs(order):
         sys.setprofile(counted)
         tree.store([node], 9.0, 0.0, "")
         tree.release(tree.read([node], 1.0))
+        tree.store([other], 9.0, 2.0, "")  # evicts the first
         tree.expire(20.0)
         sys.setprofile(None)
         calls.append(count)

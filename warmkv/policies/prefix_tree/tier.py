@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import defaultdict
 
 from warmkv.policies.eviction import READS_APART, Reuse, lfu, lru
@@ -14,14 +15,17 @@ from warmkv.policies.tiers import Tier
 Evicted = list[tuple[Copy, int]]
 """What was evicted, and how many blocks of its node the tier had held before."""
 
+Record = tuple[tuple[float, ...], int, Copy]
+"""The priority that a copy's end had, the record's number, and the copy."""
+
 ALIKE = (lru, lfu)
-"""Orders in which all blocks of a node go before any block that was used later: they are evicted together."""
+"""Orders in which all blocks of a node have one priority, which only rises with each use."""
 
 
 class TierSpace:
-    """The copies of one tier. Takes O(log n) for each copy that is evicted under `ALIKE`, else for each block.
+    """The copies of one tier. Takes O(log n) for each copy that is evicted.
 
-    `share` of the capacity is reserved for each tenant; 0 for none.
+    `share` of the capacity is reserved for each tenant, which takes as long for each block; 0 for none.
     """
 
     def __init__(self, tier: Tier, share: float, deadlines: Deadlines) -> None:
@@ -30,11 +34,10 @@ class TierSpace:
         self.bytes = self.pinned = 0  # `pinned` bytes are being read
         self.evicted = self.expired = 0  # blocks, so far
         self._order, self._quota, self.apart = tier.order, int(share * tier.capacity), share > 0
-        self._together = tier.order in ALIKE and not self.apart
         # A priority that only rises with each use is looked at again when its record surfaces, else at each use.
         self.eager = tier.order not in ALIKE
         self.reuse = Reuse()
-        self._ends: defaultdict[str, list[tuple[tuple[float, ...], int, Copy]]] = defaultdict(list)
+        self._ends: defaultdict[str, list[Record]] = defaultdict(list)
         self._records = self._queued = 0  # made so far; copies that have one
         self._ticks = 0
         self._floor = 0.0
@@ -139,20 +142,49 @@ class TierSpace:
     def _evict(self, missing: int, guard: Copy | None, evicted: Evicted) -> None:
         """Free `missing` bytes of what is loose, but not of `guard`."""
         while missing > 0:
-            found = self._first("", guard)
-            assert found is not None  # there is room, since only `fixed` bytes stay
-            gone = min(found.loose, -(-missing // found.size)) if self._together else 1
+            first = self._first("", guard)
+            assert first is not None  # there is room, since only `fixed` bytes stay
+            found = first[2]
+            gone = min(found.loose, -(-missing // found.size))
+            if self.eager and gone > 1:
+                gone = self._before_others(found, gone, guard)
             missing -= gone * found.size
             self._drop(found, gone, evicted)
 
+    def _before_others(self, copy: Copy, most: int, guard: Copy | None) -> int:
+        """Count the blocks at the end of a copy, at most `most`, that go before any other copy's.
+
+        Along a run priorities rise or fall throughout.
+        """
+        self.unqueue(copy)
+        following = self._first("", guard)
+        if following is None:
+            return most
+        if self._priority_behind(copy, 1) > following[0]:
+            return 1
+        behind = range(1, most)  # blocks that are gone before the second, the third and so on
+        return 1 + bisect_left(behind, True, key=lambda gone: self._priority_behind(copy, gone) > following[0])
+
+    def _priority_behind(self, copy: Copy, gone: int) -> tuple[float, ...]:
+        """Return the priority of a copy's end once so many of its blocks are gone."""
+        reads = min(copy.node.reads, READS_APART - 1)
+        copy.held -= gone
+        self.reuse.never[reads] += gone
+        priority = self._order(copy, self.reuse)
+        copy.held += gone
+        self.reuse.never[reads] -= gone
+        return priority
+
     def _drop(self, copy: Copy, blocks: int, evicted: Evicted) -> None:
         self._floor = max(self._floor, self._order(copy, self.reuse)[0])
+        if self.eager and blocks > 1:
+            self._floor = max(self._floor, self._priority_behind(copy, blocks - 1)[0])
         evicted.append((copy, copy.held))
         self.evicted += blocks
         self.shorten(copy, blocks)
 
-    def _first(self, tenant: str, guard: Copy | None) -> Copy | None:
-        """Return the copy whose end is to be evicted next of a tenant; never `guard`."""
+    def _first(self, tenant: str, guard: Copy | None) -> Record | None:
+        """Return the record of the copy whose end is to be evicted next of a tenant; never `guard`."""
         ends = self._ends.get(tenant)
         kept = None
         found = None
@@ -169,7 +201,7 @@ class TierSpace:
             elif copy is guard:
                 kept = heapq.heappop(ends)
             else:
-                found = copy
+                found = record
                 break
         if kept is not None and ends is not None:
             heapq.heappush(ends, kept)
@@ -184,13 +216,13 @@ class TierSpace:
                 victim = self._victim(tenant, size, guard)
                 if victim is None:
                     return came
-                self._drop(victim, 1, evicted)
+                self._drop(victim[2], 1, evicted)
             self.grow(copy, 1, tenant)
             guard = copy
             came += 1
         return came
 
-    def _victim(self, tenant: str, size: int, guard: Copy | None) -> Copy | None:
+    def _victim(self, tenant: str, size: int, guard: Copy | None) -> Record | None:
         """Choose who gives way: who holds most, down to its share; `tenant`, who asks for `size` bytes, to nothing."""
         own, mine = self._first(tenant, guard), self._held.get(tenant, 0) + size
         passed: list[str] = []  # nothing of theirs can go now
@@ -200,7 +232,7 @@ class TierSpace:
             if self._held[largest] <= max(self._quota, mine if own else 0):
                 break
             found = self._first(largest, guard)
-            if found is not None and (largest == tenant or self._held[largest] - found.size >= self._quota):
+            if found is not None and (largest == tenant or self._held[largest] - found[2].size >= self._quota):
                 victim = found
                 break
             passed.append(largest)
