@@ -81,8 +81,12 @@ class RequestRecord:
         return json.dumps(line, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> RequestRecord:
-        """Read one line. Raises RecordError with the reason."""
+    def from_json(cls, text: str, known: dict[Any, Any] | None = None) -> RequestRecord:
+        """Read one line. Raises RecordError with the reason.
+
+        Names and keys that are `known` from other lines are the same objects as there, which takes half the memory.
+        """
+        same = ({} if known is None else known).setdefault
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
@@ -91,11 +95,11 @@ class RequestRecord:
             raise RecordError(f"not an access-log record of version {VERSION}")
         try:
             values = {name: line[name] for name in _FIELDS if name in line}
-            values["hashes"] = tuple([bytes.fromhex(key) for key in line["hashes"]])
-            values["marks"] = tuple(
-                [Mark(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())]
-            )
-            values["reads"] = tuple([Candidate(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())])
+            values["hashes"] = tuple([same(key, key) for key in map(bytes.fromhex, line["hashes"])])
+            marks = [(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())]
+            values["marks"] = tuple([Mark(at, same(ttl, ttl), same(key, key)) for at, ttl, key in marks])
+            reads = [(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())]
+            values["reads"] = tuple([Candidate(at, same(key, key)) for at, key in reads])
             values["usage"] = Usage(**line.get("usage", {}))
             for name, kinds in _FIELDS.items():
                 if kinds and name in values:
@@ -104,6 +108,8 @@ class RequestRecord:
                         raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
                     if type(value) is float and not math.isfinite(value):
                         raise ValueError(f"{name} must be finite")
+                    if name in _NAMES:
+                        values[name] = same(value, value)
             record = cls(**values)
             if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
                 raise ValueError("token counts must not be negative and block_size must be positive")
@@ -124,3 +130,6 @@ class RequestRecord:
 
 _FIELDS = {item.name: _KINDS.get(str(item.type), ()) for item in fields(RequestRecord)}
 """The fields of a line, and the types that its plain values may have."""
+
+_NAMES = {name for name, kinds in _FIELDS.items() if kinds == (str,)} - {"id", "client_id", "trace_id"}
+"""Fields whose values many lines share."""

@@ -7,6 +7,7 @@ full blocks would find is all that they tell.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from warmkv.prefixes.record import RecordError, RequestRecord
 from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace
@@ -16,9 +17,11 @@ KEYS = ("v", "arrival", "tenant", "block_size")
 
 
 def parser(reading: Reading) -> Parse:
+    known: dict[Any, Any] = {}
+
     def parse(line: str) -> Iterable[RequestRecord | None]:
         try:
-            record = RequestRecord.from_json(line)
+            record = RequestRecord.from_json(line, known)
         except RecordError as error:
             raise RowError(str(error)) from None
         return (record if record.status == "ok" else None,)
