@@ -134,18 +134,16 @@ def layout(records: Sequence[RequestRecord], blocks: Ints | None = None) -> Layo
     flat = iter(runs.tolist())
     paths = [tuple(islice(flat, amount)) for amount in amounts.tolist()]
     tails: dict[tuple[int, bytes], int] = {}
-    prompts: list[Prompt] = []
-    ends: list[dict[int, int]] = []  # of the runs of each
-    for record, path in zip(records, paths, strict=True):
-        end = _ends(path, found) if record.marks or record.reads else {}
-        writes = _writes(record.marks, record.block_size, path, end, found, tails) if record.marks else ()
-        prompts.append(Prompt(record, path, writes))
-        ends.append(end)
+    prompts = [
+        Prompt(record, path, _writes(record.marks, record.block_size, path, found, tails) if record.marks else ())
+        for record, path in zip(records, paths, strict=True)
+    ]
     written = {write.tail if write.tail != NONE else p.runs[write.runs - 1] for p in prompts for write in p.writes}
-    for prompt, end in zip(prompts, ends, strict=True):
+    for prompt in prompts:
         record = prompt.record
         if record.reads:
-            prompt.reads = _reads(record.reads, record.hashes, record.block_size, prompt.runs, end, tails, written)
+            ends = _ends(prompt.runs, found)
+            prompt.reads = _reads(record.reads, record.hashes, record.block_size, prompt.runs, ends, tails, written)
     examples = list(zip(example.tolist(), until.tolist(), strict=True))
     return Layout(prompts, found, examples, [key for _, key in tails])
 
@@ -187,15 +185,10 @@ def _ends(path: Runs, runs: Sequence[Run]) -> dict[int, int]:
 
 
 def _writes(
-    marks: Sequence[Mark],
-    size: int,
-    path: Runs,
-    ends: Mapping[int, int],
-    runs: list[Run],
-    tails: dict[tuple[int, bytes], int],
+    marks: Sequence[Mark], size: int, path: Runs, runs: list[Run], tails: dict[tuple[int, bytes], int]
 ) -> tuple[Write, ...]:
     """Return the breakpoints of a prompt with blocks of `size` tokens, numbering the tails before them."""
-    found = []
+    ends, found = _ends(path, runs), []
     for position, _, key in marks:
         blocks, rest = divmod(position, size)
         count, tail = ends[blocks], NONE

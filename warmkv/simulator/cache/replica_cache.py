@@ -106,8 +106,9 @@ class ReplicaCache:
             self._tree.touch([beside], now)
         if found.tail is not None:
             path.append(found.tail)
-        if path:
-            found.reading = self._tree.read(path, now)
+        if not path:
+            return NOTHING
+        found.reading = self._tree.read(path, now)
         return found
 
     def release(self, found: Found) -> None:
