@@ -62,14 +62,14 @@ class Layout:
 
     prompts: Sequence[Prompt]
     runs: Sequence[Run]
-    examples: Sequence[tuple[int, int]]  # of runs: number of a prompt, and its leading blocks
+    examples: Ints  # [runs, 2]: number of a prompt, and its leading blocks up to the end of the run
     tails: Sequence[bytes]  # keys; tails are numbered behind the runs
 
     def keys(self, number: int) -> Hashes:
         """Return the keys of a run's blocks."""
         if number >= len(self.examples):
             return (self.tails[number - len(self.examples)],)
-        prompt, end = self.examples[number]
+        prompt, end = map(int, self.examples[number])
         return self.prompts[prompt].record.hashes[end - self.runs[number].blocks : end]
 
     def path(self, number: int) -> list[int]:
@@ -144,8 +144,7 @@ def layout(records: Sequence[RequestRecord], blocks: Ints | None = None) -> Layo
         if record.reads:
             ends = _ends(prompt.runs, found)
             prompt.reads = _reads(record.reads, record.hashes, record.block_size, prompt.runs, ends, tails, written)
-    examples = list(zip(example.tolist(), until.tolist(), strict=True))
-    return Layout(prompts, found, examples, [key for _, key in tails])
+    return Layout(prompts, found, np.stack([example, until], axis=1), [key for _, key in tails])
 
 
 def _before(values: Ints, firsts: Ints) -> Ints:

@@ -41,16 +41,23 @@ def sizes_of(
 
 
 def _whole_sizes(records: Sequence[RequestRecord], kind: StepKind, shape: KVShape) -> Iterable[Sizes]:
-    """Compute sizes as `_size`, where all is kept as it is: closed forms, of all requests at once."""
+    """Compute sizes as `_size`, where all is kept as it is: closed forms, of all requests at once.
+
+    Requests that are alike share one object.
+    """
     prompts = np.array([record.input_tokens for record in records], dtype=np.int64)
     allowed = np.array([max(record.output_tokens, record.max_tokens) for record in records], dtype=np.int64)
+    wide = allowed.max() + 1
+    alike, numbers = np.unique(prompts * wide + allowed, return_inverse=True)
+    prompts, allowed = np.divmod(alike, wide)
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
     slots, workspaces = size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
     columns = (column.tolist() for column in (prompts, entries, slots, workspaces))
-    return (
+    sizes = [
         (kind, prompt, capacity, 1, slot, workspace, 0, False)
         for prompt, capacity, slot, workspace in zip(*columns, strict=True)
-    )
+    ]
+    return [sizes[number] for number in numbers.tolist()]
 
 
 def size_classes(entries: NDArray[np.int64]) -> NDArray[np.int64]:

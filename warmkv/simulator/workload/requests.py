@@ -61,7 +61,7 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
     size = trace.block_size or config.prefix_cache.block_size
     label, unbilled = config.compression.policy.label, Usage()
     counts, blocks = _full_blocks(trace, scope)
-    arrivals, prompts, outputs = trace.arrival.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist()
+    arrivals, prompts, outputs = trace.arrival.tolist(), _shared(trace.input_tokens), _shared(trace.output_tokens)
     records = tuple(
         RequestRecord(
             id=str(number),
@@ -117,6 +117,13 @@ def _chains(counts: Ints, blocks: Ints) -> Iterator[tuple[bytes, ...]]:
         if len(set(chain)) < count:
             raise TraceError("a prompt has the same block twice: its numbers do not stand for prefixes")
         yield chain
+
+
+def _shared(values: NDArray[np.int32]) -> list[int]:
+    """Return numbers as Python's, equal ones as one object."""
+    distinct, places = np.unique(values, return_inverse=True)
+    numbers = distinct.tolist()
+    return [numbers[place] for place in places.tolist()]
 
 
 def _scoped(trace: Trace, scope: str) -> Ints:
