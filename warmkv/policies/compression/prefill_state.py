@@ -257,14 +257,15 @@ class PrefillState:
         return max(0, query + 1 - window) if window else 0
 
     def _mask(self, window: int, begin: int, stop: int) -> Tensor | None:
-        """Return the mask of queries over the keys that they see; None if one sees all, or they are causal from the
-        first key on. Made once for all layers.
+        """Return the mask of queries over the keys that they see, to be added to logits; None if one sees all, or they
+        are causal from the first key on. Made once for all layers: of a bool one the kernel would make this in each.
         """
         key = window, begin
         if key not in self._masks:
             plain = stop - begin == 1 or (begin == 0 and not 0 < window < stop)
             keys = range(self._first_seen(begin, window), stop)
-            self._masks[key] = None if plain else causal(begin, stop - begin, keys, window, self.keys.device)
+            seen = None if plain else causal(begin, stop - begin, keys, window, self.keys.device)
+            self._masks[key] = None if seen is None else self.keys.new_zeros(()).where(seen, float("-inf"))
         return self._masks[key]
 
 
