@@ -20,6 +20,7 @@ BEHIND = 1e9  # blocks: more than anything else costs
 PREFILL_WEIGHT = 0.5  # blocks that each counts as which is still to compute for a request in flight
 QUEUE_WEIGHT = 8.0  # blocks that a request which waits for a decode slot counts as, beside its load
 RECENT_WEIGHT = 0.1  # blocks of prefill that having been given all work of late counts as
+FETCH_SHARE = 0.25  # of the cost of a fetch that counts however busy the replicas are
 HOST_CREDIT = 0.75  # worth of a warm block in host memory; 1 on the device
 DISK_CREDIT = 0.25  # worth of a warm block on disk
 SESSION_BLOCKS = 4  # first blocks of a prompt that name its session, unless the request does
@@ -63,7 +64,9 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
 
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     A block that is computed delays all requests that come before its replica is idle again: of replicas that are busy a
-    share `u` of the time, 1 / (1 - u) in the mean. Waiting delays one. So what a replica has to do counts `1 - u`.
+    share `u` of the time, 1 / (1 - u) in the mean. Waiting delays one, and so does fetching, which computes nothing. So
+    what a replica has to do counts `1 - u`, and so does what it would fetch, but at least FETCH_SHARE: that takes room and
+    the donor's time.
 
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
@@ -74,9 +77,10 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0
     if view.fetch is not None:
-        each = 1 - TRANSFER_BLOCK
+        waits = max(FETCH_SHARE, view.idle_share)
+        each = 1 - TRANSFER_BLOCK * waits
         poor = view.fetch.blocks - worth_fetching()
-        gain = each * view.fetch.blocks - TRANSFER_START
+        gain = each * view.fetch.blocks - TRANSFER_START * waits
     loads = [load.get(replica, 0) for replica in replicas]
     costs = {}
     for replica, busy in zip(replicas, loads, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from warmkv.config import RoutingConfig
 from warmkv.policies import routing
-from warmkv.policies.routing import View, blocks_saved, rank
+from warmkv.policies.routing import FETCH_SHARE, View, blocks_saved, rank
 from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_MIN_BLOCKS, TRANSFER_START, plan
 
 REPLICAS = ["a", "b", "c"]
@@ -167,7 +167,8 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
         left = 50 - blocks_saved(depths)
         lacking = max([0, *(other[1] for other in warm.values())]) - depths[2]
         if transfer and lacking >= TRANSFER_MIN_BLOCKS:
-            left = min(left, left - lacking + TRANSFER_START + TRANSFER_BLOCK * lacking)
+            fetching = max(FETCH_SHARE, idle_share) * (TRANSFER_START + TRANSFER_BLOCK * lacking)
+            left = min(left, left - lacking + fetching)
         overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
         waiting = 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))
@@ -177,6 +178,13 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
     for (behind, lower), (further_behind, higher) in pairwise(costs):
         assert behind <= further_behind
         assert behind < further_behind or lower <= higher + 1e-6  # rounding, beside what puts a replica behind
+
+
+def test_an_idle_replica_fetches_a_hot_prefix_that_keeps_another_one_busy():
+    """Half of the replicas are busy, with requests that share 100 blocks and have 65 left to compute."""
+    busy = {"prefill": {"a": 65}, "idle_share": 0.5, "blocks": 100}
+    assert order(device(a=100), {"a": 6}, **busy)[0] != "a"
+    assert order(device(a=100), {"a": 2}, **busy | {"prefill": {"a": 13}})[0] == "a"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
