@@ -27,7 +27,6 @@ class KVShape:
     dtype_bytes: int
     q_heads: int = 0  # query heads, which only the workspace of a prompt knows of
     windows: tuple[int, ...] = ()  # newest tokens that each layer attends to, 0: all; () where every layer does
-    plain_softmax: bool = True  # neither capped logits nor learned sinks, which the decode kernels do not compute
 
     def window(self, layer: int) -> int:
         """Return the newest tokens that a layer attends to, 0 for all."""

@@ -83,3 +83,9 @@ class StorageFormat(ABC):
     def from_basis(self, x: Tensor) -> Tensor:
         """Return attention outputs [..., head_dim] out of the basis of decoded values; same shape and type."""
         return x
+
+    def rotation(self, head_dim: int, device: torch.device) -> Tensor:
+        """Return the matrix [head_dim, head_dim], float32, by which `to_basis` multiplies; `from_basis` undoes it."""
+        import torch
+
+        return self.to_basis(torch.eye(head_dim, device=device))

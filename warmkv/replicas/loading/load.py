@@ -166,7 +166,6 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     if not is_listed(module.config):
         log.warning("%s is not among the families that were compared with transformers", text.model_type)
     windows = tuple(layer.window for layer in traits)
-    plain = all(layer.softcap is None and not layer.sinks for layer in traits)
     module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     if packed and can_pack(device, dtype):
@@ -176,7 +175,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         module=module,
         device=device,
         dtype=dtype,
-        kv_shape=replace(shape, windows=windows if any(windows) else (), plain_softmax=plain),
+        kv_shape=replace(shape, windows=windows if any(windows) else ()),
         max_context=_max_context(text, rotary, traits, is_listed(module.config)),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),

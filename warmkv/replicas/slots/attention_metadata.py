@@ -29,24 +29,10 @@ class RowMetadata(NamedTuple, Generic[T]):
     target: T  # the same, with idle rows sent to a place of their own
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Rows of which a group of waiting entries is packed before the step."""
-
-    rows: Tensor  # [m]
-    waiting: Tensor  # [m, group] their places in the tail
-    groups: Tensor | None  # [m] where they go; None: over the entries with the lowest scores
-    in_use: Tensor  # [m] packed entries in use
-    oldest: Tensor  # [m] age above which entries are recent
-    early: Tensor  # [m] age below which entries are protected
-    newest: Tensor  # [m] age of the new token
-
-
 @dataclass(slots=True)
 class Progress:
     """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
 
-    packed: bool = False  # the groups that leave their tails
     entries: Tensor | None = None  # [n] where the new tokens go
     attended: bool = False  # bounds of pages and scores have the new tokens
 
@@ -63,7 +49,6 @@ class AttentionMetadata:
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_reads: int
-    packing: tuple[Packing, ...]
     progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 
     @property
@@ -74,4 +59,4 @@ class AttentionMetadata:
         """Go on where a step failed that had at least these rows."""
         for layer, done in failed.progress.items():
             entries = None if done.entries is None else done.entries[: self.used]
-            self.progress[layer] = Progress(done.packed, entries, done.attended)
+            self.progress[layer] = Progress(entries, done.attended)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
+from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
-from warmkv.replicas.slots.rows import Bools, advance, take_pending_packs
+from warmkv.replicas.slots.kernels import LaunchProgress
+from warmkv.replicas.slots.rows import Bools, Ints, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slots import Slot, SlotPool
 
@@ -43,6 +45,8 @@ class DecodeState:
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
         self._pool, self._inv_freq = pool, inv_freq
         self._tokens = {slot: slot.tokens for slot in slots}
+        self._packed: dict[tuple[int, int], set[int]] = {}  # layers in which groups have left their tails
+        self._launched: dict[tuple[int, str], LaunchProgress] = {}  # by layer and storage
         state = pool.rows
         before = state.advanced()
         try:
@@ -64,6 +68,8 @@ class DecodeState:
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
+        rest._packed = {group: set(layers) for group, layers in self._packed.items()}
+        rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
         rest._plan(slots, {part.slab: part.step for parts in self._parts.values() for part in parts})
         return rest
 
@@ -81,17 +87,35 @@ class DecodeState:
         return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]
 
     def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, AttentionMetadata]) -> None:
-        """Lay out what every slab does for these slots, whose rows have advanced; `failed` are steps to go on with."""
-        pool, done = self._pool, self._done
-        state = pool.rows
+        """Lay out the step for these slots, whose rows have advanced; `failed` are steps to go on with."""
+        pool = self._pool
         at, active = self._in_batch(slots)
         # Positions that the model sees [batch].
         self.positions = [self._tokens[slot] - slot.shift for slot in slots]
         self.slots, self._rows = list(slots), len(slots) * pool.shape.kv_heads
-        self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
         ages = np.array([self._tokens[slot] for slot in slots], dtype=np.int64)[at]
         shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
-        index = at * pool.shape.kv_heads + state.head
+        spans = self._spans()
+        self._packing = [
+            (slab, mine, ages[span], (slab_number, number))
+            for slab_number, ((slab, span), dues) in enumerate(zip(spans, self._dues, strict=True))
+            for number, mine in enumerate(each.of(active[span]) for each in dues)
+            if len(mine.rows)
+        ]
+        self._tables = pool.tables(self._inv_freq)
+        self._batches = self._tables.batches(slots, pool.slabs, pool.rows, at)
+        if any(self._batches):
+            self._tables.take(pool.rows, self._done, active, ages, shifts)
+        self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
+        if any(not slab.is_fused and active[span].any() for slab, span in spans):
+            self._plan_slabs(at, active, ages, shifts, failed)
+
+    def _plan_slabs(
+        self, at: Ints, active: Bools, ages: Ints, shifts: Ints, failed: Mapping[Slab, AttentionMetadata]
+    ) -> None:
+        """Lay out what the slabs do that kernels do not read."""
+        state, done = self._pool.rows, self._done
+        index = at * self._pool.shape.kv_heads + state.head
         lengths = np.where(active, done.lengths, 1)
         host = RowMetadata(
             entries=np.where(active, done.entries, 0),
@@ -110,9 +134,9 @@ class DecodeState:
         device = self._inv_freq.device
         numbers = torch.from_numpy(np.stack(host)).to(device, non_blocking=True)
         sit_out = (state.count > 0) & ~active
-        for (slab, span), due in zip(self._spans(), self._dues, strict=True):
+        for slab, span in self._spans():
             used = np.flatnonzero(active[span])
-            if not len(used):
+            if slab.is_fused or not len(used):
                 continue
             of = slice(span.start, span.start + int(used[-1]) + 1)
             step = slab.plan(
@@ -120,7 +144,6 @@ class DecodeState:
                 RowMetadata(*numbers[:, of].unbind()),
                 active[of],
                 (active & done.full)[of],
-                [mine for mine in (each.of(active[span]) for each in due) if len(mine.rows)],
                 self._inv_freq,
             )
             if slab in failed:
@@ -135,14 +158,36 @@ class DecodeState:
             for layer in slab.layers:
                 self._parts[layer].append(part)
 
+    def begin(self) -> None:
+        """Pack the groups that leave their tails, in all layers at once. `attend` does so if nobody has."""
+        while self._packing:
+            slab, due, ages, number = self._packing[-1]
+            slab.pack(due, ages, self._packed.setdefault(number, set()))
+            self._packing.pop()
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
+        self.begin()
+        if not (batches := self._batches[layer]):
+            return self._attend_slabs(layer, query, key, value, softmax, None)
+        out = query.new_empty(self._rows + 1, query.shape[1] * len(query) // self._rows, query.shape[-1])
+        for batch in batches:
+            progress = self._launched.setdefault((layer, batch.storage.name), LaunchProgress())
+            given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+            kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
+        if self._parts[layer]:
+            return self._attend_slabs(layer, query, key, value, softmax, out)
+        return out[:-1].view(query.shape)
+
+    def _attend_slabs(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, out: Tensor | None
+    ) -> Tensor:
+        """Attend what kernels do not read, slab by slab; `out` [rows + 1, group, head_dim] has the other rows."""
         head_dim = query.shape[-1]
         queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
         if (sinks := softmax.sinks) is not None:  # of the query heads of every row
             softmax = replace(softmax, sinks=sinks.view(-1, queries.shape[1]).repeat(len(query), 1))
-        out: Tensor | None = None
         for part in self._parts[layer]:
             if part.whole:
                 return part.attend(layer, queries, keys, values, softmax).view_as(query)

@@ -19,12 +19,15 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
-from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Packing, Progress, RowMetadata
+from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress, RowMetadata
 from warmkv.replicas.slots.row_memory import RowMemory
 from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
 RECENT = 1e30
 """Added to the score of recent entries, so that argmin takes them last."""
+
+PACKED_AT_ONCE = 1 << 24
+"""Numbers that are packed at a time, in as many layers as they are of."""
 
 
 class Slab:
@@ -41,8 +44,7 @@ class Slab:
         self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
-        # Kernels take every entry in use, by a plain softmax.
-        self._fused = kernels.reads(self.storage, dtype, device) and shape.plain_softmax and not kind.window
+        self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
 
@@ -113,7 +115,6 @@ class Slab:
         device: RowMetadata[Tensor],
         active: Bools,
         full: Bools,
-        due: Sequence[PendingPack],
         inv_freq: Tensor,
     ) -> AttentionMetadata:
         """Build the metadata of a step over the first n rows, whose bookkeeping has advanced already; active, full bool
@@ -123,7 +124,7 @@ class Slab:
         reach = int(host.packed.max())
         uncompressed_tail = self._upload(seen_uncompressed(self.state.first(n), active, kind)) if kind.grouped else None
         bias: Tensor | None = None
-        if not (self._fused or kind.page) and (kind.grouped or reach > host.packed.min()):
+        if not kind.page and (kind.grouped or reach > host.packed.min()):
             packed = self._counting[:reach] < device.packed[:, None]
             seen = packed if uncompressed_tail is None else torch.cat([packed, uncompressed_tail], dim=1)
             bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
@@ -137,19 +138,6 @@ class Slab:
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_reads=int(host.reads.max()) if kind.page else 0,
-            packing=tuple(self._packing(each, device) for each in due),
-        )
-
-    def _packing(self, due: PendingPack, numbers: RowMetadata[Tensor]) -> Packing:
-        rows = self._upload(due.rows)
-        return Packing(
-            rows,
-            self._upload(due.waiting),
-            None if due.groups is None else self._upload(due.groups),
-            self._upload(due.packed),
-            numbers.oldest[rows],
-            numbers.early[rows],
-            numbers.ages[rows],
         )
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -164,10 +152,6 @@ class Slab:
         """
         at, n = layer - self.layers[0], step.used
         done = step.progress.setdefault(layer, Progress())
-        if not done.packed:
-            for packing in step.packing:
-                self._pack_group(at, packing)
-            done.packed = True
         if done.entries is None:
             done.entries = self._places(at, step)
         entries = self._write(at, step, done.entries, key, value)
@@ -179,8 +163,6 @@ class Slab:
             keys, values = memory.keys[0][at, :n], memory.values[0][at, :n]
             bounds = memory.lowest[at, :n], memory.highest[at, :n]
             reads = used.lengths, used.reads, used.channels
-            if self._fused:
-                return kernels.attend_pages(query, keys, values, *bounds, *reads, step.most_reads, softmax.scale)
             return attend_pages(query, keys, values, *bounds, *reads, step.most_reads, softmax)
         uncompressed_tail = None
         if kind.grouped:
@@ -197,44 +179,8 @@ class Slab:
                 scores[step.rows, entries] = 0.0
         if kind.aged and not done.attended:
             self.memory.ages[at, step.rows, entries] = used.ages.to(torch.int32)
-        if self._fused:
-            out = self._attend_fused(at, step, query, uncompressed_tail, scores, softmax.scale)
-        else:
-            out = self._attend_plain(at, step, query, uncompressed_tail, scores, softmax)
+        out = self._attend_plain(at, step, query, uncompressed_tail, scores, softmax)
         done.attended = True
-        return out
-
-    def _attend_fused(
-        self,
-        at: int,
-        step: AttentionMetadata,
-        query: Tensor,
-        uncompressed_tail: tuple[Tensor, Tensor] | None,
-        scores: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        keys, values = (
-            tuple(part[at, : step.used] for part in parts) for parts in (self.memory.keys, self.memory.values)
-        )
-        masked = (
-            (*uncompressed_tail, step.uncompressed_tail)
-            if uncompressed_tail and step.uncompressed_tail is not None
-            else None
-        )
-        out = kernels.attend(
-            query,
-            self.storage,
-            keys,
-            values,
-            step.numbers.packed,
-            masked,
-            scale,
-            received=scores,
-            adds=not self.kind.replaces,
-        )
-        if self.kind.alike:
-            assert scores is not None
-            scores.copy_(sum_heads(scores, self._kv_heads))
         return out
 
     def _attend_plain(
@@ -301,9 +247,11 @@ class Slab:
         return entries
 
     def _least(
-        self, at: int, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
+        self, at: int | slice, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
     ) -> Tensor:
-        """Return `count` packed entries of each row [n, count], lowest scores first, recent and protected ones last."""
+        """Return `count` packed entries of each row [..., n, count], lowest scores first, recent and protected ones
+        last, of a layer or of several.
+        """
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self.memory.scores, self.memory.ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
         scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + RECENT, scores)
@@ -311,42 +259,84 @@ class Slab:
             scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
         scores = scores.masked_fill(~used, float("inf"))
         if count > 1:
-            return scores.argsort(dim=-1, stable=True)[:, :count]
+            return scores.argsort(dim=-1, stable=True)[..., :count]
         least = scores.amin(dim=-1, keepdim=True)  # the oldest of equals goes
         return ages.masked_fill(scores > least, torch.iinfo(ages.dtype).max).argmin(dim=-1, keepdim=True)
 
-    def _pack_group(self, at: int, packing: Packing) -> None:
-        """Pack waiting entries of some rows."""
-        rows, front, group = packing.rows[:, None], self.kind.front, self.storage.group
-        keys, values = (
-            uncompressed_tail[at, rows, front + packing.waiting]
-            for uncompressed_tail in (self.memory.uncompressed_keys, self.memory.uncompressed_values)
+    @torch.inference_mode()
+    def pack(self, due: PendingPack, ages: Ints, packed: set[int]) -> None:
+        """Pack a group of waiting entries of some rows, many layers at once; `packed` are those in which it is done.
+
+        ages [rows] are positions of the new tokens. May be called again if memory runs out.
+        """
+        count, group = len(due.rows), self.storage.group
+        touched = count * (self.kind.packed if due.groups is None else group)
+        at_once = max(1, PACKED_AT_ONCE // (touched * self.memory.uncompressed_keys.shape[-1]))
+        numbers = np.stack(
+            [
+                due.rows,
+                due.packed,
+                ages[due.rows],
+                (ages - self.state.recent)[due.rows],
+                self.state.protected[due.rows],
+                np.zeros(count) if due.groups is None else due.groups,
+            ]
         )
-        if packing.groups is not None:
-            entries = packing.groups[:, None] * group + torch.arange(group, device=self._device)
-            index: tuple[Any, ...] = (at, packing.rows, packing.groups)
-            packed_keys = tuple(part[:, 0] for part in self.storage.encode_keys(keys))
-            packed_values = tuple(part[:, 0] for part in self.storage.encode_values(values))
-        else:
-            index = (at, packing.rows)
-            # Groups that receive an entry are packed anew; the others come out as they were.
-            entries = self._least(
-                at, packing.rows, packing.in_use, packing.oldest, packing.early, packing.newest, group
-            )
-            old = self.storage.decode_keys(tuple(part[at, packing.rows] for part in self.memory.keys), torch.float32)
-            packed_keys = self.storage.encode_keys(_replaced(old, entries, keys))
-            old = self.storage.decode_values(
-                tuple(part[at, packing.rows] for part in self.memory.values), torch.float32
-            )
-            packed_values = self.storage.encode_values(_replaced(old, entries, values))
-        tail = self.kind.packed + front + packing.waiting
-        about = [mine for mine in (self.memory.scores, self.memory.ages) if mine.shape[-1]]
-        counted = [mine[at, rows, tail] for mine in about]
+        index = np.concatenate([numbers.astype(np.int64), due.waiting.T])
+        uploaded = self._upload(index)
+        rows, in_use, newest, oldest, early, groups = uploaded[:6].unbind()
+        waiting = uploaded[6:].T
+        for first in range(0, len(self.layers), at_once):
+            if first in packed:
+                continue
+            layers = slice(first, min(first + at_once, len(self.layers)))
+            if due.groups is None:
+                entries = self._least(layers, rows, in_use, oldest, early, newest, group)
+                self._pack_over(layers, rows, waiting, entries)
+            else:
+                self._pack_group(layers, rows, waiting, groups)
+            packed.add(first)
+
+    def _pack_group(self, layers: slice, rows: Tensor, waiting: Tensor, groups: Tensor) -> None:
+        """Pack waiting entries [m, group] of rows [m] to groups [m]."""
+        keys, values = self._waiting(layers, rows, waiting)
+        packed_keys = tuple(part[:, :, 0] for part in self.storage.encode_keys(keys))
+        packed_values = tuple(part[:, :, 0] for part in self.storage.encode_values(values))
+        group = self.storage.group
+        entries = groups[:, None] * group + torch.arange(group, device=self._device)
+        counted = self._counted(layers, rows, waiting)
+        _put(self.memory.keys, (layers, rows, groups), packed_keys)
+        _put(self.memory.values, (layers, rows, groups), packed_values)
+        for mine, moved in counted:
+            mine[layers, rows[:, None], entries] = moved
+
+    def _pack_over(self, layers: slice, rows: Tensor, waiting: Tensor, entries: Tensor) -> None:
+        """Pack waiting entries [m, group] of rows [m] over entries [layers, m, group].
+
+        Groups that receive one are packed anew; the others come out as they were.
+        """
+        keys, values = self._waiting(layers, rows, waiting)
+        old = self.storage.decode_keys(tuple(part[layers, rows] for part in self.memory.keys), torch.float32)
+        packed_keys = self.storage.encode_keys(_replaced(old, entries, keys))
+        old = self.storage.decode_values(tuple(part[layers, rows] for part in self.memory.values), torch.float32)
+        packed_values = self.storage.encode_values(_replaced(old, entries, values))
+        counted = self._counted(layers, rows, waiting)
         # All is computed before anything is changed, so that a step in which memory runs out here can be repeated.
-        _put(self.memory.keys, index, packed_keys)
-        _put(self.memory.values, index, packed_values)
-        for mine, moved in zip(about, counted, strict=True):
-            mine[at, rows, entries] = moved
+        _put(self.memory.keys, (layers, rows), packed_keys)
+        _put(self.memory.values, (layers, rows), packed_values)
+        for mine, moved in counted:
+            mine[layers, rows] = mine[layers, rows].scatter(-1, entries, moved)
+
+    def _waiting(self, layers: slice, rows: Tensor, waiting: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [layers, m, group, head_dim] that wait at these places of the tail."""
+        index = layers, rows[:, None], self.kind.front + waiting
+        return self.memory.uncompressed_keys[index], self.memory.uncompressed_values[index]
+
+    def _counted(self, layers: slice, rows: Tensor, waiting: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return scores and ages, if they are kept, and those of the entries that wait at these places of the tail."""
+        at = self.kind.packed + self.kind.front + waiting
+        kept = [mine for mine in (self.memory.scores, self.memory.ages) if mine.shape[-1]]
+        return [(mine, mine[layers, rows[:, None], at]) for mine in kept]
 
     def _widen_page(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
         """Take the new keys into the bounds of their pages."""
@@ -362,5 +352,5 @@ def _put(parts: Parts, index: tuple[Any, ...], fresh: Parts) -> None:
 
 
 def _replaced(old: Tensor, entries: Tensor, new: Tensor) -> Tensor:
-    """Replace `entries` [m, k] of each row of old [m, n, d] by new [m, k, d]."""
-    return old.scatter(1, entries[..., None].expand(-1, -1, old.shape[-1]), new.to(old.dtype))
+    """Replace `entries` [..., k] of each row of old [..., n, d] by new [..., k, d]."""
+    return old.scatter(-2, entries[..., None].expand(*entries.shape, old.shape[-1]), new.to(old.dtype))

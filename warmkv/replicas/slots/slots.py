@@ -18,6 +18,7 @@ from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots.row_tables import RowTables
 from warmkv.replicas.slots.rows import FREE, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
@@ -109,6 +110,7 @@ class SlotPool:
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
+        self._tables: RowTables | None = None
 
     @property
     def rows(self) -> RowTable:
@@ -118,6 +120,11 @@ class SlotPool:
             for slab, part in zip(self.slabs, parts, strict=True):
                 slab.state = part
         return self._rows
+
+    def tables(self, inv_freq: Tensor) -> RowTables:
+        """Return the tables by which kernels find rows."""
+        self._tables = self._tables or RowTables(self.shape, self._device, inv_freq)
+        return self._tables
 
     @property
     def allocated_bytes(self) -> int:

@@ -72,7 +72,7 @@ class TurboQuant(StorageFormat):
         deviation = torch.where(norm == 0, 1.0, norm / sqrt(head_dim))
         codes = torch.bucketize(rotated / deviation, (levels[1:] + levels[:-1]) / 2, out_int32=True)
         scale = norm / levels[codes].norm(dim=-1, keepdim=True)
-        scale = scale.clamp(max=_LARGEST_HALF / POSITIVE_LEVELS[self.bits][-1]).half()
+        scale = scale.clamp(max=largest_scale(self.bits)).half()
         return pack(codes.to(torch.uint8), self.bits, dim=-1), scale
 
     def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -90,8 +90,17 @@ class TurboQuant(StorageFormat):
     def from_basis(self, x: Tensor) -> Tensor:
         return (x.float() @ self._rotation(x).T).to(x.dtype)
 
+    def rotation(self, head_dim: int, device: torch.device) -> Tensor:
+        """Return the matrix [head_dim, head_dim], float32, whose product with a row vector rotates it."""
+        return _rotation(head_dim, self._seed, device)
+
     def _rotation(self, x: Tensor) -> Tensor:
-        return _rotation(x.shape[-1], self._seed, x.device)
+        return self.rotation(x.shape[-1], x.device)
+
+
+def largest_scale(bits: int) -> float:
+    """Return the largest scale of which no decoded number exceeds float16."""
+    return _LARGEST_HALF / POSITIVE_LEVELS[bits][-1]
 
 
 def _kept(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -130,7 +139,7 @@ def _rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
         normal = torch.erfinv(_uniform(head_dim * head_dim, seed, device)).view(head_dim, head_dim)
         orthogonal, upper = torch.linalg.qr(normal)
         rotation: Tensor = orthogonal * upper.diagonal().sign()  # or the signs would be up to the device's library
-        return rotation
+        return rotation.contiguous()
     hadamard = torch.ones(1, 1, device=device)
     while len(hadamard) < head_dim:  # Sylvester's construction
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])

@@ -1,24 +1,37 @@
-"""Decode attention on a GPU: what `attention.py` means, in one pass over the entries as they are stored.
+"""Decode attention on a GPU: what `attention.py` means, in a few launches over rows as they are stored.
 
-A slab asks with `reads` whether the kernels take what it stores, and calls `attention.py` where they do not. Triton is
-imported by the first call that runs a kernel.
+`reads` says whether the kernels take what a slab stores; `attention.py` computes where they do not. Triton is imported
+by the first call that runs a kernel.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage_format import StorageFormat
-from warmkv.policy_spec import STORAGES
-from warmkv.replicas.slots import attention
-from warmkv.replicas.slots.attention import Parts
+
+if TYPE_CHECKING:
+    from warmkv.replicas.slots.row_tables import RowBatch, RowTables
 
 _HAS_TRITON = find_spec("triton") is not None  # without importing it
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(slots=True)
+class LaunchProgress:
+    """What a step has done with some rows in a layer. A step that fails later is repeated without doing that again."""
+
+    put: bool = False  # the new tokens have their places
+    counted: bool = False  # what entries received is counted
 
 
 def is_available(device: torch.device) -> bool:
@@ -31,53 +44,35 @@ def is_available(device: torch.device) -> bool:
 
 
 def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernels read a storage format, for queries of that type, on that device."""
-    return storage.kernel is not None and dtype in _TYPES and is_available(device)
+    """Return True if the kernels read and write a storage format, for a model's type, on that device."""
+    return storage.kernel is not None and dtype in _TYPES and is_available(device) and _writes(storage)
+
+
+@lru_cache(maxsize=64)
+def _writes(storage: StorageFormat) -> bool:
+    """Return True if the format's kernels can encode one entry, or new entries wait until a group is packed."""
+    return storage.group > 1 or import_module(storage.kernel or "").READER.put is not None
 
 
 def attend(
+    batch: RowBatch,
+    tables: RowTables,
+    layer: int,
     query: Tensor,
-    storage: StorageFormat,
-    keys: Parts,
-    values: Parts,
-    lengths: Tensor,
-    uncompressed_tail: tuple[Tensor, Tensor, Tensor] | None,
-    scale: float,
-    *,
-    received: Tensor | None = None,
-    adds: bool = False,
-) -> Tensor:
-    """Attend q [n, group, d] to entries as they are stored; returns the shape of q, zeros where a row sees nothing.
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    out: Tensor,
+    progress: LaunchProgress,
+) -> None:
+    """Put the new token of each row of a batch in and attend.
 
-    keys, values: parts [n, packed / group, ...] of the format, of which row i sees the first `lengths`[i] entries;
-    `uncompressed_tail`: keys and values [n, m, d] in the model's dtype, and a mask bool [n, m], True is seen. All may
-    be views whose rows lie apart. `received` float32 [n, packed + m] takes the attention that each entry got, summed
-    over the query heads: it is added if `adds`, else all is written, 0 for what is not seen. Raises ValueError if a row
-    is not contiguous.
+    q [sequences, q_heads, d], k and v [sequences, kv_heads, d] as they lie; the places of the rows in `out`
+    [sequences, q_heads, d], contiguous, are written, with zeros where a row sees nothing. May be called again with the
+    same step if it failed here or in a later layer, and gives the same.
 
     Source: Flash-Decoding (Dao et al., 2023) for the splits, FlashAttention (arXiv 2205.14135) for the online softmax.
     """
     from warmkv.replicas.slots.kernels import launch
 
-    return launch.attend(query, storage, keys, values, lengths, uncompressed_tail, scale, received=received, adds=adds)
-
-
-def attend_pages(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lowest: Tensor,
-    highest: Tensor,
-    lengths: Tensor,
-    reads: Tensor,
-    channels: Tensor,
-    most: int,
-    scale: float,
-) -> Tensor:
-    """Compute `attention.attend_pages`, reading only the entries that are chosen."""
-    from warmkv.replicas.slots.kernels import launch
-
-    capacity = keys.shape[1]
-    entries = attention.choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
-    pages = entries, torch.full_like(lengths, entries.shape[1]), 1  # the kernel takes an entry for a page of one
-    return launch.attend(query, STORAGES["model"], (keys,), (values,), lengths, None, scale, pages=pages)
+    launch.attend(batch, tables, layer, query, key, value, softmax, out, progress)

@@ -1,108 +1,183 @@
 """Decode attention in Triton: one query per row, split along the entries, and what puts the splits together.
 
 A program takes one row and one split of its entries (Flash-Decoding), with the query heads of the group as one tile, so
-that keys and values are read once. Softmax is kept online in float32, in powers of two.
+that keys and values are read once. Softmax is kept online in float32, in powers of two. Rows lie where the tables of
+`table.py` say; `rows` names them, `places` their place in the batch, and both have -1 where there is none.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 import triton
 import triton.language as tl
 
+from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.tiles import load_rows
 
+_ANY = ["count", "layer", "most_chosen"]
+"""Numbers that differ among batches and layers: a kernel is not compiled anew for those that 16 divides."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_ANY)
 def attend_split(
-    query, query_row, query_head,
-    keys, keys_second, keys_third, keys_row, keys_second_row, keys_third_row,
-    values, values_second, values_third, values_row, values_second_row, values_third_row,
-    table, lengths, capacity,
-    pages, page_counts, page, most_pages,
-    uncompressed_keys, uncompressed_values, uncompressed_mask,
-    uncompressed_keys_row, uncompressed_values_row, uncompressed_mask_row, uncompressed_count,
-    scale,
-    out, peaks, totals, logits,
+    query, query_sequence, query_head,
+    facts, numbers, count, rows, places, layer,
+    tasks, first_parts,
+    chosen, chosen_counts, most_chosen,
+    levels, inv_freq, logits_at,
+    scale, softcap,
+    out, parts, peaks, totals, logits,
     LOAD_KEYS: tl.constexpr, LOAD_VALUES: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, PAGED: tl.constexpr, UNCOMPRESSED: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
+    TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr, ALIGNED: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    CHOSEN: tl.constexpr, GROUPED: tl.constexpr, REBASED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one split of a row. Grid (rows, splits). WHOLE: there is one split, and `out` is the result [n, G, d]
-    rather than a part of it.
+    """Attend over one split of a row, named by `tasks` [programs]; those of a row follow each other from `first_parts`
+    [n + 1] on. WHOLE: every row has one, and `out` [places, G, d] takes the result.
 
-    out float32 [n, splits, G, d]: sums of values, not yet divided; peaks, totals [n, splits, G]: the largest logit and
-    the sum of powers above it; logits [n, G, capacity + uncompressed_count], all in powers of two.
+    parts float32 [programs, G, d]: sums of values, not yet divided; peaks, totals [programs, G]: the largest logit and
+    the sum of powers above it; logits: of scored rows [G, capacity + uncompressed] from `logits_at` on. All in powers
+    of two.
     """
-    row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(0).to(tl.int64)
+    index = tl.load(tasks + part)
+    if index < 0:
+        return
+    row = tl.load(rows + index)
+    if row < 0:
+        return
+    place = tl.load(places + index)
+    first_part = tl.load(first_parts + index)
+    split, splits = part - first_part, tl.load(first_parts + index + 1) - first_part
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
-    q = tl.load(query + row * query_row + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
+    query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
+    q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
     wide = q.to(tl.float32) if WIDE else q
 
-    length = tl.minimum(tl.load(lengths + row).to(tl.int32), capacity)
-    reach = length  # as counted by the loop: entries, or those of the chosen pages one after the other
-    if PAGED:
-        reach = tl.minimum(tl.load(page_counts + row).to(tl.int32), most_pages) * page
-    blocks = tl.cdiv(tl.cdiv(reach, BLOCK), splits)  # a row's own length is shared among the splits
-    first = split * blocks * BLOCK
+    capacity = table.number(facts, count, row, table.CAPACITY)
+    length = tl.minimum(table.number(numbers, count, row, table.PACKED), capacity).to(tl.int32)
+    reach = length  # as counted by the loop: entries, or those that were chosen one after the other
+    if CHOSEN:
+        chosen_count = tl.load(chosen_counts + index)
+        chosen += index * most_chosen
+        reach = tl.where(chosen_count < 0, length, chosen_count)
+    blocks = tl.cdiv(tl.cdiv(reach, BLOCK), splits.to(tl.int32))  # a row's own length is shared among its splits
+    first = split.to(tl.int32) * blocks * BLOCK
     last = tl.minimum(first + blocks * BLOCK, reach)
 
-    keys += row * keys_row
-    values += row * values_row
-    keys_second += row * keys_second_row
-    keys_third += row * keys_third_row
-    values_second += row * values_second_row
-    values_third += row * values_third_row
-    logits += row * G * (capacity + uncompressed_count)
+    keys = table.pointer(facts, count, row, layer, table.KEYS, FIRST, ALIGNED)
+    keys_second = table.pointer(facts, count, row, layer, table.KEYS_SECOND, OTHERS, ALIGNED)
+    keys_third = table.pointer(facts, count, row, layer, table.KEYS_THIRD, OTHERS, ALIGNED)
+    values = table.pointer(facts, count, row, layer, table.VALUES, FIRST, ALIGNED)
+    values_second = table.pointer(facts, count, row, layer, table.VALUES_SECOND, OTHERS, ALIGNED)
+    values_third = table.pointer(facts, count, row, layer, table.VALUES_THIRD, OTHERS, ALIGNED)
+    window = tl.zeros([], tl.int64)
+    oldest = tl.zeros([], tl.int64)
+    ages = table.pointer(facts, count, row, layer, table.AGES, tl.int32, False)
+    if WINDOWED:
+        window = table.number(facts, count, row, table.WINDOW)
+        oldest = table.number(numbers, count, row, table.AGE) - window
+    scored = False
+    uncompressed = table.number(facts, count, row, table.UNCOMPRESSED)
+    width = capacity + uncompressed
+    if SCORED:
+        at_logits = tl.load(logits_at + index)
+        scored = at_logits >= 0
+        logits += tl.maximum(at_logits, 0) * G
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for start in tl.range(first, last, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         seen = entries < last
-        if PAGED:
-            chosen = tl.load(pages + row * most_pages + entries // page, mask=seen, other=0).to(tl.int32)
-            entries = chosen * page + entries % page
-            seen &= entries < length
-        k = LOAD_KEYS(keys, keys_second, keys_third, table, start, entries, seen, BITS, D, HEAD_DIM)
-        v = LOAD_VALUES(values, values_second, values_third, table, start, entries, seen, BITS, D, HEAD_DIM)
+        if CHOSEN:
+            picked = seen & (chosen_count >= 0)
+            entries = tl.where(picked, tl.load(chosen + entries, mask=picked, other=0), entries)
+        if WINDOWED:
+            known = seen & (window > 0)
+            seen &= (window == 0) | (tl.load(ages + entries, mask=known, other=0) > oldest)
+        k = LOAD_KEYS(keys, keys_second, keys_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
+        v = LOAD_VALUES(values, values_second, values_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
         k, v = k.to(wide.dtype), v.to(wide.dtype)
-        scores = _scores(wide, k, seen, scale, PRECISION)
-        if LOGITS:
-            at = heads[:, None] * (capacity + uncompressed_count) + entries[None, :]
-            tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :])
+        scores = _scores(wide, k, seen, scale, softcap, CAPPED, PRECISION)
+        if SCORED:
+            at = heads[:, None] * width + entries[None, :]
+            tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :] & scored)
         peak, total, acc = _add(peak, total, acc, scores, v, PRECISION)
 
-    if UNCOMPRESSED:
-        uncompressed_keys += row * uncompressed_keys_row
-        uncompressed_values += row * uncompressed_values_row
-        mine = tl.where(split == splits - 1, uncompressed_count, 0)
+    if GROUPED:
+        own_keys = table.pointer(facts, count, row, layer, table.UNCOMPRESSED_KEYS, TYPE, ALIGNED)
+        own_values = table.pointer(facts, count, row, layer, table.UNCOMPRESSED_VALUES, TYPE, ALIGNED)
+        front = table.number(facts, count, row, table.FRONT)
+        mine = tl.where(split == splits - 1, uncompressed, 0).to(tl.int32)
         for start in tl.range(0, mine, UNCOMPRESSED_BLOCK):
             entries = start + tl.arange(0, UNCOMPRESSED_BLOCK)
-            seen = entries < uncompressed_count
-            seen &= tl.load(uncompressed_mask + row * uncompressed_mask_row + entries, mask=seen, other=0) != 0
-            k = load_rows(uncompressed_keys, entries, seen, D, HEAD_DIM).to(q.dtype)
-            v = load_rows(uncompressed_values, entries, seen, D, HEAD_DIM).to(q.dtype)
-            scores = _scores(q, k, seen, scale, PRECISION)
-            if LOGITS:
-                at = heads[:, None] * (capacity + uncompressed_count) + capacity + entries[None, :]
-                tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :])
+            seen = (entries < uncompressed) & waits(numbers, count, row, entries, front)
+            if WINDOWED:
+                known = seen & (window > 0)
+                seen &= (window == 0) | (tl.load(ages + capacity + entries, mask=known, other=0) > oldest)
+            k = load_rows(own_keys, entries, seen, D, HEAD_DIM).to(q.dtype)
+            if REBASED:
+                turned = rotated(
+                    own_keys, entries, seen & (entries < front), numbers, count, row, inv_freq, D, HEAD_DIM
+                )
+                turns = (entries < front) & (table.number(facts, count, row, table.REBASED) != 0)
+                k = tl.where(turns[:, None], turned.to(q.dtype), k)
+            v = load_rows(own_values, entries, seen, D, HEAD_DIM).to(q.dtype)
+            scores = _scores(q, k, seen, scale, softcap, CAPPED, PRECISION)
+            if SCORED:
+                at = heads[:, None] * width + capacity + entries[None, :]
+                tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :] & scored)
             peak, total, acc = _add(peak, total, acc, scores, v, PRECISION)
 
-    part = row * splits + split
     if WHOLE:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # of a row that sees nothing: 0
-    at = part * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_tile)
-    if LOGITS or not WHOLE:
+        at = place * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_tile)
+    else:
+        at = part * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(parts + at, acc, mask=in_tile)
+    if SCORED or not WHOLE:
         tl.store(peaks + part * G + heads, peak, mask=heads < G)
         tl.store(totals + part * G + heads, total, mask=heads < G)
 
 
 @triton.jit
-def _scores(q, k, seen, scale, PRECISION: tl.constexpr):
+def waits(numbers, count, row, entries, front):
+    """Return which entries of front and tail are in use."""
+    tail_start = table.number(numbers, count, row, table.TAIL_START)
+    tail_limit = table.number(numbers, count, row, table.TAIL_LIMIT)
+    waiting = table.number(numbers, count, row, table.WAITING)
+    tail = entries - front
+    since = (tail - tail_start + tail_limit) % tl.maximum(tail_limit, 1)
+    in_tail = (tail >= 0) & (tail < tail_limit) & (since < waiting)
+    return in_tail | (entries < tl.minimum(front, table.number(numbers, count, row, table.IN_FRONT)))
+
+
+@triton.jit
+def rotated(keys, entries, seen, numbers, count, row, inv_freq, D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Load keys [BLOCK, D] rotated on by the row's positions (rotary embedding, halves convention), in float32."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    channels = tl.arange(0, D)
+    positions = table.number(numbers, count, row, table.REROTATED).to(tl.float64)
+    angles = positions * tl.load(inv_freq + channels % HALF, mask=channels < HEAD_DIM, other=0.0)
+    inside = seen[:, None] & (channels < HEAD_DIM)[None, :]
+    at = entries[:, None] * HEAD_DIM
+    own = tl.load(keys + at + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(keys + at + ((channels + HALF) % HEAD_DIM)[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.where((channels < HALF)[None, :], -other, other)
+    return own * tl.cos(angles).to(tl.float32)[None, :] + other * tl.sin(angles).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _scores(q, k, seen, scale, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     """Compute logits float32 [M, BLOCK]: products are exact and summed in float32 before they are scaled."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAPPED:  # within +-softcap, both in powers of two
+        power = tl.exp(-2.0 * tl.abs(scores / softcap))
+        scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - power) / (1.0 + power)
     return tl.where(seen[None, :], scores, float("-inf"))
 
 
@@ -120,56 +195,115 @@ def _add(peak, total, acc, scores, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def combine(
-    parts, peaks, totals, out, splits,
-    G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    parts, peaks, totals, rows, places, first_parts, sinks, rotation, out,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SINKS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of a query head to its output: grid (rows, G)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Combine the splits of a query head to its output: grid (n, G).
+
+    sinks [q_heads]: logits without a value; ROTATED: the result leaves the basis of `rotation` [d, d].
+    """
+    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(rows + index) < 0:
+        return
+    place = tl.load(places + index)
     channels = tl.arange(0, D)
-    part = row * splits + tl.arange(0, S)
-    inside = tl.arange(0, S) < splits
+    first = tl.load(first_parts + index)
+    part = first + tl.arange(0, S)
+    inside = part < tl.load(first_parts + index + 1)
     peak = tl.load(peaks + part * G + head, mask=inside, other=float("-inf"))
-    weight = tl.exp2(peak - _base(tl.max(peak, 0)))
+    highest = tl.max(peak, 0)
+    if SINKS:
+        sink = tl.load(sinks + place % KV_HEADS * G + head).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(peak - _base(highest))
     total = tl.sum(tl.load(totals + part * G + head, mask=inside, other=0.0) * weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     at = (part * G + head)[:, None] * HEAD_DIM + channels[None, :]
     acc = tl.load(parts + at, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    at_out = (row * G + head) * HEAD_DIM + channels
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=channels < HEAD_DIM)
+    if ROTATED:
+        inputs = tl.arange(0, D)
+        in_matrix = (inputs < HEAD_DIM)[:, None] & (channels < HEAD_DIM)[None, :]
+        matrix = tl.load(rotation + channels[None, :] + inputs[:, None] * HEAD_DIM, mask=in_matrix, other=0.0)
+        result = tl.sum(matrix * result[None, :], 1)  # times the transposed rotation
+    tl.store(out + (place * G + head) * HEAD_DIM + channels, result.to(out.dtype.element_ty), mask=channels < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def sum_received(
+    logits, logits_at, peaks, totals, sinks,
+    facts, numbers, count, rows, places, layer, first_parts,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Sum the attention that each entry received over all query heads of the group: grid (n, blocks of entries)."""
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    if row < 0:
+        return
+    if table.number(facts, count, row, table.SCORED) == 0:
+        return
+    capacity = table.number(facts, count, row, table.CAPACITY)
+    width = capacity + table.number(facts, count, row, table.UNCOMPRESSED)
+    start = tl.program_id(1) * BLOCK
+    if start >= width:
+        return
+    entries = start + tl.arange(0, BLOCK)
+    seen = entries < tl.minimum(table.number(numbers, count, row, table.PACKED), capacity)
+    if GROUPED:
+        front = table.number(facts, count, row, table.FRONT)
+        behind = (entries >= capacity) & (entries < width)
+        seen |= behind & waits(numbers, count, row, entries - capacity, front)
+    if WINDOWED:
+        window = table.number(facts, count, row, table.WINDOW)
+        ages = table.pointer(facts, count, row, layer, table.AGES, tl.int32, False)
+        known = seen & (window > 0)
+        oldest = table.number(numbers, count, row, table.AGE) - window
+        seen &= (window == 0) | (tl.load(ages + entries, mask=known, other=0) > oldest)
+    fresh = tl.zeros([BLOCK], tl.float32)
+    alike = table.number(facts, count, row, table.ALIKE) != 0
+    place = tl.load(places + index)
+    begin = tl.where(alike, index - place % KV_HEADS, index)  # the heads of a sequence are neighbours
+    for other in tl.range(begin, begin + tl.where(alike, KV_HEADS, 1)):
+        fresh += _received(
+            logits, logits_at, peaks, totals, sinks, first_parts, places, other, entries, seen, width,
+            KV_HEADS, G, M, S, SINKS,
+        )  # fmt: skip
+    scores = table.pointer(facts, count, row, layer, table.SCORES, tl.float32, False) + entries
+    replaced = table.number(facts, count, row, table.REPLACED) != 0
+    inside = entries < width
+    old = tl.load(scores, mask=inside & (replaced == 0), other=0.0)
+    tl.store(scores, old + fresh, mask=inside)
 
 
 @triton.jit
-def sum_received(
-    logits, peaks, totals, lengths, uncompressed_mask, uncompressed_mask_row, received, received_row,
-    capacity, uncompressed_count, splits,
-    G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
-    UNCOMPRESSED: tl.constexpr, ADDS: tl.constexpr,
+def _received(
+    logits, logits_at, peaks, totals, sinks, first_parts, places, index, entries, seen, width,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the attention that each entry received over all query heads of the group: grid (rows, blocks of entries)."""
-    row = tl.program_id(0).to(tl.int64)
-    heads, parts = tl.arange(0, M), tl.arange(0, S)
-    inside = (heads < G)[:, None] & (parts < splits)[None, :]
-    at = (row * splits + parts)[None, :] * G + heads[:, None]
+    """Return what entries received from the query heads of a row."""
+    heads = tl.arange(0, M)
+    first = tl.load(first_parts + index)
+    part = first + tl.arange(0, S)
+    inside = (heads < G)[:, None] & (part < tl.load(first_parts + index + 1))[None, :]
+    at = part[None, :] * G + heads[:, None]
     peak = tl.load(peaks + at, mask=inside, other=float("-inf"))
-    base = _base(tl.max(peak, 1))
+    highest = tl.max(peak, 1)
+    if SINKS:
+        mine = sinks + tl.load(places + index) % KV_HEADS * G + heads
+        sink = tl.load(mine, mask=heads < G, other=float("-inf")).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.load(totals + at, mask=inside, other=0.0) * tl.exp2(peak - base[:, None]), 1)
-
-    count = capacity + uncompressed_count
-    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    seen = entries < tl.minimum(tl.load(lengths + row).to(tl.int32), capacity)
-    if UNCOMPRESSED:
-        behind = (entries >= capacity) & (entries < count)
-        waiting = tl.load(uncompressed_mask + row * uncompressed_mask_row + entries - capacity, mask=behind, other=0)
-        seen |= behind & (waiting != 0)
+    if SINKS:
+        total += tl.exp2(sink - base)
     shown = (heads < G)[:, None] & seen[None, :]
-    scores = tl.load(logits + (row * G + heads)[:, None] * count + entries[None, :], mask=shown, other=float("-inf"))
+    own = logits + tl.load(logits_at + index) * G
+    scores = tl.load(own + heads[:, None] * width + entries[None, :], mask=shown, other=float("-inf"))
     shares = tl.exp2(scores - base[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
-    fresh = tl.sum(tl.where(shown, shares, 0.0), 0)
-    received += row * received_row + entries
-    if ADDS:
-        tl.store(received, tl.load(received, mask=seen, other=0.0) + fresh, mask=seen)
-    else:
-        tl.store(received, fresh, mask=entries < count)
+    return tl.sum(tl.where(shown, shares, 0.0), 0)
 
 
 @triton.jit

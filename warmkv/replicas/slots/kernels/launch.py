@@ -1,133 +1,114 @@
-"""Starting the kernels of `decode.py`: the shapes of tiles and splits, workspace, strides.
+"""Starting the kernels: the shapes of tiles, workspace, strides.
 
-All of it follows from shapes and never from values on the device, so that CUDA graphs can capture a call. The first
-call of a kind compiles it: make one before a graph is captured.
+All of it follows from what a `RowBatch` holds and never from values on the device, so that CUDA graphs can capture a
+call. The first call of a kind compiles it: make one before a graph is captured.
 """
 
 from __future__ import annotations
 
 import math
 from importlib import import_module
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from warmkv.policies.compression.storage_format import StorageFormat
-from warmkv.replicas.slots.attention import Parts
-from warmkv.replicas.slots.kernels import decode
+from warmkv.policies.compression.softmax import Softmax
+from warmkv.replicas.slots.kernels import LaunchProgress, choose, decode, update
 from warmkv.replicas.slots.kernels.tiles import Reader
+from warmkv.replicas.slots.row_tables import RowBatch, RowTables
 
-MOST_SPLITS = 64
-_PROGRAMS = 8  # per multiprocessor: a few run beside each other, and the last to start are a small part of all
-_SPLIT_ENTRIES = 256  # fewer are not worth the partial result that they leave
 _TILE_BYTES = 1 << 14  # of keys and of values each: two stages of both leave room for other programs
 _UNCOMPRESSED_BLOCK = 32
-_RECEIVED_BLOCK = 128
-
-
-def split_count(rows: int, entries: int, processors: int) -> int:
-    """Return the number of programs that each row is split into, so that few rows keep all processors busy too."""
-    return max(1, min(_PROGRAMS * processors // max(rows, 1), entries // _SPLIT_ENTRIES, MOST_SPLITS))
+_SCORE_BLOCK = 128
+_LEAST_BLOCK = 1024
+_PAGES_BLOCK = 32
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 
 
 def attend(
+    batch: RowBatch,
+    tables: RowTables,
+    layer: int,
     query: Tensor,
-    storage: StorageFormat,
-    keys: Parts,
-    values: Parts,
-    lengths: Tensor,
-    uncompressed_tail: tuple[Tensor, Tensor, Tensor] | None,
-    scale: float,
-    *,
-    received: Tensor | None = None,
-    adds: bool = False,
-    pages: tuple[Tensor, Tensor, int] | None = None,
-    splits: int | None = None,
-) -> Tensor:
-    """Run `warmkv.replicas.slots.kernels.attend` by the kernels, in `splits` or as many splits as suit the device.
-
-    pages: chosen int [n, most], how many of them count [n], and the entries of a page; only these are read.
-    """
-    assert storage.kernel is not None
-    reader: Reader = import_module(storage.kernel).READER
-    n, group, head_dim = query.shape
-    dtype, device = query.dtype, query.device
-    if storage.rotated:  # all in its basis, which is orthogonal
-        query = storage.to_basis(query.float())
-        uncompressed_tail = uncompressed_tail and (
-            storage.to_basis(uncompressed_tail[0]),
-            storage.to_basis(uncompressed_tail[1]),
-            uncompressed_tail[2],
-        )
-    elif dtype == torch.bfloat16 and device.type == "cpu":
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    out: Tensor,
+    progress: LaunchProgress,
+) -> None:
+    """Run `warmkv.replicas.slots.kernels.attend`."""
+    storage = batch.storage
+    reader: Reader = import_module(storage.kernel or "").READER
+    device, dtype, head_dim = query.device, query.dtype, query.shape[-1]
+    group = query.shape[1] // key.shape[1]
+    n, programs = len(batch.rows), len(batch.tasks)
+    rows = tables.facts, tables.numbers, tables.facts.shape[1], batch.rows, batch.places, layer
+    absent = tables.facts  # for pointers that are not followed
+    levels = reader.table(storage, device) if reader.table else absent
+    rotation = storage.rotation(head_dim, device) if storage.rotated else absent
+    if dtype == torch.bfloat16 and device.type == "cpu":
         query = query.float()  # Triton's interpreter would multiply the bits of bfloat16 as integers
-    _require_rows(*keys, *values, *(uncompressed_tail or ()))
-    if received is not None and (pages is not None or received.stride(-1) != 1):
-        raise ValueError("the attention received is that of whole rows, and goes where rows are contiguous")
-
-    capacity, m = keys[0].shape[1] * storage.group, uncompressed_tail[0].shape[1] if uncompressed_tail else 0
-    splits = splits or split_count(n, pages[0].shape[1] * pages[2] if pages else capacity, _processors(device))
-    padded = max(16, _power_of_two(head_dim))
-    block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
-    out = torch.empty(n, group, head_dim, dtype=dtype, device=device)
-    parts = out if splits == 1 else query.new_empty(n, splits, group, head_dim, dtype=torch.float32)
-    peaks, totals = query.new_empty(2, n, splits, group, dtype=torch.float32).unbind()
-    logits = query.new_empty(n, group, capacity + m if received is not None else 0, dtype=torch.float32)
-    absent = query  # for pointers that are not followed
-    uncompressed_keys, uncompressed_values, mask = (
-        (*uncompressed_tail[:2], uncompressed_tail[2].view(torch.uint8)) if uncompressed_tail else (absent,) * 3
-    )
-    chosen, counts, page = pages or (absent, absent, 1)
-    decode.attend_split[n, splits](
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    padded, heads = max(16, _power_of_two(head_dim)), max(16, _power_of_two(group))
+    turned = tables.workspace("query", (*query.shape,), torch.float32) if storage.rotated else query
+    types: dict[str, Any] = {"TYPE": _TYPES[dtype], "FIRST": _TYPES[batch.first_type], "OTHERS": tl.float16}
+    sizes = {"KV_HEADS": key.shape[1], "G": group, "D": padded, "HEAD_DIM": head_dim}
+    update.put[n,](
         query, query.stride(0), query.stride(1),
-        *_three(keys), *_three(values), reader.table(storage, device) if reader.table else absent,
-        lengths, capacity,
-        chosen, counts, page, chosen.shape[1],
-        uncompressed_keys, uncompressed_values, mask,
-        uncompressed_keys.stride(0), uncompressed_values.stride(0), mask.stride(0), m,
-        scale * math.log2(math.e),
-        parts, peaks, totals, logits,
-        LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide,
-        G=group, M=max(16, _power_of_two(group)),
-        D=padded, HEAD_DIM=head_dim, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        PAGED=pages is not None, UNCOMPRESSED=m > 0, WHOLE=splits == 1, LOGITS=received is not None,
+        key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1),
+        *rows, tables.taken[layer], int(progress.put), int(progress.counted), levels, rotation, tables.inv_freq, turned,
+        PUT=reader.put, BITS=storage.bits, **types, ALIGNED=batch.aligned, **sizes, BLOCK=_LEAST_BLOCK,
+        EVICTS=batch.evicts, AGED=batch.aged, PAGED=batch.paged, REBASED=batch.rebased, GROUPED=storage.group > 1,
+        ROTATED=storage.rotated,
+    )  # fmt: skip
+    progress.put, query = True, turned
+    chosen, counts = absent, absent
+    if batch.paged:
+        chosen = tables.workspace("chosen", (n, batch.most_reads), torch.int32)
+        counts = tables.workspace("counts", (n,), torch.int32)
+        estimates = tables.workspace("estimates", (n, batch.most_pages), torch.float32)
+        choose.choose_entries[n,](
+            query, query.stride(0), query.stride(1), *rows, softmax.scale * math.log2(math.e),
+            estimates, batch.most_pages, chosen, counts, batch.most_reads,
+            TYPE=_TYPES[dtype], ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=_PAGES_BLOCK, PRECISION="ieee",
+        )  # fmt: skip
+    whole = programs == n and softmax.sinks is None and not storage.rotated
+    parts = tables.workspace("parts", (programs, group, head_dim), torch.float32) if not whole else absent
+    peaks = tables.workspace("peaks", (programs, group), torch.float32)
+    totals = tables.workspace("totals", (programs, group), torch.float32)
+    logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if batch.scored else absent
+    block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
+    decode.attend_split[programs,](
+        query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
+        chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
+        softmax.scale * math.log2(math.e), (softmax.softcap or 1.0) * math.log2(math.e),
+        out, parts, peaks, totals, logits,
+        LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide, **types,
+        ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
+        PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=batch.rebased,
+        WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=batch.scored, WHOLE=whole,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
+    sinks = absent if softmax.sinks is None else softmax.sinks
+    splits = _power_of_two(batch.most_splits)
+    if not whole:
         decode.combine[n, group](
-            parts, peaks, totals, out, splits, G=group, S=_power_of_two(splits), D=padded, HEAD_DIM=head_dim
-        )
-    out = storage.from_basis(out)
-    if received is not None:  # last: whoever repeats a call that ran out of memory must not have counted yet
-        decode.sum_received[n, -(-(capacity + m) // _RECEIVED_BLOCK)](
-            logits, peaks, totals, lengths, mask, mask.stride(0), received, received.stride(0), capacity, m, splits,
-            G=group, M=_power_of_two(group), S=_power_of_two(splits), BLOCK=_RECEIVED_BLOCK,
-            UNCOMPRESSED=m > 0, ADDS=adds,
+            parts, peaks, totals, batch.rows, batch.places, batch.first_parts, sinks, rotation, out,
+            **sizes, S=splits, SINKS=softmax.sinks is not None, ROTATED=storage.rotated,
         )  # fmt: skip
-    return out
-
-
-def _require_rows(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor[:1].is_contiguous():
-            raise ValueError(
-                f"each row must be contiguous; of shape {tuple(tensor.shape)} strides are {tensor.stride()}"
-            )
-
-
-def _three(parts: Parts) -> tuple[Tensor | int, ...]:
-    """Return pointers to three parts, and the distance between rows of each; the first stands in for those that are
-    not.
-    """
-    three = (*parts, *parts[:1] * 2)[:3]
-    return *three, *(part.stride(0) for part in three)
+    if (
+        batch.scored and not progress.counted
+    ):  # last: whoever repeats a call that ran out of memory must not have counted yet
+        decode.sum_received[n, -(-batch.most_entries // _SCORE_BLOCK)](
+            logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_parts,
+            KV_HEADS=key.shape[1], G=group, M=_power_of_two(group), S=splits, BLOCK=_SCORE_BLOCK,
+            GROUPED=storage.group > 1, WINDOWED=batch.windowed, SINKS=softmax.sinks is not None,
+        )  # fmt: skip
+        progress.counted = True
 
 
 def _power_of_two(x: int) -> int:
     """Round `x` up to a power of two."""
     return 1 << (x - 1).bit_length()
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -15,4 +15,13 @@ def _load(
     return load_rows(part, entries, seen, D, HEAD_DIM)
 
 
-READER = Reader(keys=_load, values=_load)
+@triton.jit
+def _put(
+    part, second, entry, x, when, levels, rotation,
+    BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    channels = tl.arange(0, D)
+    tl.store(part + entry * HEAD_DIM + channels, x.to(part.dtype.element_ty), mask=(channels < HEAD_DIM) & when)
+
+
+READER = Reader(keys=_load, values=_load, put=_put)

@@ -1,0 +1,181 @@
+"""What a decode step costs its host where kernels attend: launches, uploads and allocations do not grow with the batch.
+
+The kernels themselves are left out: each call of one is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warmkv.policies import budgets
+from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
+from warmkv.policies.compression.softmax import Softmax
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
+from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+
+pytest.importorskip("triton", reason="triton is not installed")
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype_bytes=4, q_heads=4)
+INV_FREQ = torch.ones(SHAPE.head_dim // 2, dtype=torch.float64)
+MOST = 4
+"""Launches of a layer: put, attend, put the splits together, and what rocketkv chooses by or h2o counts."""
+VIEWS = {
+    "view", "reshape", "slice", "select", "unbind", "expand", "transpose", "permute", "unsqueeze", "squeeze", "alias",
+    "as_strided", "detach", "_unsafe_view", "new_empty", "empty",
+}  # fmt: skip
+
+
+def policies() -> list[PolicySpec]:
+    """Return every method with every decode rule and storage that goes with it, at a budget of 70 tokens or none."""
+    found = []
+    for method in METHODS:
+        for rule in ("", "+append", "+ring", "+argmin"):
+            for storage in STORAGES:
+                for budget in ("@70", ""):
+                    text = f"{method}{budget}{rule}" + ("" if storage == "model" else f"+{storage}")
+                    try:
+                        found.append(PolicySpec.model_validate(text))
+                    except ValidationError:
+                        continue
+                    break
+    return sorted({spec.label: spec for spec in found if spec.name != "auto"}.values(), key=lambda spec: spec.label)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is launched by torch, and by kernels, in whose place it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        self.launched[name] += name not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, name: str) -> Any:
+        def launch(*args: Any, **given: Any) -> None:
+            self.launched[name] += 1
+
+        return {Ellipsis: launch}
+
+
+class Grid(dict[Any, Any]):
+    """Launches on any grid."""
+
+    def __missing__(self, grid: Any) -> Any:
+        return self[Ellipsis]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    from warmkv.replicas.slots.kernels import launch
+
+    counted = Calls()
+    for module, names in (
+        ("update", ("put",)),
+        ("choose", ("choose_entries",)),
+        ("decode", ("attend_split", "combine", "sum_received")),
+    ):
+        fakes = SimpleNamespace(**{name: Grid(counted.kernel(name)) for name in names})
+        monkeypatch.setattr(launch, module, fakes)
+    monkeypatch.setattr(kernels, "is_available", lambda device: True)
+    return counted
+
+
+def decoding(spec: PolicySpec, lengths: list[int], new: int) -> tuple[SlotPool, list[Any]]:
+    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+    slots = []
+    for tokens in lengths:
+        mine = budgets.in_force(spec, tokens, new)
+        slot = pool.claim(SlotRequest(mine, tokens, new), 1 << 40)
+        assert slot is not None
+        keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
+        kept = (
+            [budgets.kept_tokens(mine, tokens)] * SHAPE.layers
+            if budgets.follows_content(mine, tokens)
+            else budgets.layer_budgets(mine, tokens, SHAPE.layers)
+        )
+        chosen = [Selection(torch.arange(n).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, n)) for n in kept]
+        pool.fill(slot, PrefillState(keys, keys, q_heads=SHAPE.q_heads), chosen)
+        slots.append(slot)
+    return pool, slots
+
+
+def step(calls: Calls, pool: SlotPool, slots: list[Any]) -> tuple[list[int], int]:
+    """Return the launches of each layer and of what is done once, ahead of them."""
+    launched = []
+    batch = len(slots)
+    q, k = torch.zeros(batch, SHAPE.q_heads, 1, SHAPE.head_dim), torch.zeros(batch, SHAPE.kv_heads, 1, SHAPE.head_dim)
+    with calls:
+        calls.launched.clear()
+        state = DecodeState(pool, slots, INV_FREQ)
+        state.begin()
+        ahead = calls.launched.total()
+        for layer in range(SHAPE.layers):
+            calls.launched.clear()
+            state.attend(layer, q, k, k, Softmax(1.0))
+            launched.append(calls.launched.total())
+    return launched, ahead
+
+
+@pytest.mark.parametrize("spec", policies(), ids=lambda spec: spec.label)
+def test_launches_uploads_and_workspace_do_not_grow_with_the_batch(calls, spec):
+    pool, slots = decoding(spec, [90, 140, 500, 75], new=6)  # in slabs of several sizes
+    step(calls, pool, slots)  # lays out the batch
+    tables = pool.tables(INV_FREQ)
+
+    def there() -> dict[str, int]:
+        held = tables._workspace | {"numbers": tables.numbers, "facts": tables.facts}
+        return {name: tensor.data_ptr() for name, tensor in held.items()}
+
+    before = there()
+    launched, ahead = step(calls, pool, slots)
+    places = [slab for slot in slots for slab, _ in slot.places]
+    storages = [{slab.kind.storage for slab in places if layer in slab.layers} for layer in range(SHAPE.layers)]
+    assert all(count <= MOST * len(own) for count, own in zip(launched, storages, strict=True))
+    assert ahead == 1, "the numbers of a step are uploaded at once"
+    assert there() == before
+
+
+def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
+    """Beside each other: full, a ring, argmin and pages."""
+    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+    mixed = []
+    for number, policy in enumerate(("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")):
+        spec, tokens = PolicySpec.model_validate(policy), 60 + 20 * number
+        slot = pool.claim(SlotRequest(spec, tokens, 6), 1 << 40)
+        assert slot is not None
+        keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
+        kept = budgets.layer_budgets(spec, tokens, SHAPE.layers)
+        pool.fill(
+            slot,
+            PrefillState(keys, keys, q_heads=SHAPE.q_heads),
+            [Selection(torch.arange(n).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, n)) for n in kept],
+        )
+        mixed.append(slot)
+    launched, _ = step(calls, pool, mixed)
+    assert launched == [5 if pool.tables(INV_FREQ)._processors > 1 else 4] * SHAPE.layers
+
+
+@pytest.mark.parametrize("policy", ["full+kivi4", "streaming_llm@90+kivi2", "h2o@90+kivi4"])
+def test_groups_are_packed_in_all_layers_at_once(calls, policy):
+    """So the launches of packing do not grow with the layers, nor with how many sequences pack in a step."""
+    packing = []
+    for lengths in ([200], [200, 200, 200]):
+        pool, slots = decoding(PolicySpec.model_validate(policy), lengths, new=80)
+        ahead = [step(calls, pool, slots)[1] for _ in range(70)]
+        assert sorted(set(ahead))[0] == 1
+        assert sum(count > 1 for count in ahead) in (2, 3)  # of 70 steps, each 32 entries are a group
+        packing.append(max(ahead))
+    assert packing[0] == packing[1]

@@ -1,0 +1,132 @@
+"""RocketKV's second stage: which entries a step reads, chosen by pages (arXiv 2502.14051, section 3.3)."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from warmkv.replicas.slots.kernels import table
+from warmkv.replicas.slots.kernels.tiles import load_rows
+
+
+@triton.jit(do_not_specialize=["count", "layer", "most_pages", "most_chosen"])
+def choose_entries(
+    query, query_sequence, query_head,
+    facts, numbers, count, rows, places, layer, scale,
+    estimates, most_pages, chosen, chosen_counts, most_chosen,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Choose the entries that a row reads, as `attention.choose_entries`: grid (n,).
+
+    chosen int32 [n, most_chosen] takes them, chosen_counts int32 [n] their number, -1 where all are read; estimates
+    float32 [n, most_pages] is for what pages promise.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    if row < 0:
+        return
+    page = table.number(facts, count, row, table.PAGE).to(tl.int32)
+    if page == 0:
+        tl.store(chosen_counts + index, -1)
+        return
+    place = tl.load(places + index)
+    length = table.number(numbers, count, row, table.PACKED).to(tl.int32)
+    wanted = tl.minimum(table.number(numbers, count, row, table.READS).to(tl.int32), length)
+    pages = tl.cdiv(length, page)
+    estimates += index * most_pages
+    heads, channels = tl.arange(0, M), tl.arange(0, D)
+    in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
+    query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
+    q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    size = tl.sum(tl.abs(q), 0)
+    # How many channels of the group are larger, or as large and before it.
+    order = tl.where(channels < HEAD_DIM, size, -1.0)
+    before = (order[None, :] > order[:, None]) | (
+        (order[None, :] == order[:, None]) & (channels[None, :] < channels[:, None])
+    )
+    rank = tl.sum(before.to(tl.int32), 1)
+    part = tl.where((rank < table.number(numbers, count, row, table.CHANNELS))[None, :], q, 0.0)
+    positive = tl.sum(q, 0) > 0
+    seen = tl.sum(tl.abs(part), 1) / tl.maximum(tl.sum(tl.abs(q), 1), 1e-30)
+    scales = scale * tl.rsqrt(tl.maximum(seen, 1e-30))  # makes up for the channels left out
+    greatest = tl.where(positive[None, :], part, 0.0)
+    least = tl.where(positive[None, :], 0.0, part)
+
+    lowest = table.pointer(facts, count, row, layer, table.LOWEST, TYPE, ALIGNED)
+    highest = table.pointer(facts, count, row, layer, table.HIGHEST, TYPE, ALIGNED)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for start in tl.range(0, pages, BLOCK):
+        logits, in_use = _logits(
+            greatest, least, lowest, highest, start, pages, page, length, scales, D, HEAD_DIM, BLOCK, PRECISION
+        )
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        weights = tl.exp2(logits - higher[:, None]) * in_use[None, :].to(tl.float32)  # one logit for all its entries
+        total = total * tl.exp2(peak - higher) + tl.sum(weights, 1)
+        peak = higher
+    for start in tl.range(0, pages, BLOCK):
+        logits, _ = _logits(
+            greatest, least, lowest, highest, start, pages, page, length, scales, D, HEAD_DIM, BLOCK, PRECISION
+        )
+        shares = tl.exp2(logits - peak[:, None]) / total[:, None]
+        at = start + tl.arange(0, BLOCK)
+        mean = tl.sum(tl.where((heads < G)[:, None], shares, 0.0), 0) / G
+        tl.store(estimates + at, mean, mask=at < pages)
+    tl.debug_barrier()
+
+    # The greatest estimate, by its bits, of which pages with as much or more have the entries wanted.
+    low, high = tl.zeros([], tl.int32), tl.full([], 0x3F800001, tl.int32)
+    for _ in tl.range(0, 31):
+        middle = low + (high - low) // 2
+        above = tl.zeros([], tl.int32)
+        for start in tl.range(0, pages, BLOCK):
+            bits, in_use = _bits(estimates, start, pages, page, length, BLOCK)
+            above += tl.sum(tl.where(bits >= middle, in_use, 0), 0)
+        enough = above >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    certain = tl.zeros([], tl.int32)
+    for start in tl.range(0, pages, BLOCK):
+        bits, in_use = _bits(estimates, start, pages, page, length, BLOCK)
+        certain += tl.sum(tl.where(bits > low, in_use, 0), 0)
+    left = wanted - certain  # of equals those of lower position
+    taken = tl.zeros([], tl.int32)
+    chosen += index * most_chosen
+    for start in tl.range(0, pages, BLOCK):
+        bits, in_use = _bits(estimates, start, pages, page, length, BLOCK)
+        equal = tl.where(bits == low, in_use, 0)
+        room = tl.maximum(left - (tl.cumsum(equal, 0) - equal), 0)
+        takes = tl.where(bits > low, in_use, tl.minimum(equal, room))
+        left -= tl.sum(tl.minimum(equal, room), 0)
+        first = taken + tl.cumsum(takes, 0) - takes
+        at = start + tl.arange(0, BLOCK)
+        for entry in tl.range(0, page):
+            tl.store(chosen + first + entry, at * page + entry, mask=entry < takes)
+        taken += tl.sum(takes, 0)
+    tl.store(chosen_counts + index, taken)
+
+
+@triton.jit
+def _logits(
+    greatest, least, lowest, highest, start, pages, page, length, scales,
+    D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Estimate logits [M, BLOCK] of pages, in powers of two; and return how many entries of each are in use."""
+    at = start + tl.arange(0, BLOCK)
+    inside = at < pages
+    upper = load_rows(highest, at, inside, D, HEAD_DIM).to(tl.float32)
+    lower = load_rows(lowest, at, inside, D, HEAD_DIM).to(tl.float32)
+    logits = tl.dot(greatest, tl.trans(upper), input_precision=PRECISION)
+    logits += tl.dot(least, tl.trans(lower), input_precision=PRECISION)
+    in_use = tl.minimum(tl.maximum(length - at * page, 0), page)
+    return tl.where(inside[None, :], logits * scales[:, None], float("-inf")), in_use
+
+
+@triton.jit
+def _bits(estimates, start, pages, page, length, BLOCK: tl.constexpr):
+    """Load estimates, which are not negative: their bits are in the order of the numbers."""
+    at = start + tl.arange(0, BLOCK)
+    estimate = tl.load(estimates + at, mask=at < pages, other=0.0)
+    in_use = tl.minimum(tl.maximum(length - at * page, 0), page)
+    return tl.where(at < pages, estimate.to(tl.int32, bitcast=True), -1), in_use

@@ -1,0 +1,311 @@
+"""Rows as kernels find them: by address, so that one launch attends rows of all slabs, wherever they lie.
+
+Two tables of int64 have a column for every row of the pool. Facts stay while no slab is allocated, moved or given back;
+numbers are those of a step, uploaded at once. A launch names its rows by their columns, in the order of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.storage_format import StorageFormat
+from warmkv.policies.slot_sizes import KVShape
+from warmkv.policy_spec import STORAGES
+from warmkv.replicas.slots.rows import ARGMIN, Advance, Bools, Ints, RowTable
+from warmkv.replicas.slots.slabs import Slab
+
+if TYPE_CHECKING:
+    from warmkv.replicas.slots.slots import Slot
+
+PARTS = (
+    "keys", "keys_second", "keys_third", "values", "values_second", "values_third",
+    "uncompressed_keys", "uncompressed_values", "sink_keys", "scores", "ages", "lowest", "highest",
+)  # fmt: skip
+"""What a row holds. The table of facts begins with the address of each in the first layer of its slab, then has the
+bytes to the next layer."""
+
+VECTORS = ("keys", "values", "uncompressed_keys", "uncompressed_values", "sink_keys", "lowest", "highest")
+"""Parts of which kernels load whole vectors."""
+
+FACTS = (
+    "first_layer",
+    "capacity",  # packed entries that it has room for
+    "front",  # entries of the front, in the model's dtype
+    "uncompressed",  # of front and tail
+    "sinks",
+    "page",  # entries of a page of which only the promising are read; 0: all are read
+    "window",  # newest tokens that are seen, by their ages; 0: all
+    "scored",  # whether the attention received is kept
+    "replaced",  # whether it is that of the last step alone
+    "alike",  # whether it is summed over the KV heads of a sequence
+    "aged",
+    "rebased",  # whether sinks are rotated on
+)
+"""What else is known of a row, behind these."""
+
+NUMBERS = (
+    "entry",  # where the new token goes (of front and tail, where there are any)
+    "before",  # entries in use before it
+    "packed",  # packed entries in use with it
+    "age",  # position of the new token
+    "oldest",  # age above which entries are recent
+    "early",  # age below which entries are protected
+    "rerotated",  # positions by which sinks are rotated on
+    "reads",  # entries that may be read, where pages are chosen
+    "channels",  # channels by which they are chosen
+    "evicts",  # whether the new token takes the place of the entry with the lowest score
+    "in_front",  # entries of the front in use
+    "tail_start",  # the oldest entry that waits
+    "tail_limit",  # entries that may wait
+    "waiting",  # how many do
+)
+
+
+SPLIT_ENTRIES = 256
+"""Entries of a row below which a split is not worth the partial result that it leaves."""
+PROGRAMS = 8
+"""Programs for a multiprocessor: a few run beside each other, and the last to start are a small part of all."""
+MOST_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """The rows of one storage that a layer attends, n of them, the same in every step until its batch is another."""
+
+    rows: Tensor  # [n] their columns in the tables
+    places: Tensor  # [n] (sequence, KV head) counted through
+    first_parts: Tensor  # [n + 1] where the splits of each begin among `tasks`
+    tasks: Tensor  # [programs] the row of each split
+    logits_at: Tensor  # [n] where the logits of scored rows begin, in entries; -1: not scored
+    storage: StorageFormat
+    logits: int  # entries of all scored rows
+    first_type: torch.dtype  # of the first part of keys and values
+    aligned: bool  # whether parts begin at multiples of 16 bytes
+    most_splits: int
+    most_entries: int
+    most_reads: int  # of rows whose pages are chosen
+    most_pages: int
+    evicts: bool
+    aged: bool
+    scored: bool
+    paged: bool
+    rebased: bool
+    windowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A batch of rows on the host: the tensors of `RowBatch`, and the rest by name."""
+
+    index: tuple[Ints, ...]
+    facts: dict[str, Any]
+
+
+class RowTables:
+    """The tables of a pool on its device, and workspace; nothing moves unless it has to grow."""
+
+    def __init__(self, shape: KVShape, device: torch.device, inv_freq: Tensor) -> None:
+        self.inv_freq = inv_freq
+        self._shape, self._device = shape, device
+        self._workspace: dict[str, Tensor] = {}
+        self._state: RowTable | None = None  # a pool makes another whenever rows move
+        self.facts = self.numbers = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self.taken = torch.empty(shape.layers, 0, dtype=torch.int64, device=device)
+        self._host = _pinned(torch.empty(0, 0, dtype=torch.int64), device)
+        self._known: Ints = np.empty((0, 0), dtype=np.int64)
+        self._slots: tuple[Slot, ...] = ()
+        self._batches: list[list[RowBatch]] = [[] for _ in range(shape.layers)]
+        cuda = device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+
+    def _follow(self, slabs: Sequence[Slab], state: RowTable) -> bool:
+        """Take the facts of slabs, whose rows are those of `state`; return False if they are as they were."""
+        if self._state is state:
+            return False
+        self._state = state
+        self._known = np.concatenate([_facts(slab) for slab in slabs], axis=1)
+        self.facts = torch.from_numpy(self._known).to(self._device)
+        rows = self._known.shape[1]
+        if rows > self.taken.shape[1]:
+            self.taken = torch.zeros(self._shape.layers, rows, dtype=torch.int64, device=self._device)
+        self._host = _pinned(torch.empty(len(NUMBERS), rows, dtype=torch.int64), self._device)
+        self.numbers = torch.empty(len(NUMBERS), rows, dtype=torch.int64, device=self._device)
+        return True
+
+    def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints) -> None:
+        """Upload the numbers of a step. `ages` are positions of new tokens, of which the model sees `shifts` less."""
+        lengths = np.where(active, done.lengths, 1)
+        host = self._host.numpy()
+        for line, column in zip(
+            host,
+            (
+                np.where(active, done.entries, 0),
+                done.before,
+                np.where(state.grouped > 0, state.packed, lengths),
+                ages,
+                ages - state.recent,
+                state.protected,
+                np.where(active, ages - shifts + 1 - lengths, 0),
+                np.maximum(state.reads, 1),
+                np.maximum(state.channels, 1),
+                active & done.full & (state.decode == ARGMIN) & (state.grouped == 0),
+                np.minimum(state.count, state.front),
+                state.tail_start,
+                state.tail_limit,
+                state.waiting,
+            ),
+            strict=True,
+        ):
+            line[:] = column
+        self.numbers.copy_(self._host, non_blocking=True)
+
+    def batches(self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints) -> list[list[RowBatch]]:
+        """Return what each layer launches for slots, whose rows have the places `at` in the batch (-1: none).
+
+        It is laid out, and uploaded at once, when the batch is another than before or rows have moved.
+        """
+        moved = self._follow(slabs, state)
+        if moved or self._slots != tuple(slots):
+            self._slots = ()
+            self._batches = self._lay_out(slabs, state, at, len(slots))
+            self._slots = tuple(slots)
+        return self._batches
+
+    def _lay_out(self, slabs: Sequence[Slab], state: RowTable, at: Ints, sequences: int) -> list[list[RowBatch]]:
+        heads = self._shape.kv_heads
+        rows = np.full((self._shape.layers, sequences * heads), -1, dtype=np.int64)
+        owner = np.zeros(len(at), dtype=np.int64)  # slabs of rows
+        start = 0
+        for number, slab in enumerate(slabs):
+            mine = start + np.flatnonzero(at[start : start + slab.rows] >= 0)
+            owner[start : start + slab.rows] = number
+            start += slab.rows
+            if slab.is_fused:
+                rows[slab.layers.start : slab.layers.stop, at[mine] * heads + state.head[mine]] = mine
+        batches: list[list[_Layout]] = []
+        for layer, there in enumerate(rows):
+            if layer and (there == rows[layer - 1]).all():
+                batches.append(batches[-1])
+                continue
+            places = np.flatnonzero(there >= 0)
+            storages = np.array([slabs[number].kind.storage for number in owner[there[places]]])
+            batches.append([])
+            for name in dict.fromkeys(storages.tolist()):
+                of = places[storages == name]
+                first = slabs[owner[there[of[0]]]].memory.keys[0].dtype
+                batches[-1].append(self._layout(STORAGES[name], there[of], of, state.reads[there[of]], first))
+        distinct = list({id(each): each for layer in batches for each in layer}.values())
+        index = np.concatenate([np.zeros(0, dtype=np.int64), *(part for each in distinct for part in each.index)])
+        sizes = [len(part) for each in distinct for part in each.index]
+        on_device = iter(torch.split(torch.from_numpy(index).to(self._device), sizes))
+        made = {}
+        for each in distinct:
+            rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
+            made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
+        return [[made[id(each)] for each in layer] for layer in batches]
+
+    def _layout(
+        self, storage: StorageFormat, rows: Ints, places: Ints, reads: Ints, first_type: torch.dtype
+    ) -> _Layout:
+        """Lay out a launch over rows at their places in the batch; `reads` are those of the rows."""
+
+        def fact(name: str) -> Ints:
+            line: Ints = self._known[2 * len(PARTS) + FACTS.index(name), rows]
+            return line
+
+        page, scored = fact("page"), fact("scored") > 0
+        entries = fact("capacity") + fact("uncompressed")
+        reach = np.where(page > 0, np.minimum(reads, entries), entries)
+        splits = split_counts(reach, self._processors)
+        ends = np.cumsum(splits)
+        logits = np.where(scored, entries, 0)
+        vectors = [PARTS.index(name) for name in VECTORS]
+        index = (
+            rows,
+            places,
+            np.concatenate([[0], ends]),
+            np.repeat(np.arange(len(rows)), splits),
+            np.where(scored, np.cumsum(logits) - logits, -1),
+        )
+        facts = {
+            "storage": storage,
+            "logits": int(logits.sum()),
+            "first_type": first_type,
+            "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
+            "most_splits": int(splits.max()),
+            "most_entries": int(entries.max()),
+            "most_reads": int(reach[page > 0].max(initial=0)),
+            "most_pages": int((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
+            "evicts": bool(scored.any()) and storage.group == 1,
+            "aged": bool(fact("aged").any()),
+            "scored": bool(scored.any()),
+            "paged": bool(page.any()),
+            "rebased": bool((fact("rebased") * fact("sinks")).any()),
+            "windowed": bool(fact("window").any()),
+        }
+        return _Layout(index, facts)
+
+    def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of anything that stays where it is while no larger one is asked for."""
+        size = int(np.prod(shape))
+        held = self._workspace.get(name)
+        if held is None or len(held) < size:
+            self._workspace[name] = held = torch.empty(size, dtype=dtype, device=self._device)
+        return held[:size].view(shape)
+
+
+def split_counts(entries: Ints, processors: int) -> Ints:
+    """Return the programs for each row: all get about as many entries, and few long rows keep all processors busy."""
+    each = max(SPLIT_ENTRIES, -(-int(entries.sum()) // (PROGRAMS * processors)))
+    counts: Ints = np.clip(entries // each, 1, MOST_SPLITS)
+    return counts
+
+
+def _facts(slab: Slab) -> Ints:
+    """Return the facts of a slab's rows."""
+    kind, memory = slab.kind, slab.memory
+    parts = (
+        *_three(memory.keys),
+        *_three(memory.values),
+        memory.uncompressed_keys,
+        memory.uncompressed_values,
+        memory.sink_keys,
+        memory.scores,
+        memory.ages,
+        memory.lowest,
+        memory.highest,
+    )
+    row = np.arange(slab.rows)
+    addresses = [part.data_ptr() + row * part.stride(1) * part.element_size() for part in parts]
+    strides = [np.full(slab.rows, part.stride(0) * part.element_size()) for part in parts]
+    facts = (
+        slab.layers[0],
+        kind.packed,
+        kind.front,
+        kind.front + kind.tail,
+        kind.sinks,
+        kind.page,
+        kind.window,
+        kind.decode == "argmin",
+        kind.replaces,
+        kind.alike,
+        kind.aged,
+        kind.rebased,
+    )
+    return np.stack([*addresses, *strides, *(np.full(slab.rows, fact) for fact in facts)]).astype(np.int64)
+
+
+def _three(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return three parts; the first stands in for those that are not."""
+    return (*parts, *parts[:1] * 2)[:3]
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
