@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "vllm": beside_vllm.race,
     }
     broken = False
+    arena.fit()
     for at, race in enumerate(races, 1):
         arena.until(sum(WEIGHTS[each] for each in races[:at]) / sum(WEIGHTS[each] for each in races))
         try:

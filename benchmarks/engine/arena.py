@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.engine.results import Results
-from benchmarks.engine.setting import Models, Setting, build
+from benchmarks.engine.setting import Models, Setting, build, fitted
 from benchmarks.engine.synthetic import Contexts
 from benchmarks.engine.warm import Warm
 from warmkv.measuring.machine import identity
@@ -36,6 +36,17 @@ class Arena:
     def models(self) -> Models:
         self.say(f"building {self.setting.shape} in {self.setting.dtype} on {self.setting.device}")
         return build(self.setting)
+
+    def fit(self) -> None:
+        """Build the models, and let no more sequences decode than fit the memory that is left."""
+        device = self.models.device
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            setting = fitted(self.setting, self.models.warm.kv_shape.token_bytes, free)
+            if setting != self.setting:
+                told = f"{setting.sequences} of {self.setting.sequences} sequences"
+                self.results.note(f"{told}: no more full caches fit {free:,} bytes")
+                self.setting = setting
 
     @cached_property
     def contexts(self) -> Contexts:

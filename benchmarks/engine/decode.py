@@ -57,8 +57,14 @@ def bandwidth(arena: Arena) -> None:
         results.add("copy_bytes_per_second", copied)
         for batch, sequences in batches.items():
             for contestant in contestants:
+                if contestant.name not in warmed[batch]:
+                    continue
                 arena.say(f"{turn}: {contestant.name}, {sequences} sequences")
-                run = contestant.run(sequences, _steps(arena, warmed[batch][contestant.name]))
+                steps = _steps(arena, warmed[batch][contestant.name])
+                run = arena.attempt(contestant.name, contestant.run, sequences, steps)
+                if run is None:
+                    del warmed[batch][contestant.name]
+                    continue
                 bound = (models.weight_bytes + contestant.kv_bytes) / copied
                 results.add(f"bandwidth_{contestant.name.removeprefix('warmkv_')}_{batch}", bound / run.seconds)
     arena.tidy()

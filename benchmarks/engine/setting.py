@@ -117,6 +117,12 @@ def quick(setting: Setting) -> Setting:
     )
 
 
+def fitted(setting: Setting, token_bytes: int, free: int) -> Setting:
+    """Return the same with as many sequences, at most, as have their full caches and a quarter more in `free` bytes."""
+    each = (setting.context + setting.new_tokens) * token_bytes
+    return replace(setting, sequences=max(1, min(setting.sequences, 4 * free // (5 * each))))
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
     """One set of random weights behind both attentions."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import engine_race, report
-from benchmarks.engine import generate, prompts, results
+from benchmarks.engine import decode, generate, prompts, results
 from benchmarks.engine.arena import Arena
 from benchmarks.engine.generate import Generate, GenerateStatic
 from benchmarks.engine.paged import ContinuousBatching
-from benchmarks.engine.setting import ON_CPU, ON_CUDA, build, quick
+from benchmarks.engine.setting import ON_CPU, ON_CUDA, build, fitted, quick
 from benchmarks.engine.warm import Warm
 from warmkv.replicas.loading.packed_weights import PackedLinear
 
@@ -166,3 +166,25 @@ def test_the_gpu_run_has_the_targets_of_its_column() -> None:
 def test_the_cpu_model_has_the_size_that_is_asked_for() -> None:
     models = build(ON_CPU)
     assert 20e6 < sum(parameter.numel() for parameter in models.peer.parameters()) < 50e6
+
+
+def test_no_more_sequences_than_the_memory_has_room_for() -> None:
+    token = 131_072  # bytes of an 8B
+    assert fitted(ON_CUDA, token, 1 << 40) == ON_CUDA
+    assert fitted(ON_CUDA, token, 64 << 30).sequences == 25  # of 32 with 16,512 tokens
+    assert fitted(ON_CUDA, token, 1 << 20).sequences == 1
+
+
+def test_a_batch_that_does_not_fit_takes_no_other_figure_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, run = Arena(replace(quick(ON_CPU), repeats=1)), Warm.run
+
+    def limited(contestant: Warm, sequences: int, steps: int) -> generate.Run:
+        if sequences > 1 and contestant.policy.name == "full":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(contestant, sequences, steps)
+
+    monkeypatch.setattr(Warm, "run", limited)
+    decode.bandwidth(arena)
+    measured = {name for name in arena.results.measured if name.startswith("bandwidth")}
+    assert measured == {"bandwidth_snapkv_alone", "bandwidth_full_alone", "bandwidth_snapkv_batch"}
+    assert any("warmkv_full failed: OutOfMemoryError" in note for note in arena.results.notes)
