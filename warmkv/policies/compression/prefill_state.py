@@ -13,6 +13,7 @@ from torch import Tensor
 from warmkv.policies import budgets
 from warmkv.policies.compression.scoring import window_attention
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
+from warmkv.policies.compression.triton_support import is_available
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 
@@ -272,8 +273,14 @@ class PrefillState:
 def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, softmax: Softmax) -> None:
     """Add to `sums` [kv_heads, T] what keys [kv_heads, end, d] receive from queries [q_heads, n, d] at start..start+n.
 
-    The queries go in pieces, so that no matrix of T x T logits ever exists. If it raises, nothing is added.
+    No matrix of T x T logits ever exists: kernels go tile by tile where they run, elsewhere queries go in pieces. If it
+    raises, nothing is added.
     """
+    if is_available(sums.device) and queries.dtype != torch.float64:
+        from warmkv.policies.compression import column_kernels
+
+        column_kernels.add_column_sums(sums, queries, keys, start, softmax)
+        return
     kv_heads, end, head_dim = keys.shape
     grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
     columns = keys.float().transpose(1, 2)

@@ -6,11 +6,9 @@ by the first call that runs a kernel.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +16,11 @@ from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage_format import StorageFormat
+from warmkv.policies.compression.triton_support import is_available
 
 if TYPE_CHECKING:
     from warmkv.replicas.slots.row_tables import RowBatch, RowTables
 
-_HAS_TRITON = find_spec("triton") is not None  # without importing it
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -32,15 +30,6 @@ class LaunchProgress:
 
     put: bool = False  # the new tokens have their places
     counted: bool = False  # what entries received is counted
-
-
-def is_available(device: torch.device) -> bool:
-    """Return True if kernels run on tensors of a device: on CUDA, and with TRITON_INTERPRET=1, slowly, on the CPU.
-
-    Triton decides when it is first imported whether it interprets, so the variable must be set by then.
-    """
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and _HAS_TRITON
 
 
 def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
