@@ -326,7 +326,7 @@ def test_only_chosen_pages_are_read(device, head_dim, page, lengths, dtype, seed
         ).view(2, count, page, head_dim)
         for beyond in (math.inf, -math.inf)
     )
-    bounds = lowest.amin(2), highest.amax(2)
+    bounds = [each.masked_fill(each.isinf(), 0.0) for each in (lowest.amin(2), highest.amax(2))]  # of pages in use
     reads, channels = (torch.from_numpy(x.copy()).to(device) for x in (state.reads, state.channels))
     query, most = rows.query.view(2, 3, head_dim), int(reads.max())
     scale = rows.softmax.scale
