@@ -65,8 +65,8 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     A block that is computed delays all requests that come before its replica is idle again: of replicas that are busy a
     share `u` of the time, 1 / (1 - u) in the mean. Waiting delays one, and so does fetching, which computes nothing. So
-    what a replica has to do counts `1 - u`, and so does what it would fetch, but at least FETCH_SHARE: that takes room and
-    the donor's time.
+    what a replica has to do counts `1 - u`, and so does what it would fetch, but at least FETCH_SHARE: it takes room
+    and the donor's time as well.
 
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
