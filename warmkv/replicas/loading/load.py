@@ -23,7 +23,14 @@ from warmkv.replicas.loading import supported
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
-from warmkv.replicas.loading.structure import LayerTraits, check_config, is_listed, layer_traits, refusal
+from warmkv.replicas.loading.structure import (
+    LayerTraits,
+    check_config,
+    check_quantization,
+    is_listed,
+    layer_traits,
+    refusal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +155,9 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
-    check_config(AutoConfig.from_pretrained(model_path(config), revision=config.revision))  # before weights are read
+    configured = AutoConfig.from_pretrained(model_path(config), revision=config.revision)
+    check_config(configured)  # before weights are read
+    check_quantization(configured)
     module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
     return prepare(module.to(device), packed=packed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,12 @@ from transformers import (
 
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.families import CONTEXT, WINDOW, tiny_model
+from warmkv.config import ModelConfig
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
-from warmkv.replicas.loading.load import prepare, resolve_dtype
+from warmkv.replicas.loading.load import load_model, prepare, resolve_dtype
 from warmkv.replicas.loading.packed_weights import LEAST_WEIGHTS, can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import UnservableRequestError
 
@@ -159,3 +162,25 @@ def test_scores_are_shares_of_the_models_own_softmax(family):
         torch.testing.assert_close(
             window_votes(votes, layer, 6), grouped[:, :, -6:].sum(dim=(1, 2))[:, :-6], rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "needs", "settings"),
+    [
+        ("gptq", "gptqmodel", {"bits": 4, "group_size": 32}),
+        ("awq", "gptqmodel", {"bits": 4, "group_size": 32}),
+        ("fp8", "accelerate", {"weight_block_size": [32, 32]}),
+        ("compressed-tensors", "compressed_tensors", {}),
+        ("unheard-of", "", {}),
+    ],
+)
+def test_weights_quantised_by_what_cannot_run_here_are_refused_by_name(
+    tmp_path: Path, method: str, needs: str, settings: dict[str, Any]
+) -> None:
+    if needs and find_spec(needs):
+        pytest.skip(f"{needs} is installed")
+    config = LlamaConfig(**SHAPE)
+    config.quantization_config = {"quant_method": method, **settings}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"quantised by {method} cannot be loaded here: .* \(engine.kind: vllm\)"):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
