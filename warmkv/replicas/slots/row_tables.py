@@ -131,12 +131,12 @@ class RowTables:
             return False
         self._state = state
         self._known = np.concatenate([_facts(slab) for slab in slabs], axis=1)
-        self.facts = torch.from_numpy(self._known).to(self._device)
         rows = self._known.shape[1]
-        if rows > self.taken.shape[1]:
-            self.taken = torch.zeros(self._shape.layers, rows, dtype=torch.int64, device=self._device)
+        self.facts = self.workspace("facts", self._known.shape, torch.int64)
+        self.facts.copy_(torch.from_numpy(self._known))
+        self.numbers = self.workspace("numbers", (len(NUMBERS), rows), torch.int64)
+        self.taken = self.workspace("taken", (self._shape.layers, rows), torch.int64)
         self._host = _pinned(torch.empty(len(NUMBERS), rows, dtype=torch.int64), self._device)
-        self.numbers = torch.empty(len(NUMBERS), rows, dtype=torch.int64, device=self._device)
         return True
 
     def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints) -> None:
@@ -204,7 +204,9 @@ class RowTables:
         distinct = list({id(each): each for layer in batches for each in layer}.values())
         index = np.concatenate([np.zeros(0, dtype=np.int64), *(part for each in distinct for part in each.index)])
         sizes = [len(part) for each in distinct for part in each.index]
-        on_device = iter(torch.split(torch.from_numpy(index).to(self._device), sizes))
+        uploaded = self.workspace("index", index.shape, torch.int64)
+        uploaded.copy_(torch.from_numpy(index))
+        on_device = iter(torch.split(uploaded, sizes))
         made = {}
         for each in distinct:
             rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
@@ -257,7 +259,8 @@ class RowTables:
         size = int(np.prod(shape))
         held = self._workspace.get(name)
         if held is None or len(held) < size:
-            self._workspace[name] = held = torch.empty(size, dtype=dtype, device=self._device)
+            room = max(size, 2 * len(held) if held is not None else 0)
+            self._workspace[name] = held = torch.empty(room, dtype=dtype, device=self._device)
         return held[:size].view(shape)
 
 

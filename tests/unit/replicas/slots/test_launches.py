@@ -5,6 +5,7 @@ The kernels themselves are left out: each call of one is counted.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -93,23 +94,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return counted
 
 
+def filled(pool: SlotPool, spec: PolicySpec, tokens: int, new: int) -> Any:
+    """Return a slot that decodes after a prompt of zeros, of which a policy keeps the first tokens."""
+    spec = budgets.in_force(spec, tokens, new)
+    slot = pool.claim(SlotRequest(spec, tokens, new), 1 << 40)
+    assert slot is not None
+    keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
+    if budgets.follows_content(spec, tokens):
+        kept = [budgets.kept_tokens(spec, tokens)] * SHAPE.layers
+    else:
+        kept = list(budgets.layer_budgets(spec, tokens, SHAPE.layers))
+    chosen = [Selection(torch.arange(n).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, n)) for n in kept]
+    pool.fill(slot, PrefillState(keys, keys, q_heads=SHAPE.q_heads), chosen)
+    return slot
+
+
 def decoding(spec: PolicySpec, lengths: list[int], new: int) -> tuple[SlotPool, list[Any]]:
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
-    slots = []
-    for tokens in lengths:
-        mine = budgets.in_force(spec, tokens, new)
-        slot = pool.claim(SlotRequest(mine, tokens, new), 1 << 40)
-        assert slot is not None
-        keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
-        kept = (
-            [budgets.kept_tokens(mine, tokens)] * SHAPE.layers
-            if budgets.follows_content(mine, tokens)
-            else budgets.layer_budgets(mine, tokens, SHAPE.layers)
-        )
-        chosen = [Selection(torch.arange(n).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, n)) for n in kept]
-        pool.fill(slot, PrefillState(keys, keys, q_heads=SHAPE.q_heads), chosen)
-        slots.append(slot)
-    return pool, slots
+    return pool, [filled(pool, spec, tokens, new) for tokens in lengths]
 
 
 def step(calls: Calls, pool: SlotPool, slots: list[Any]) -> tuple[list[int], int]:
@@ -148,24 +150,36 @@ def test_launches_uploads_and_workspace_do_not_grow_with_the_batch(calls, spec):
     assert there() == before
 
 
+def test_addresses_stay_while_requests_join_and_leave(calls):
+    """Once the most that was ever asked for is there, as a CUDA graph needs it."""
+    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+    tables, chance = pool.tables(INV_FREQ), random.Random(0)
+    specs = [PolicySpec.model_validate(policy) for policy in ("full", "h2o@20", "rocketkv@20:window=4")]
+    crowd = [filled(pool, spec, tokens=60, new=1100) for spec in specs for _ in range(8)]
+    for at in range(0, len(crowd), 8):  # the most of each kind that there will be
+        step(calls, pool, crowd[at : at + 8])
+    for slot in crowd:
+        pool.release(slot)
+    there: list[Any] = []
+    seen: list[dict[str, int]] = []
+    for _ in range(1000):
+        if len(there) < 8 and (not there or chance.random() < 0.3):
+            there.append(filled(pool, chance.choice(specs), tokens=60, new=1100))
+        elif len(there) > 1 and chance.random() < 0.3:
+            pool.release(there.pop(chance.randrange(len(there))))
+        step(calls, pool, there)
+        seen.append({name: held.data_ptr() for name, held in tables._workspace.items()})
+    assert seen[200:] == [seen[200]] * 800
+    assert all(len({each.get(name) for each in seen}) <= 6 for name in seen[-1]), "what grows doubles"
+
+
 def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
     """Beside each other: full, a ring, argmin and pages."""
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
-    mixed = []
-    for number, policy in enumerate(("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")):
-        spec, tokens = PolicySpec.model_validate(policy), 60 + 20 * number
-        slot = pool.claim(SlotRequest(spec, tokens, 6), 1 << 40)
-        assert slot is not None
-        keys = torch.zeros(SHAPE.layers, SHAPE.kv_heads, tokens, SHAPE.head_dim)
-        kept = budgets.layer_budgets(spec, tokens, SHAPE.layers)
-        pool.fill(
-            slot,
-            PrefillState(keys, keys, q_heads=SHAPE.q_heads),
-            [Selection(torch.arange(n).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, n)) for n in kept],
-        )
-        mixed.append(slot)
+    policies = ("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")
+    mixed = [filled(pool, PolicySpec.model_validate(policy), 60 + 20 * at, 6) for at, policy in enumerate(policies)]
     launched, _ = step(calls, pool, mixed)
-    assert launched == [5 if pool.tables(INV_FREQ)._processors > 1 else 4] * SHAPE.layers
+    assert launched == [4] * SHAPE.layers
 
 
 @pytest.mark.parametrize("policy", ["full+kivi4", "streaming_llm@90+kivi2", "h2o@90+kivi4"])
