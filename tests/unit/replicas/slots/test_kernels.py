@@ -23,6 +23,7 @@ from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policies.slot_sizes import KVShape, RowKind
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import attention, kernels, row_tables
+from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.kernels import LaunchProgress
 from warmkv.replicas.slots.row_tables import RowBatch, RowTables, split_counts
 from warmkv.replicas.slots.rows import Advance
@@ -394,6 +395,32 @@ def test_slots_decode_through_the_kernels_as_without_them(device, models, polici
     driver = Driver(models["llama"], step_tokens=512)
     assert driver.run(*requests) == expected
     assert all(slab.is_fused for slab in driver.engine.pool.slabs)
+
+
+def test_a_step_that_fails_half_way_goes_on_in_parts_through_the_kernels(device, models, monkeypatch):
+    """What was evicted, written and counted in the layers before is not done twice."""
+    if device.type == "cuda":
+        pytest.skip("the model is on the CPU")
+    requests = [
+        make_request(prompt(20 + 9 * at, seed=at), new=3, policy=policy, name=policy)
+        for at, policy in enumerate(("h2o@12", "tova@12", "streaming_llm@12"))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "is_available", lambda device: False)
+        expected = Driver(models["llama"], step_tokens=512).run(*requests)
+    attend, failed = DecodeState.attend, list[int]()
+
+    def failing(state: DecodeState, layer: int, *given: Any) -> Tensor:
+        out = attend(state, layer, *given)
+        if layer == 1 and len(state.slots) > 1:  # behind its attention, whenever there are several
+            failed.append(len(state.slots))
+            raise ValueError("it fails")
+        return out
+
+    monkeypatch.setattr(DecodeState, "attend", failing)
+    assert Driver(models["llama"], step_tokens=512).run(*requests) == expected
+    assert 3 in failed
+    assert 2 in failed
 
 
 COMPILES = """
