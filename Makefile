@@ -44,7 +44,7 @@ endif
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against real vLLM on the CPU, in an environment of its own (4 GB)
 	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
-	@$(VLLM)/bin/python -m pytest --engine vllm tests/e2e/test_contract.py tests/e2e/test_cluster.py $(ARGS)
+	@$(VLLM)/bin/python -m pytest --engine vllm tests/e2e/test_contract.py tests/e2e/test_cluster.py tests/e2e/test_groups.py $(ARGS)
 
 soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, properties; MINUTES each
 	@$(BIN)/python -m tests.side_by_side -m "not gpu" --soak-minutes $(MINUTES)

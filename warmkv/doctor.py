@@ -34,8 +34,9 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     """
     yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     servable = True
+    kinds = {group.engine.kind for group in config.groups().values()}
     for extra, modules in EXTRAS.items():
-        if extra == "vllm" and config.engine.kind != "vllm":  # its environment is another one
+        if extra == "vllm" and "vllm" not in kinds:  # its environment is another one
             continue
         lacking = [module for module in modules if find_spec(module) is None]
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
@@ -70,7 +71,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
     try:
         say(f"loading {config.model.name}")
-        share = device_memory.share_of(config.cluster, device)
+        share = device_memory.share_of(config.cluster, config.most_replicas, device)
         device_memory.check_before_loading(config, share)
         model = load_model(config.model, packed=config.engine.compile != "on")
     except (OSError, ValueError) as error:

@@ -41,7 +41,7 @@ class ServeRouted(Gateway):
 
     async def _choose(self, mailbox: Mailbox, attempt: Attempt) -> None:
         try:
-            async with self._handle.choose_replica(attempt) as selection:
+            async with self._handles[""].choose_replica(attempt) as selection:
                 self._sender._dispatch(mailbox, attempt, selection.replica_id)
                 await asyncio.Event().wait()  # until the mailbox is closed
         except Exception as error:

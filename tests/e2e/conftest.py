@@ -108,7 +108,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     (application,) = document["applications"]
     args = application["args"]
     args.setdefault("gateway", {}).update(host="127.0.0.1", port=port, access_log=str(log))
-    args.setdefault("engine", {}).update(threads=1)
+    for section, settings in ENGINES[request.config.getoption("engine")].items():
+        args.setdefault(section, {}).update(settings)
     args.setdefault("control", {}).update(allowed_origins=[GRAFANA])
     document["http_options"] = {"host": "127.0.0.1", "port": port}
     config = parse(args)

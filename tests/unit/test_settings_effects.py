@@ -182,6 +182,7 @@ EFFECTS = {
         "test_one_tenant_cannot_evict_another_below_its_share": ["prefix_cache.tenant_share"],
     },
     "tests/unit/replicas/engines/test_kinds.py": {
+        "test_a_group_has_the_settings_of_the_others_but_for_those_it_names": ["cluster.groups"],
         "test_the_kind_decides_which_engine_is_built": ["engine.kind"],
     },
     "tests/unit/replicas/loading/test_self_check.py": {"test_the_check_can_be_turned_off": ["engine.self_check"]},
@@ -259,7 +260,7 @@ def test_every_setting_has_a_test_that_shows_its_effect():
 
 def test_settings_stay_few():
     """What no operator would set is a constant with a name, and what follows from others is derived."""
-    assert len(leaves(Config)) <= 108
+    assert len(leaves(Config)) <= 109
 
 
 def test_every_setting_is_described():
@@ -302,8 +303,8 @@ def test_a_plan_takes_its_share_of_the_memory():
 
 
 def test_replicas_share_the_cores_unless_threads_are_set():
-    assert threads_per_replica(settings("cluster.replicas=2"), 8) == 4
-    assert threads_per_replica(settings("cluster.replicas=2", "engine.threads=3"), 8) == 3
+    assert threads_per_replica(settings("engine.threads=0"), 2, 8) == 4
+    assert threads_per_replica(settings("engine.threads=3"), 2, 8) == 3
 
 
 def test_blocks_leave_in_the_order_of_the_setting():

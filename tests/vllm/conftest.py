@@ -56,7 +56,7 @@ class Replica:
         self.run(self._start())
 
     async def _start(self) -> None:
-        place = Place("replica", "node", 1)
+        place = Place("replica", threads=1, share=1.0)
         self.parts = build_engine(self.config, self.tokenizer, place, self._publish, lambda what: None)
         self.engine: Any = self.parts.engine
         self.outputs = OutputProcessor(self.engine, decoder(self.tokenizer), 1e9)

@@ -1,6 +1,7 @@
 """Every setting of warmkv, with its default, as one frozen tree: one file a section. Nothing else defines a default."""
 
 from warmkv.config.base import AutoBytes, ConfigError, Section
+from warmkv.config.capabilities import Capabilities, Needs, refusal
 from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import AutopilotConfig, ControlConfig, WhatIfConfig
@@ -31,6 +32,7 @@ __all__ = [
     "AutopilotConfig",
     "AutoscalingConfig",
     "BlockStorage",
+    "Capabilities",
     "ClusterConfig",
     "CompressionConfig",
     "Config",
@@ -48,6 +50,7 @@ __all__ = [
     "LimitsConfig",
     "ModelConfig",
     "ModelPrices",
+    "Needs",
     "OperatorConfig",
     "PrefixCacheConfig",
     "Prices",
@@ -68,4 +71,5 @@ __all__ = [
     "parse",
     "put",
     "read_value",
+    "refusal",
 ]

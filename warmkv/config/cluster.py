@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from warmkv.config.base import Section
@@ -40,6 +42,12 @@ class ClusterConfig(Section):
     cpus_per_replica: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica")
     gpus_per_replica: float = Field(0.0, ge=0, description="0.5 puts two replicas on one GPU")
     max_queued_requests: int = Field(256, ge=1, description="requests that wait in a gateway; more are refused")
+    groups: dict[str, dict[str, Any]] = Field(
+        {},
+        description="further replicas of the same model, beside those of the configuration itself: by a name, the "
+        "settings that differ, as in `{vllm: {engine: {kind: vllm}, cluster: {replicas: 2}}}`. A request goes where "
+        "its compression policy can be served",
+    )
 
     @property
     def handover_seconds(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, field_validator
 
 from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
+from warmkv.config.capabilities import Capabilities
 from warmkv.policy_spec import PolicySpec
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 768
@@ -78,15 +79,11 @@ class EngineConfig(Section):
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
     @property
-    def policies(self) -> tuple[str, ...] | None:
-        """Return the compression policies that can be served, by their labels; None for all of them."""
-        return (PolicySpec().label,) if self.kind == "vllm" else None
-
-    def refusal(self, policy: PolicySpec) -> str | None:
-        """Return why a policy cannot be served; None if it can."""
-        if self.policies is None or policy.label in self.policies:
-            return None
-        return f"{policy.label} cannot be had from an engine of kind {self.kind}, which serves {self.policies[0]}"
+    def capabilities(self) -> Capabilities:
+        """Return what the engine can do."""
+        if self.kind == "warmkv":
+            return Capabilities(self.kind)
+        return Capabilities(self.kind, (PolicySpec().label,), *4 * (False,))
 
     @property
     def kv_limit(self) -> int:

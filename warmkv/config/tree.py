@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError, model_validator
 
 from warmkv.config.base import Section
+from warmkv.config.capabilities import Needs, refusal
 from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
@@ -16,6 +22,16 @@ from warmkv.config.prefix_cache import PrefixCacheConfig
 from warmkv.config.pricing import Prices, PricingConfig
 from warmkv.config.routing import DirectoryConfig, RoutingConfig, TransferConfig
 from warmkv.config.simulator import SimulatorConfig
+
+OF_GROUPS: dict[str, frozenset[str]] = {
+    "cluster": frozenset(("replicas", "autoscaling", "cpus_per_replica", "gpus_per_replica")),
+    "engine": frozenset(EngineConfig.model_fields),
+    "model": frozenset(("device",)),
+    "prefix_cache": frozenset(
+        ("memory_bytes", "eviction", "storage", "host", "disk", "moving_bytes", "tenant_share", "packs")
+    ),
+}
+"""Settings in which groups of replicas may differ: all others are of the model, or of the gateways."""
 
 
 class Config(Section):
@@ -47,6 +63,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        groups = self.groups()
+        if fault := refusal([group.engine.capabilities for group in groups.values()], Needs(self.compression.policy)):
+            raise ValueError(f"compression.policy: {fault}")
+        if self.cluster.groups and self.control.whatif is not None:
+            raise ValueError("control.whatif: groups of replicas (cluster.groups) are not simulated yet: leave it out")
         if self.engine.kind == "vllm":
             self._check_vllm()
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
@@ -61,11 +82,50 @@ class Config(Section):
                 )
         return self
 
+    def groups(self) -> dict[str, Config]:
+        """Return the configuration of each group of replicas; that of the configuration itself has the name "".
+
+        Raises ValueError with the place of a setting that cannot be another one in a group, or is wrong.
+        """
+        plain = self.model_copy(update={"cluster": self.cluster.model_copy(update={"groups": {}})})
+        return {"": plain} | {name: _group(plain, name, tree) for name, tree in self.cluster.groups.items()}
+
+    @property
+    def most_replicas(self) -> int:
+        """Return the most replicas that there may be, of all groups."""
+        return sum(group.cluster.most_replicas for group in self.groups().values())
+
+    @property
+    def first_replicas(self) -> int:
+        """Return the replicas at the start, of all groups."""
+        return sum(group.cluster.replicas for group in self.groups().values())
+
     def _check_vllm(self) -> None:
-        if refusal := self.engine.refusal(self.compression.policy):
-            raise ValueError(f"compression.policy: {refusal}")
         for dotted in NOT_OF_VLLM:
             section, name = dotted.split(".")
             held = getattr(self, section)
             if getattr(held, name) != type(held).model_fields[name].get_default():
                 raise ValueError(f"{dotted} cannot be had from an engine of kind vllm: leave it out")
+
+
+def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
+    """Return a configuration with what differs in a group of replicas. Raises ValueError."""
+    at = f"cluster.groups.{name}"
+    if not re.fullmatch("[a-z0-9-]+", name):
+        raise ValueError(f"{at}: a name has small letters, digits and dashes")
+    merged = plain.model_dump(mode="json", exclude_defaults=True)
+    for section, settings in tree.items():
+        if section not in OF_GROUPS or not isinstance(settings, Mapping):
+            raise ValueError(f"{at}.{section}: write the settings of {', '.join(OF_GROUPS)} that differ")
+        if other := sorted(settings.keys() - OF_GROUPS[section]):
+            known = ", ".join(sorted(OF_GROUPS[section]))
+            raise ValueError(f"{at}.{section}.{other[0]} cannot differ; known: {known}")
+        merged[section] = {**merged.get(section, {}), **copy.deepcopy(dict(settings))}
+    for others in ("compression", "simulator"):  # of requests that may be for another group; of all replicas
+        merged.pop(others, None)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, (at, *fault["loc"])))
+        raise ValueError(f"{place}: {fault['msg'].removeprefix('Value error, ')}") from None

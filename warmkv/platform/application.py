@@ -9,11 +9,12 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from warmkv.config import ClusterConfig, parse
+from warmkv.config import ClusterConfig, Config, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.gateway.intake.overload import most_open
 from warmkv.platform.listening import check_listening
+from warmkv.platform.named_actors import replicas_name
 from warmkv.platform.named_router import NamedRouter
 from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.tenants import SALT_ENV
@@ -53,16 +54,21 @@ def assembled(
     start_whatif(config, directory)
     patience = config.gateway.health_seconds
     health = {"health_check_period_s": patience / 3, "health_check_timeout_s": patience}
-    replicas = serve.deployment(
-        replica,
-        name="replica",
-        **_size(cluster),
-        max_ongoing_requests=config.ongoing_requests,
-        ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
-        graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
-        **health,
-        request_router_config=router,
-    ).bind(args, directory)
+
+    def deployed(name: str, group: Config) -> serve.Application:
+        cluster = group.cluster
+        return serve.deployment(
+            replica,
+            name=replicas_name(name),
+            **_size(cluster),
+            max_ongoing_requests=group.ongoing_requests,
+            ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
+            graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
+            **health,
+            request_router_config=router,
+        ).bind(args, directory, name)
+
+    replicas = {name: deployed(name, group) for name, group in config.groups().items()}
     ingress = serve.deployment(
         serve.ingress()(gateway),
         name="gateway",

@@ -102,16 +102,18 @@ def start_ray(config: Config) -> None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     import ray
 
-    cluster = config.cluster
+    clusters = [group.cluster for group in config.groups().values()]
+    cpus = sum(cluster.most_replicas * cluster.cpus_per_replica for cluster in clusters)
     ray.init(
         address="local",
         namespace="serve",
-        num_cpus=max(os.cpu_count() or 1, int(cluster.most_replicas * cluster.cpus_per_replica) + 1),
+        num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
     )
-    wanted, found = cluster.replicas * cluster.gpus_per_replica, ray.cluster_resources().get("GPU", 0)
+    wanted = sum(cluster.replicas * cluster.gpus_per_replica for cluster in clusters)
+    found = ray.cluster_resources().get("GPU", 0)
     if wanted > found:
         ray.shutdown()
         raise StartError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
@@ -158,7 +160,7 @@ def memory_plans(config: Config, seconds: float) -> list[str]:
             directory = ray.get_actor(directory_name(config.cluster.application), namespace=NAMESPACE)
             replicas = ray.get(directory.status.remote(), timeout=1)["replicas"].values()
             plans = [known["memory"]["summary"] for known in replicas if "memory" in known]
-        if len(plans) >= config.cluster.replicas or time.monotonic() > until:
+        if len(plans) >= config.first_replicas or time.monotonic() > until:
             return plans
         time.sleep(0.05)
 

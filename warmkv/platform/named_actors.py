@@ -1,4 +1,4 @@
-"""Named actors of an application: found by their name for every call, since they may have been started anew."""
+"""Names of what runs of an application: actors, found for every call, since they may be new; groups of replicas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import contextlib
 from typing import Any
 
 NAMESPACE = "warmkv"
+
+
+def replicas_name(group: str) -> str:
+    """Return the name of the deployment of a group of replicas."""
+    return f"replica-{group}" if group else "replica"
 
 
 async def call(name: str, method: str, *args: Any) -> Any:

@@ -52,10 +52,13 @@ class Router:
         """Return the requests of this gateway that a replica has."""
         return self._dispatcher.in_flight.load.get(replica, 0)
 
-    def choose(self, number: int, attempt: Attempt, replicas: Sequence[str]) -> list[str]:
-        """Rank the replicas, at least one, for an attempt, which is booked on the best; the attempt learns of it."""
+    def choose(self, number: int, attempt: Attempt, replicas: Sequence[str], *, moves: bool = True) -> list[str]:
+        """Rank the replicas, at least one, for an attempt, which is booked on the best; the attempt learns of it.
+
+        `moves` says that each of them can fetch blocks from any other.
+        """
         try:
-            return self._choose(number, attempt, replicas)
+            return self._choose(number, attempt, replicas, moves)
         except Exception:
             log.exception("routing failed; taking the shortest queue")
             self._recorder.add(telemetry.ROUTED, 1, reason="fault")
@@ -85,7 +88,7 @@ class Router:
         """Forget a replica that does not run any more."""
         self._dispatcher.index.drop_replica(replica)
 
-    def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str]) -> list[str]:
+    def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str], moves: bool) -> list[str]:
         dispatcher, request = self._dispatcher, attempt.request
         for earlier in attempt.given_up:
             if earlier.booking is not None:
@@ -100,6 +103,7 @@ class Router:
             leaves=self._leaves(request),
             config=attempt.routing,
             session=request.session,
+            moves=moves,
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)

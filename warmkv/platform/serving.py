@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def serve_until_stopped(config: Config, console: Console) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with ExitStack() as stack:
-        starting = Text(f"starting Ray and {config.cluster.replicas} replica(s) of {config.model.name}")
+        starting = Text(f"starting Ray and {config.first_replicas} replica(s) of {config.model.name}")
         with console.status(starting) as shown:
             service = stack.enter_context(running(config, lambda what: shown.update(Text(what))))
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -39,7 +40,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
         console.print(f"\n    {says}")
         console.print(f"    {service.url}/console    # the same in a browser, with live figures")
         if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):
-            console.print(f"\n{len(plans)} x {plans[0]}")
+            alike = {plans[0]: len(plans)}  # but for what happens to be free
+            for plan, count in (Counter(plans) if config.cluster.groups else alike).items():
+                console.print(f"\n{count} x {plan}")
         stop.wait()
         console.print("stopping")
 

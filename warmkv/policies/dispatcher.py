@@ -184,6 +184,7 @@ class Dispatcher:
         leaves: int = 0,
         config: RoutingConfig | None = None,
         session: bytes = b"",
+        moves: bool = True,
     ) -> RoutingDecision:
         """Rank the replicas, at least one, for a request and book the best.
 
@@ -194,7 +195,7 @@ class Dispatcher:
         those, suspects and those that keep failing.
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
-        place of the settings at start.
+        place of the settings at start. `moves` says that each replica can fetch blocks from any other.
         """
         shunned = self.in_flight.suspects
         if self.breaker:
@@ -210,7 +211,7 @@ class Dispatcher:
             load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
         if warm is None:
             warm = self.index.longest_match(hashes)
-        fetch = plan(replicas, warm, load, config)
+        fetch = plan(replicas, warm, load, config) if moves else None
         most = max([depths[2] for depths in warm.values()], default=0)
         in_flight_prefixes = self.in_flight.in_flight_prefixes.depths(hashes, most)
         held = (

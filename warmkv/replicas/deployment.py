@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from warmkv.config import Config, parse
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
-from warmkv.replicas import metrics
+from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
@@ -36,17 +36,19 @@ class Replica:
     """Runs an engine with the model and reports its blocks to the prefix directory.
 
     `directory` has the actor handles of the directory, one for each shard; their `publish` takes the reports.
+    `group` is the one of `cluster.groups` that it is of.
     """
 
-    def __init__(self, settings: dict[str, Any], directory: Sequence[Any]) -> None:
+    def __init__(self, settings: dict[str, Any], directory: Sequence[Any], group: str = "") -> None:
         from ray import get_runtime_context, serve
 
         logs.forward("ray.serve")
-        config = parse(settings)
+        whole = parse(settings)
+        config = whole.groups()[group]
         self._context = context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
-        self._place = {"node": get_runtime_context().get_node_id(), "pid": os.getpid()}
-        threads = threads_per_replica(config, os.cpu_count() or 1)
+        self._place = {"node": get_runtime_context().get_node_id(), "pid": os.getpid(), "group": group}
+        threads = threads_per_replica(config, whole.most_replicas, os.cpu_count() or 1)
         torch.set_num_threads(threads)
         say = partial(self._say, directory[0])
         say("loading the model")
@@ -61,7 +63,8 @@ class Replica:
             for number, actor in enumerate(directory)
         ]
         tokenizer = load_tokenizer(config.model)
-        place = Place(self._name, self._place["node"], threads)
+        node = self._place["node"]
+        place = Place(self._name, threads, device_memory.share_here(config, whole.most_replicas, node))
         parts = build_engine(config, tokenizer, place, self._tell, say)
         self._engine, self._memory = parts.engine, parts.memory
         self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
@@ -145,10 +148,14 @@ class Replica:
         self._leaving = True  # whoever leaves as well counts on this replica no more
         await asyncio.gather(*(shard.publish.remote(self._name, [], self._status()) for shard in self._directory))
         known = await asyncio.gather(*(shard.status.remote() for shard in self._directory))
-        names = {name for shard in known for name, replica in shard["replicas"].items() if "phase" not in replica}
+        replicas = {name: replica for shard in known for name, replica in shard["replicas"].items()}
+        names = {name for name, replica in replicas.items() if "phase" not in replica and self._is_peer(replica)}
         began = time.monotonic()
         taken = await self._transfers.hand_over(sorted(names - {self._name}), self._holders, self._offer.remote)
         log.info("%d blocks were handed over in %.1f s", taken, time.monotonic() - began)
+
+    def _is_peer(self, status: Mapping[str, Any]) -> bool:
+        return bool(status.get("group") == self._place["group"])
 
     def _others_run(self) -> bool:
         """Return True if Serve goes on with replicas of this deployment."""
@@ -187,6 +194,6 @@ class Replica:
         return {**asdict(stats), **self._place, "memory": self._memory, **leaving}
 
 
-def threads_per_replica(config: Config, cores: int) -> int:
-    """Torch threads of one replica: as configured, or the machine's cores shared among the replicas."""
-    return config.engine.threads or max(1, cores // config.cluster.most_replicas)
+def threads_per_replica(config: Config, replicas: int, cores: int) -> int:
+    """Torch threads of one replica: as configured, or the machine's cores shared among the replicas of all groups."""
+    return config.engine.threads or max(1, cores // replicas)

@@ -145,20 +145,20 @@ def _own_bytes(root: Path) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def share_here(config: Config, node: str) -> float:
-    """Return the share of a replica on a node of the Ray cluster that this process belongs to."""
+def share_here(config: Config, replicas: int, node: str) -> float:
+    """Return the share of a replica, of so many, on a node of the Ray cluster that this process belongs to."""
     import ray
 
     cpus = next((known["Resources"].get("CPU", 0.0) for known in ray.nodes() if known["NodeID"] == node), None)
-    return share_of(config.cluster, resolve_device(config.model.device), cpus)
+    return share_of(config.cluster, replicas, resolve_device(config.model.device), cpus)
 
 
-def share_of(cluster: ClusterConfig, device: torch.device, node_cpus: float | None = None) -> float:
-    """Return the share of its device, or of its node's memory, that a replica has.
+def share_of(cluster: ClusterConfig, replicas: int, device: torch.device, node_cpus: float | None = None) -> float:
+    """Return the share of its device, or of its node's memory, that a replica of so many has.
 
     `node_cpus` are those that Ray gives out on the node: no more replicas come there than have room on them.
     """
-    beside = cluster.most_replicas
+    beside = replicas
     if node_cpus is not None and cluster.cpus_per_replica > 0:
         beside = max(1, min(beside, int(node_cpus / cluster.cpus_per_replica)))
     if device.type == "cuda" and cluster.gpus_per_replica > 0:

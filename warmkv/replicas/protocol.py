@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from warmkv.config import Needs
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.transfer import Fetch
 from warmkv.policy_spec import PolicySpec
@@ -109,6 +110,13 @@ class GenerateRequest:
     @property
     def lifetimes(self) -> Lifetimes | None:
         return self.terms.lifetimes if self.terms is not None else None
+
+    @property
+    def needs(self) -> Needs:
+        """Return what the replica that computes it must be able to do."""
+        sampling = self.sampling
+        resumes = bool(self.resume) and sampling.constraint is not None
+        return Needs(self.policy, sampling.thinking is not None, sampling.prompt_logprobs is not None, resumes)
 
 
 @dataclass(frozen=True, slots=True)

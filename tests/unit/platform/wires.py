@@ -52,7 +52,7 @@ class Cluster:
         self.recorded = Recorded()
         self.router = Router(config, self.recorded, Random(0), lambda: self.now)
         self.sender = Sender(config, self.router, self.replies, lambda: self.now)
-        self.sender.follow([str(number) for number in range(replicas)])
+        self.sender.follow({str(number): "" for number in range(replicas)})
         self.replicas = [Replica(self, str(number)) for number in range(replicas)]
 
     @property

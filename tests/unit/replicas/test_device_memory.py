@@ -100,10 +100,12 @@ def test_a_machine_without_proc_tells_its_size(tmp_path):
         (("cluster.replicas=4", "cluster.gpus_per_replica=0.5"), "cuda", 8.0, 0.5),
         (("cluster.replicas=4", "cluster.gpus_per_replica=2"), "cuda", 8.0, 1.0),
         (("cluster.replicas=2",), "cuda", 8.0, 0.5),  # all on the first GPU
+        (("cluster.groups={other: {cluster: {replicas: 3}}}",), "cpu", None, 0.25),
     ],
 )
 def test_replicas_share_what_they_are_on(flags, device, cpus, share):
-    assert share_of(load(flags=flags, environ={}).cluster, torch.device(device), cpus) == share
+    config = load(flags=flags, environ={})
+    assert share_of(config.cluster, config.most_replicas, torch.device(device), cpus) == share
 
 
 def test_a_gpu_of_its_own_counts_what_others_hold(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
@@ -55,10 +55,13 @@ class GatewayHandle:
 class Gateway:
     """Parses, authenticates, tokenizes and hashes once; sends on and streams back.
 
-    `secret` salts the tenants' prefixes; `directory` has the actors, one for each shard, that know the replicas.
+    `secret` salts the tenants' prefixes; `replicas` are handles, by group; `directory` has the actors, one for each
+    shard, that know the replicas.
     """
 
-    def __init__(self, settings: dict[str, Any], secret: bytes, replicas: Any, directory: Sequence[Any]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], secret: bytes, replicas: Mapping[str, Any], directory: Sequence[Any]
+    ) -> None:
         from ray import serve, util
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # several are at it; their own threads spin when idle
@@ -69,7 +72,7 @@ class Gateway:
         self._node = util.get_node_ip_address()
         self._http: HttpServer | None = None
         self._control = RemoteControl(config.cluster.application)
-        self._handle = replicas
+        self._handles = replicas
         self._gateways = serve.get_deployment_handle(context.deployment, context.app_name)  # all of them
         self._app: Any = None
         self._drop_timeout = config.gateway.request_timeout_seconds
@@ -146,9 +149,12 @@ class Gateway:
 
         Raises what the first one that fails raises.
         """
-        calls = self._gateways.broadcast("forget", root), self._handle.broadcast("drop_prefixes", tenant)
-        _, freed = await asyncio.gather(*(call.results_async(timeout_s=self._drop_timeout) for call in calls))
-        return list(freed)
+        calls = [
+            self._gateways.broadcast("forget", root),
+            *(handle.broadcast("drop_prefixes", tenant) for handle in self._handles.values()),
+        ]
+        _, *freed = await asyncio.gather(*(call.results_async(timeout_s=self._drop_timeout) for call in calls))
+        return [size for sizes in freed for size in sizes]
 
     async def forget(self, root: bytes) -> None:
         """Forget the earlier prompts whose hashes begin with `root`: their tokens, and what was found of them."""

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from warmkv import telemetry
+from warmkv.config import Capabilities
 from warmkv.platform.control import LiveConfigControl, LiveConfigFollower
 from warmkv.platform.gateway.access.audit import Audit, OperatorAction, came_of
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
@@ -39,6 +40,7 @@ from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
 from warmkv.platform.gateway.whatif import WhatIfControl, add_whatif_endpoints
+from warmkv.platform.named_actors import replicas_name
 from warmkv.platform.tenants import chain_root
 from warmkv.platform.tenants_file import Outcome, Tenants
 
@@ -213,11 +215,10 @@ def create_app(
 
     def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
-        engine: dict[str, Any] = {"engine": config.engine.kind}
-        if (policies := config.engine.policies) is not None:
-            engine["policies"] = policies
+        own, *others = [_serving(group) for group in service.capabilities]
+        groups = {"groups": dict(zip(map(replicas_name, config.groups()), (own, *others), strict=True))}
         named = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv"}
-        return {**named, **created, "warmkv": engine}
+        return {**named, **created, "warmkv": groups if others else own}
 
     @app.get("/v1/models")
     async def list_models(_: Request) -> Response:
@@ -278,6 +279,11 @@ def create_app(
     add_policy_endpoints(app, service, operators, control, operator_of)
     add_whatif_endpoints(app, service, operators, whatif, operator_of)
     return app
+
+
+def _serving(group: Capabilities) -> dict[str, Any]:
+    """Return what replicas of a group serve, for the list of models."""
+    return {"engine": group.engine} | ({"policies": list(group.policies)} if group.policies is not None else {})
 
 
 def error_response(request: Request, error: ApiError, retry_after: float) -> Response:

@@ -1,10 +1,12 @@
-"""The replicas that run, as Serve says; each is asked to connect to this gateway."""
+"""The replicas that run, of all groups, as Serve says; each is asked to connect to this gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
@@ -19,23 +21,28 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds until replicas that have not c
 
 
 class Members:
-    """Follows Serve's controller, as Serve's own routers do. `replicas` is a handle to their deployment."""
+    """Follows Serve's controller, as Serve's own routers do. `replicas` are handles to their deployments, by group."""
 
-    def __init__(self, replicas: Any, address: GatewayAddress, sender: Sender, client_id: str) -> None:
+    def __init__(self, replicas: Mapping[str, Any], address: GatewayAddress, sender: Sender, client_id: str) -> None:
         client = _get_global_client()
         assert client is not None
         self._replicas, self._address, self._sender = replicas, address, sender
+        self._running: dict[str, tuple[str, ...]] = {}  # by group
         self._changed = asyncio.Event()
         self._polling = LongPollClient(
             client._controller,
-            {(LongPollNamespace.DEPLOYMENT_TARGETS, replicas.deployment_id): self._follow},
+            {
+                (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): partial(self._follow, group)
+                for group, handle in replicas.items()
+            },
             asyncio.get_running_loop(),
             client_id,
         )
         self._asking = asyncio.get_running_loop().create_task(self._ask())
 
-    def _follow(self, targets: Any) -> None:
-        self._sender.follow([replica.replica_id.unique_id for replica in targets.running_replicas])
+    def _follow(self, group: str, targets: Any) -> None:
+        self._running[group] = tuple(replica.replica_id.unique_id for replica in targets.running_replicas)
+        self._sender.follow({name: group for group, names in self._running.items() for name in names})
         self._changed.set()
 
     async def _ask(self) -> None:
@@ -43,10 +50,13 @@ class Members:
         pause = FIRST_PAUSE
         while True:
             if self._sender.missing:
-                try:
-                    await self._replicas.broadcast("attend", self._address).results_async(timeout_s=LONGEST_PAUSE)
-                except Exception as error:  # some may have connected
-                    log.info("not all replicas can be asked to connect: %s: %s", type(error).__name__, error)
+                asked = [
+                    handle.broadcast("attend", self._address).results_async(timeout_s=LONGEST_PAUSE)
+                    for handle in self._replicas.values()
+                ]
+                for error in await asyncio.gather(*asked, return_exceptions=True):
+                    if isinstance(error, Exception):  # some may have connected
+                        log.info("not all replicas can be asked to connect: %s: %s", type(error).__name__, error)
             pause = min(2 * pause, LONGEST_PAUSE)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

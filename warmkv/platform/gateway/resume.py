@@ -43,6 +43,7 @@ class Attempt:
     routing: RoutingConfig | None = None  # in force when the request came; that of the start if absent
     replica: str | None = None  # where the router sent it
     booking: int | None = None  # what the router calls it
+    groups: frozenset[str] = frozenset()  # of replicas that can compute it
     others: int = 0  # replicas that it was not sent to yet
     began: Callable[[int], None] = lambda cached: None  # tells the router how many tokens were warm, now it is computed
     ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended

@@ -1,19 +1,21 @@
 """Sending attempts to replicas over the connections that those have opened, without a call of Ray.
 
 A replica takes `engine.max_slots + engine.max_queue` requests at a time, whichever gateways they come from. Where none
-has room an attempt waits in line here, up to `cluster.max_queued_requests` of them.
+has room an attempt waits in line here, up to `cluster.max_queued_requests` of them. Replicas may be of several groups
+(`cluster.groups`): an attempt goes to those that can compute it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
-from warmkv.config import Config
+from warmkv.config import Config, refusal
 from warmkv.platform.gateway.apis.errors import overloaded
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies, Watch
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.router import Router
+from warmkv.replicas.protocol import UnservableRequestError
 
 BUSY_SECONDS = 0.1  # for which a replica that had no room is not asked, unless a request of ours ends there
 
@@ -25,9 +27,12 @@ class Sender(Watch):
     """
 
     def __init__(self, config: Config, router: Router, replies: Replies, clock: Callable[[], float]) -> None:
-        self._most_queued, self._most_ongoing = config.cluster.max_queued_requests, config.ongoing_requests
+        groups = config.groups()
+        self._most_queued = config.cluster.max_queued_requests
+        self._most_ongoing = {name: group.ongoing_requests for name, group in groups.items()}
+        self._groups = {name: group.engine.capabilities for name, group in groups.items()}
         self._router, self._replies, self._clock = router, replies, clock
-        self._running: frozenset[str] = frozenset()
+        self._running: Mapping[str, str] = {}  # groups of the replicas that run
         self._connections: dict[str, Connection] = {}
         self._line: dict[Mailbox, Attempt] = {}
         self._sent: dict[int, tuple[str, Attempt]] = {}  # where each is that has not ended there, given up or not
@@ -38,15 +43,15 @@ class Sender(Watch):
     @property
     def missing(self) -> bool:
         """Return True while a replica runs that is not connected."""
-        return not self._running <= self._connections.keys()
+        return not self._running.keys() <= self._connections.keys()
 
     def taking(self) -> int:
         """Count the replicas that would be sent a request now."""
         return self._router.taking(self._reachable())
 
-    def follow(self, running: Collection[str]) -> None:
-        """Take Serve's word of which replicas run."""
-        stopped, self._running = self._running - frozenset(running), frozenset(running)
+    def follow(self, running: Mapping[str, str]) -> None:
+        """Take Serve's word of which replicas run, and of which group each is."""
+        stopped, self._running = self._running.keys() - running.keys(), running
         for name in stopped - self._connections.keys():
             self._router.gone(name)
         self._serve_line()
@@ -54,6 +59,11 @@ class Sender(Watch):
     def send(self, attempt: Attempt) -> Mailbox:
         """Send an attempt, or have it wait in line; its events, a refusal or a fault come to the mailbox."""
         mailbox = self._replies.mailbox(self._closed, attempt.take)
+        needs = attempt.request.needs
+        attempt.groups = frozenset(name for name, group in self._groups.items() if group.lacks(needs) is None)
+        if not attempt.groups:
+            mailbox.fail(UnservableRequestError(refusal(self._groups.values(), needs)))
+            return mailbox
         self._line[mailbox] = attempt
         self._serve_line()
         if mailbox in self._line and len(self._line) > self._most_queued:
@@ -111,13 +121,17 @@ class Sender(Watch):
         return {
             name
             for name in self._reachable()
-            if self._router.load(name) < self._most_ongoing and self._busy.get(name, now) <= now
+            if self._router.load(name) < self._most_ongoing[self._running[name]] and self._busy.get(name, now) <= now
         }
 
     def _place(self, mailbox: Mailbox, attempt: Attempt, free: set[str]) -> bool:
         """Send an attempt to the best replica that has room; False if none has of those that may get it."""
-        stream, names = mailbox.stream, self._reachable()
-        order = self._router.choose(stream, attempt, names)
+        groups = {name: group for name in self._reachable() if (group := self._running[name]) in attempt.groups}
+        if not groups:
+            return False
+        stream, names, one = mailbox.stream, list(groups), set(groups.values())
+        moves = len(one) == 1 and self._groups[one.pop()].moves_blocks
+        order = self._router.choose(stream, attempt, names, moves=moves)
         name = next((name for name in order if name in free), None)
         if name is None:
             self._router.release(stream)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from warmkv import telemetry
-from warmkv.config import Config, Prices
+from warmkv.config import Config, Prices, refusal
 from warmkv.platform.gateway.access.limits import Lease
 from warmkv.platform.gateway.access.rights import check_options
 from warmkv.platform.gateway.admission import SubmittedRequest
@@ -91,6 +91,7 @@ class Service:
         wall_clock: Callable[[], float],
     ) -> None:
         self.config, self._send, self._recorder = config, send, recorder
+        self.capabilities = tuple(group.engine.capabilities for group in config.groups().values())
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers, self._tenant = Writers(), telemetry.Bounded()
         self.history = PromptHistory()
@@ -210,7 +211,7 @@ class Service:
         cache = config.prefix_cache
         if not prompt.tokens:
             raise invalid("the prompt is empty")
-        check_options(options, tenant, config)
+        check_options(options, tenant, config, self.capabilities)
         plan = breakpoints.plan(
             prompt.tokens,
             prompt.ends,
@@ -221,7 +222,7 @@ class Service:
             other_from=None if asked.tool_choice == "auto" else prompt.head,
             known=prompt.hashes,
         )
-        return GenerateRequest(
+        request = GenerateRequest(
             id=arrival.id,
             token_ids=prompt.tokens,
             hashes=plan.hashes,
@@ -236,6 +237,9 @@ class Service:
             terms=arrival.policy.terms,
             context=arrival.context,
         )
+        if fault := refusal(self.capabilities, request.needs):
+            raise invalid(fault)
+        return request
 
     def _waits_no_more(self, *, served: bool) -> None:
         self.backlog.left(served=served)

@@ -71,6 +71,13 @@ def _configured(rendered: RenderedManifests) -> Iterator[tuple[RenderedService, 
             yield service, config
 
 
+def _kinds(rendered: RenderedManifests) -> Iterator[tuple[RenderedService, Config]]:
+    """Yield the configuration of each group of replicas (`cluster.groups`): each is judged as if it were alone."""
+    for service, config in _configured(rendered):
+        for group in config.groups().values():
+            yield service, group
+
+
 # --- fields, and what the document says
 
 
@@ -186,7 +193,7 @@ def images(rendered: RenderedManifests) -> Told:
 def gpu_workers(rendered: RenderedManifests) -> Told:
     """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
     for service, config in _configured(rendered):
-        asked = config.cluster.gpus_per_replica
+        asked = max(kind.cluster.gpus_per_replica for kind in config.groups().values())
         with_gpu = [group for group in service.workers if group.gpus]
         if asked and not with_gpu:
             yield (
@@ -214,7 +221,7 @@ def group_sizes(rendered: RenderedManifests) -> Told:
 
 def replicas_fit(rendered: RenderedManifests) -> Told:
     """Find more replicas than the worker groups hold."""
-    for service, config in _configured(rendered):
+    for service, config in _kinds(rendered):
         cluster = config.cluster
         if cluster.gpus_per_replica and not any(group.gpus for group in service.groups):
             continue  # gpu_workers tells
@@ -237,7 +244,7 @@ def replicas_fit(rendered: RenderedManifests) -> Told:
 
 def memory_fits(rendered: RenderedManifests) -> Told:
     """Find pods and GPUs without memory for the model, slots and tiers, by the replicas' own plan."""
-    for service, config in _configured(rendered):
+    for service, config in _kinds(rendered):
         if rendered.model is None:
             todo = "give its config.json, or a folder that has it: --model FILE"
             yield service.where, f"memory was not checked: the sizes of {config.model.path} are not known", todo, "note"

@@ -76,7 +76,7 @@ async def contents_of_replicas(application: str, most: int) -> Sequence[Contents
     """Ask all running replicas which blocks they hold, `most` of each at most."""
     from ray import serve
 
-    replicas = await asyncio.to_thread(serve.get_deployment_handle, "replica", application)
+    replicas = await asyncio.to_thread(serve.get_deployment_handle, named_actors.replicas_name(""), application)
     found: list[Contents] = await replicas.broadcast("contents", most).results_async(timeout_s=PATIENCE)
     return found
 

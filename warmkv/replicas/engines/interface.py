@@ -106,11 +106,11 @@ class Moving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine runs: in the replica of that name, on a node of Ray, with so many threads."""
+    """Where an engine runs: in the replica of that name, with so many threads and a share of the device's memory."""
 
     replica: str
-    node: str
     threads: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ log = logging.getLogger(__name__)
 
 def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
     """Load the model, plan its memory and try the engine; raise where one of them fails. `say` is told what is next."""
-    share = device_memory.share_here(config, place.node)
-    device_memory.check_before_loading(config, share)
+    device_memory.check_before_loading(config, place.share)
     model = load_model(config.model, packed=config.engine.compile != "on")
-    memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, share)
+    memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, place.share)
     log.info(memory.summary)
     memory.check()
     engine = Engine(

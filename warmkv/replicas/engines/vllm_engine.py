@@ -100,8 +100,7 @@ def read_model(config: Config) -> Model:
 def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
     """Start vLLM's engine core with the model. Raises where it cannot start; `say` is told what is next."""
     model = read_model(config)
-    share = device_memory.share_here(config, place.node)
-    cache, memory = config.prefix_cache, device_memory.read(model.device, share)
+    cache, memory = config.prefix_cache, device_memory.read(model.device, place.share)
     plan = memory_plan.plan(memory, model.sizes, config.engine, cache, model.max_context)
     log.info(plan.summary)
     plan.check()
@@ -235,7 +234,7 @@ class VllmEngine:
 
     def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
         """Queue a request; `emit` is called with Started, drawn tokens, and an end. Raises EngineError."""
-        check(request, self._config, self._model.max_context, self._model.sizes.vocabulary)
+        check(request, self._config.capabilities, self._model.max_context, self._model.sizes.vocabulary)
         waiting = len(self._tasks) - self._config.max_slots
         now = self._clock()
         if waiting >= self._config.max_queue and not request.resume:

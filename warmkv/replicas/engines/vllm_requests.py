@@ -6,16 +6,16 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from warmkv.config import EngineConfig
+from warmkv.config import Capabilities
 from warmkv.replicas.protocol import Constraint, GenerateRequest, UnservableRequestError
 
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 """Kinds of constraints by their fields of vLLM's StructuredOutputsParams, where these take the text as it is."""
 
 
-def check(request: GenerateRequest, config: EngineConfig, max_context: int, vocabulary: int) -> None:
+def check(request: GenerateRequest, capabilities: Capabilities, max_context: int, vocabulary: int) -> None:
     """Raise UnservableRequestError for what vLLM can never compute."""
-    if fault := config.refusal(request.policy):
+    if fault := capabilities.lacks(request.needs):
         raise UnservableRequestError(fault)
     tokens, sampling = (*request.token_ids, *request.resume), request.sampling
     if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
@@ -24,16 +24,11 @@ def check(request: GenerateRequest, config: EngineConfig, max_context: int, voca
     for field_name, ids in named:
         if unknown := [token for token in ids if not 0 <= token < vocabulary]:
             raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {vocabulary}")
-    for what, wanted in (("thinking budgets", sampling.thinking), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if wanted is not None:
-            raise UnservableRequestError(f"{what} cannot be had from an engine of kind vllm yet")
     prompt, new = len(request.token_ids), sampling.max_tokens
     if prompt + max(new, 1) > max_context:
         raise UnservableRequestError(
             f"{prompt} prompt tokens and max_tokens {new} exceed the context of {max_context} tokens"
         )
-    if request.resume and sampling.constraint is not None:
-        raise UnservableRequestError("vLLM cannot go on with a constrained answer that another replica began")
 
 
 def sampling_fields(request: GenerateRequest, eos_ids: Collection[int]) -> dict[str, Any]:

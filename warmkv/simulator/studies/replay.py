@@ -233,7 +233,10 @@ def run(
     """Replay records once, as `replay` does, and keep the outcome of every request.
 
     `as_placed` sends each to the replica that its record names. `held` is what the replicas hold at the first arrival.
+    Raises VariantError where the replicas are of several groups.
     """
+    if config.cluster.groups:
+        raise VariantError("a replay has replicas of one kind: leave cluster.groups out")
     token_bytes = kv_shape(config).token_bytes
     inputs = inputs or ReplayInputs(records)
     with gc_paused():

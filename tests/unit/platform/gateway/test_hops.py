@@ -61,7 +61,7 @@ async def _answered(folder: Path) -> list[Hop]:
         sender = Sender(config, router, replies, time.monotonic)
         await replies.listen()
         await links.to(replies.address)
-        sender.follow(["only"])
+        sender.follow({"only": ""})
         gateway.service._send = sender.send
         thread = threading.Thread(target=engine.run)
         thread.start()

@@ -23,6 +23,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig, load
 from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.policies.transfer import Fetch
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
@@ -31,6 +32,7 @@ from warmkv.replicas.links import Link
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import (
     Admitted,
+    Constraint,
     Event,
     Failed,
     Finished,
@@ -171,18 +173,18 @@ def test_where_all_are_full_requests_wait_in_line_and_the_line_has_an_end():
 
 def test_a_request_waits_for_a_replica_that_runs_and_is_connected():
     async def scenario(cluster: Cluster) -> None:
-        cluster.sender.follow([])
+        cluster.sender.follow({})
         await settle(cluster)
         assert cluster.sender.taking() == 0
         box = cluster.sender.send(attempt())
         await settle(cluster)
         assert loads(cluster) == {"0": 0, "1": 0}
-        cluster.sender.follow(["1", "2"])
+        cluster.sender.follow({"1": "", "2": ""})
         assert cluster.sender.missing
         await settle(cluster)
         assert loads(cluster) == {"0": 0, "1": 1}
         assert cluster.sender.taking() == 1
-        cluster.sender.follow(["0"])  # "1" is drained: what it has goes on
+        cluster.sender.follow({"0": ""})  # "1" is drained: what it has goes on
         other = cluster.sender.send(attempt("other"))
         await settle(cluster)
         assert loads(cluster) == {"0": 1, "1": 1}
@@ -194,6 +196,56 @@ def test_a_request_waits_for_a_replica_that_runs_and_is_connected():
         assert other.ended
 
     play(scenario)
+
+
+def test_a_request_goes_where_its_policy_is_served_and_waits_there():
+    """Replica "1" is of a group that serves `full` alone, and takes one request at a time."""
+    small = "cluster.groups={small: {engine: {kind: vllm, max_slots: 1, max_queue: 1}}}"
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.sender.follow({"1": "small"})
+        await settle(cluster)
+        waiting = cluster.sender.send(attempt("compressed", policy=PolicySpec.model_validate("snapkv@4")))
+        full = [cluster.sender.send(attempt(f"full {number}")) for number in range(3)]
+        await settle(cluster)
+        assert loads(cluster) == {"0": 0, "1": 2}  # two of those that it can compute
+        cluster.sender.follow({"0": "", "1": "small"})
+        await settle(cluster)
+        assert loads(cluster) == {"0": 2, "1": 2}
+        assert {request.policy.name for request, _ in cluster.replicas[1].answers.values()} == {"full"}
+        for box in (waiting, *full):
+            await box.aclose()
+        await settle(cluster)
+        assert cluster.idle
+
+    play(scenario, small)
+
+
+@pytest.mark.parametrize(("policy", "moves"), [("full", False), ("snapkv@4", True)])
+def test_blocks_are_fetched_only_where_all_that_may_compute_a_request_can(policy, moves):
+    async def scenario(cluster: Cluster) -> None:
+        cluster.sender.follow({"0": "", "1": "own", "2": "own"})
+        await settle(cluster)
+        hashes = tuple(bytes([block]) * 16 for block in range(40))
+        cluster.router._dispatcher.index.add("1", [block[:8] for block in hashes])
+        asked = attempt(policy=PolicySpec.model_validate(policy), hashes=hashes)
+        box = cluster.sender.send(asked)
+        assert (asked.request.fetch is not None) == moves
+        await box.aclose()
+
+    play(scenario, "engine.kind=vllm", "cluster.groups={own: {engine: {kind: warmkv}}}", replicas=3)
+
+
+def test_what_no_replica_can_compute_is_refused():
+    async def scenario(cluster: Cluster) -> None:
+        await settle(cluster)
+        sampling = replace(attempt().request.sampling, constraint=Constraint("regex", "a+"))
+        box = cluster.sender.send(attempt(sampling=sampling, resume=(5,)))
+        with pytest.raises(UnservableRequestError, match="the rest of a constrained answer that another replica began"):
+            await box.__anext__()
+        assert cluster.idle
+
+    play(scenario, "engine.kind=vllm")
 
 
 def test_a_request_that_is_given_up_counts_until_its_replica_has_ended_it():

@@ -1,10 +1,12 @@
 """The kinds of engines: which is built, and what is refused by name where one lacks it."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
+import warmkv
 from tests.unit.platform.exchanges import Exchange, Gateway, message
 from warmkv.config import ConfigError, parse
 from warmkv.config.engine import NOT_OF_VLLM
@@ -63,3 +65,66 @@ def test_a_request_s_policy_that_no_engine_has_is_refused_and_the_models_tell_wh
         assert [model["warmkv"] for model in listed.json["data"]] == [{"engine": "vllm", "policies": ["full"]}]
 
     asyncio.run(scenario())
+
+
+BOTH = {"engine": {"max_slots": 4}, "cluster": {"groups": {"vllm": {"engine": {"kind": "vllm"}}}}}
+
+
+def test_a_group_has_the_settings_of_the_others_but_for_those_it_names():
+    config = parse({**BOTH, "prefix_cache": {"block_size": 32}, "compression": {"policy": "snapkv@0.2"}})
+    own, vllm = config.groups().values()
+    assert (own.engine.kind, vllm.engine.kind, vllm.engine.max_slots) == ("warmkv", "vllm", 4)
+    assert vllm.prefix_cache.block_size == 32
+    assert (config.most_replicas, config.first_replicas) == (2, 2)
+    assert parse(config.model_dump(mode="json")).groups() == config.groups()
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"engine": {"knd": "vllm"}}, r"cluster\.groups\.other\.engine\.knd cannot differ; known: compile"),
+        ({"prefix_cache": {"block_size": 32}}, r"other\.prefix_cache\.block_size cannot differ"),
+        ({"gateway": {}}, r"other\.gateway: write the settings of cluster, engine"),
+        ({"engine": {"max_slots": 0}}, r"cluster\.groups\.other\.engine\.max_slots: Input should be greater"),
+        ({"engine": {"kind": "vllm"}, "prefix_cache": {"eviction": "lfu"}}, r"other: prefix_cache\.eviction cannot be"),
+    ],
+)
+def test_what_is_wrong_with_a_group_is_told_with_its_place(group, message):
+    with pytest.raises(ConfigError, match=message):
+        parse({"cluster": {"groups": {"other": group}}})
+    with pytest.raises(ConfigError, match="has small letters"):
+        parse({"cluster": {"groups": {"An Other": {}}}})
+
+
+def test_the_default_policy_must_be_served_by_one_group():
+    both = {"engine": {"kind": "vllm"}, "compression": {"policy": "snapkv@0.2"}}
+    with pytest.raises(
+        ConfigError, match=r"compression\.policy: snapkv@0\.2 cannot be had from an engine of kind vllm"
+    ):
+        parse({**both, "cluster": {"groups": {"more": {"cluster": {"replicas": 2}}}}})
+    parse({**both, "cluster": {"groups": {"own": {"engine": {"kind": "warmkv"}}}}})
+
+
+def test_a_service_of_two_kinds_serves_what_one_of_them_can_and_says_which(tmp_path: Path):
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path, "engine.kind=vllm", "cluster.groups={own: {engine: {kind: warmkv}}}")
+        for policy in ("full", "snapkv@0.2"):
+            served = await Exchange(gateway, "/v1/messages", message(gateway, warmkv={"policy": policy})).whole()
+            assert served.status == 200
+        listed = await Exchange(gateway, "/v1/models", b"", method="GET").whole()
+        groups = {"replica": {"engine": "vllm", "policies": ["full"]}, "replica-own": {"engine": "warmkv"}}
+        assert [model["warmkv"] for model in listed.json["data"]] == [{"groups": groups}]
+
+    asyncio.run(scenario())
+
+
+def test_only_the_configuration_and_the_engines_know_kinds_of_engines():
+    """All else goes by capabilities."""
+    package = Path(warmkv.__file__).parent
+    knows = {"config/engine.py", "config/tree.py", "doctor.py", "replicas/engines/__init__.py"}
+    sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    assert {name for name, text in sources.items() if re.search(r"engine\.kind\b|EngineKind", text)} <= knows | {
+        "replicas/engines/vllm_engine.py"
+    }
+    platform = [text for name, text in sources.items() if name.startswith(("platform/", "policies/"))]
+    assert not [text for text in platform if re.search(r"""["']vllm["']""", text)]

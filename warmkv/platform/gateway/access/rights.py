@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from warmkv.config import Config, Right
+from collections.abc import Sequence
+
+from warmkv.config import Capabilities, Config, Needs, Right, refusal
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.schema import WarmkvOptions
 from warmkv.platform.tenants import Tenant
 
 
-def check_options(options: WarmkvOptions, tenant: Tenant, config: Config) -> None:
-    """Raise ApiError for an option that the tenant has no right to, that is switched off, or that no engine has."""
+def check_options(options: WarmkvOptions, tenant: Tenant, config: Config, groups: Sequence[Capabilities]) -> None:
+    """Raise ApiError for an option that the tenant has no right to, that is switched off, or that no replica has."""
     wanted: dict[Right, bool] = {
         "policy": options.policy is not None,
         "replica": options.replica is not None,
@@ -27,5 +29,5 @@ def check_options(options: WarmkvOptions, tenant: Tenant, config: Config) -> Non
         setting, allowed = switches.get(right, ("", True))
         if not allowed:
             raise ApiError("permission_error", f"warmkv.{right}: this server does not let requests choose ({setting})")
-    if options.policy is not None and (refusal := config.engine.refusal(options.policy)):
-        raise invalid(f"warmkv.policy: {refusal}")
+    if options.policy is not None and (fault := refusal(groups, Needs(options.policy))):
+        raise invalid(f"warmkv.policy: {fault}")

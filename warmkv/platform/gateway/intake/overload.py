@@ -58,7 +58,9 @@ def retry_header(seconds: float) -> str:
 
 def most_open(config: Config) -> int:
     """Return the most requests that a gateway has open: those in replicas, those that wait, and those being parsed."""
-    return config.ongoing_requests * config.cluster.most_replicas + 2 * config.cluster.max_queued_requests
+    groups = config.groups().values()
+    in_replicas = sum(group.ongoing_requests * group.cluster.most_replicas for group in groups)
+    return in_replicas + 2 * config.cluster.max_queued_requests
 
 
 class OpenRequests:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from warmkv.config import Needs, refusal
 from warmkv.platform.gateway.apis.call_grammars import CallGrammar
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
@@ -19,7 +20,7 @@ from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.prompt import Turn, render
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item
-from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, parse
+from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, WarmkvOptions, parse
 from warmkv.platform.gateway.apis.structured import Wanted, behind_thinking, thinking_is_open
 from warmkv.platform.gateway.apis.template_options import variables
 from warmkv.platform.gateway.apis.token_cache import TokenCache
@@ -28,6 +29,7 @@ from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.tenants import chain_root
 from warmkv.policies import budgets
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
 from warmkv.replicas.protocol import Constraint, SamplingParams, ThinkingBudget
 
@@ -70,7 +72,8 @@ class Parsing:
         choice = body.tool_choice.type if body.tool_choice else "auto"
         prompt, edited = self._message_prompt(arrival, tokenizer, body, body.warmkv.chat_template_kwargs)
         budget = body.thinking.budget_tokens if body.thinking is not None else None
-        sampling = self._thinking_at_most(budget, "thinking.budget_tokens", sampling, prompt, left_out)
+        policy = _policy(arrival, body.warmkv)
+        sampling = self._thinking_at_most(budget, "thinking.budget_tokens", sampling, policy, prompt, left_out)
         asked = ParsedRequest(
             prompt,
             sampling,
@@ -135,7 +138,8 @@ class Parsing:
         asked = self._completion(arrival, body, prompt, left_out)
         check_prompt_logprobs([asked])
         budget, place = body.thinking_token_budget, "thinking_token_budget"
-        sampling = self._thinking_at_most(budget, place, asked.sampling, prompt, left_out)
+        policy = _policy(arrival, body.warmkv)
+        sampling = self._thinking_at_most(budget, place, asked.sampling, policy, prompt, left_out)
         asked = replace(asked, sampling=sampling, headers={**asked.headers, **left_out.headers})
         tools = [tool.definition for tool in body.tools] if body.tool_choice != "none" else []
         strict = frozenset(tool.function.name for tool in body.tools if tool.function.strict)
@@ -189,16 +193,23 @@ class Parsing:
         return self._within_limits(arrival, asked)
 
     def _thinking_at_most(
-        self, budget: int | None, place: str, sampling: SamplingParams, prompt: Prompt, left_out: FieldsLeftOut
+        self,
+        budget: int | None,
+        place: str,
+        sampling: SamplingParams,
+        policy: PolicySpec,
+        prompt: Prompt,
+        left_out: FieldsLeftOut,
     ) -> SamplingParams:
         """Limit the tokens that an answer may think.
 
-        The field is left out where what ends the model's thinking is no token, and where vLLM computes.
+        The field is left out where what ends the model's thinking is no token, and where no replica that can serve the
+        policy can limit it.
         """
         if budget is None:
             return sampling
-        format_, limits = self._format, self._service.config.engine.kind != "vllm"
-        if not limits or format_ is None or format_.thinking is None or format_.thinking_ids is None:
+        format_, fault = self._format, refusal(self._service.capabilities, Needs(policy, thinking_budget=True))
+        if fault or format_ is None or format_.thinking is None or format_.thinking_ids is None:
             left_out.note(place)
             return sampling
         is_open = thinking_is_open(prompt.begun, format_.thinking)
@@ -211,7 +222,7 @@ class Parsing:
             raise invalid(f"max_tokens: {tokens} > {limit}, this server's limit (gateway.max_output_tokens)")
         cut, rest = min(tokens, limit), self._max_context - prompt
         if rest < cut and not self._gateway.strict:  # a strict one is refused by the replica, unless it is endless
-            policy = asked.options.policy or arrival.policy.config.compression.policy
+            policy = _policy(arrival, asked.options)
             if not budgets.is_endless(budgets.in_force(policy, prompt, cut), prompt, cut, self._max_context):
                 cut = max(rest, 1)
         if cut == tokens:
@@ -387,6 +398,11 @@ class Parsing:
                     break
         if too_long:
             raise invalid(f"The prompt exceeds the context of {self._max_context} tokens.")
+
+
+def _policy(arrival: Arrival, options: WarmkvOptions) -> PolicySpec:
+    """Return the compression policy of a request."""
+    return options.policy or arrival.policy.config.compression.policy
 
 
 def check_prompt_logprobs(asked: Sequence[ParsedRequest]) -> None:
