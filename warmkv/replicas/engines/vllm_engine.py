@@ -54,6 +54,8 @@ T = TypeVar("T")
 CPU_BLOCK, GPU_BLOCK = 32, 16
 """Tokens of which vLLM's blocks are multiples."""
 
+CPU_WORKER = "warmkv.replicas.engines.vllm_cpu_worker.CpuWorker"
+
 TOPIC = "kv"
 REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
 REPLAY_SECONDS = 5.0  # within which they come, or are taken for lost
@@ -151,6 +153,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
         structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         disable_log_stats=True,
+        worker_extension_cls="" if on_gpu else CPU_WORKER,
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=config.prefix_cache.enabled,
             publisher="zmq" if config.prefix_cache.enabled else "null",
