@@ -29,6 +29,11 @@ class Capabilities:
     resumed_constraint: bool = True
     moves_blocks: bool = True  # gives blocks to other replicas of the group, and takes theirs
 
+    @property
+    def is_limited(self) -> bool:
+        """Return True if there is a request that it cannot serve."""
+        return self.policies is not None or not all(getattr(self, name) for name in NAMES)
+
     def lacks(self, needs: Needs) -> str | None:
         """Return what cannot be had of what is needed, as a sentence; None if all can."""
         if self.policies is not None and needs.policy.label not in self.policies:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from warmkv.config import Config, refusal
+from warmkv.config import Config, Needs, refusal
 from warmkv.platform.gateway.apis.errors import overloaded
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies, Watch
 from warmkv.platform.gateway.resume import Attempt
@@ -31,6 +31,8 @@ class Sender(Watch):
         self._most_queued = config.cluster.max_queued_requests
         self._most_ongoing = {name: group.ongoing_requests for name, group in groups.items()}
         self._groups = {name: group.engine.capabilities for name, group in groups.items()}
+        limited = any(group.is_limited for group in self._groups.values())
+        self._everywhere = frozenset(() if limited else self._groups)  # all groups, where each can serve everything
         self._router, self._replies, self._clock = router, replies, clock
         self._running: Mapping[str, str] = {}  # groups of the replicas that run
         self._connections: dict[str, Connection] = {}
@@ -59,10 +61,9 @@ class Sender(Watch):
     def send(self, attempt: Attempt) -> Mailbox:
         """Send an attempt, or have it wait in line; its events, a refusal or a fault come to the mailbox."""
         mailbox = self._replies.mailbox(self._closed, attempt.take)
-        needs = attempt.request.needs
-        attempt.groups = frozenset(name for name, group in self._groups.items() if group.lacks(needs) is None)
+        attempt.groups = self._everywhere or self._able(attempt.request.needs)
         if not attempt.groups:
-            mailbox.fail(UnservableRequestError(refusal(self._groups.values(), needs)))
+            mailbox.fail(UnservableRequestError(refusal(self._groups.values(), attempt.request.needs)))
             return mailbox
         self._line[mailbox] = attempt
         self._serve_line()
@@ -111,6 +112,10 @@ class Sender(Watch):
             self._serve_line()
 
     # --- who gets what
+
+    def _able(self, needs: Needs) -> frozenset[str]:
+        """Return the groups that can serve what is needed."""
+        return frozenset(name for name, group in self._groups.items() if group.lacks(needs) is None)
 
     def _reachable(self) -> list[str]:
         return [name for name in self._connections if name in self._running]
