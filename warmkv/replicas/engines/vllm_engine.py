@@ -131,7 +131,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         raise ConfigError(f"prefix_cache.block_size {block} must be a multiple of {multiple} with engine.kind vllm")
     engine, cluster = config.engine, config.cluster
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # else it closes the handlers that this process logs by
     from vllm.config import StructuredOutputsConfig
     from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
