@@ -126,13 +126,7 @@ def replica() -> Iterator[Replica]:
         kv = BLOCKS * BLOCK * TOKEN_BYTES
         config = parse(
             {
-                "engine": {
-                    "kind": "vllm",
-                    "max_context": 512,
-                    "kv_bytes": kv // 2,
-                    "max_slots": 4,
-                    "step_tokens": 128,
-                },
+                "engine": {"kind": "vllm", "max_context": 512, "kv_bytes": kv // 2, "max_slots": 4},
                 "prefix_cache": {"memory_bytes": kv // 2, "block_size": BLOCK},
             }
         )

@@ -125,13 +125,6 @@ def test_stop_strings_seeds_and_limits(replica: Replica):
     assert end(replica.answer(replica.request(tokens, 0))) == Finished("length", 0)
 
 
-def test_a_prompt_of_several_chunks_may_have_a_seed(replica: Replica):
-    """vLLM itself would end on a CPU."""
-    tokens = random.Random(17).choices(range(5, 250), k=400)
-    drawn = [tokens_of(replica.answer(replica.request(tokens, 8, temperature=1.5, seed=3, root=2))) for _ in range(2)]
-    assert [len(found) for found in drawn] == [8, 8]
-
-
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
