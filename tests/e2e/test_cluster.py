@@ -199,7 +199,6 @@ def test_the_access_log_has_a_line_for_every_request(cluster):
     assert "logged" not in cluster.access_log.read_text()
 
 
-@pytest.mark.own_engine  # the log of a replica with vLLM is not shown yet
 def test_a_request_can_be_followed_from_the_gateway_to_its_replica(cluster):
     """Its id and its trace are in the header, in the access log and in the logs of both actors; an error's as well."""
     import ray
