@@ -265,7 +265,7 @@ class Slab:
 
     @torch.inference_mode()
     def pack(self, due: PendingPack, ages: Ints, packed: set[int]) -> None:
-        """Pack a group of waiting entries of some rows, many layers at once; `packed` are those in which it is done.
+        """Pack a group of waiting entries of some rows, many layers at once; `packed` takes those in which it is done.
 
         ages [rows] are positions of the new tokens. May be called again if memory runs out.
         """
@@ -286,16 +286,14 @@ class Slab:
         uploaded = self._upload(index)
         rows, in_use, newest, oldest, early, groups = uploaded[:6].unbind()
         waiting = uploaded[6:].T
-        for first in range(0, len(self.layers), at_once):
-            if first in packed:
-                continue
+        for first in range(len(packed), len(self.layers), at_once):  # they are packed in their order
             layers = slice(first, min(first + at_once, len(self.layers)))
             if due.groups is None:
                 entries = self._least(layers, rows, in_use, oldest, early, newest, group)
                 self._pack_over(layers, rows, waiting, entries)
             else:
                 self._pack_group(layers, rows, waiting, groups)
-            packed.add(first)
+            packed.update(range(layers.start, layers.stop))
 
     def _pack_group(self, layers: slice, rows: Tensor, waiting: Tensor, groups: Tensor) -> None:
         """Pack waiting entries [m, group] of rows [m] to groups [m]."""
