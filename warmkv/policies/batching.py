@@ -20,7 +20,7 @@ PASSES = 16
 """How often others may be admitted before a request that is next; and how many waiting requests are considered."""
 
 
-LONGEST_STEP = 4
+LONGEST_STEP = 2
 """How many times as long as behind short contexts a step may take while sequences decode. Fewer tokens behind a long
 context would not pay: each chunk reads all keys before it, and attends at less than full speed where it is short."""
 

@@ -73,9 +73,9 @@ def test_tokens_behind_long_contexts_count_for_more_and_fill_the_budget(budget, 
 
 def test_a_token_counts_by_its_keys_while_somebody_decodes():
     assert work_per_token(8192, 1024, decoding=0) == 1
-    assert work_per_token(3072, 1024, decoding=3) == 1
-    assert work_per_token(7168, 1024, decoding=3) == 2
-    assert split(512, [820], [work_per_token(7168, 1024, decoding=1)]) == [256]
+    assert work_per_token(1024, 1024, decoding=3) == 1
+    assert work_per_token(7168, 1024, decoding=3) == 4
+    assert split(1024, [820], [work_per_token(7168, 1024, decoding=1)]) == [256]
     assert keys_per_token(8e9, 32, 32, 128) == 30_517.578125  # an 8B model
 
 

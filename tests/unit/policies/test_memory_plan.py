@@ -107,7 +107,7 @@ def test_a_control_group_is_used_up_to_the_fraction_and_estimates_never_stop_a_s
     found = planned(group(8 * GIB), TINY, 4096)
     assert found.left == pytest.approx(0, abs=2)
     assert found.given.bytes == int(8 * GIB * 0.9)
-    tight = planned(group(GIB), TINY, 4096)
+    tight = planned(group(GIB), TINY, 4096, engine={"step_tokens": 512})
     tight.check()
     assert tight.left < 0  # as far as the estimates are right
     assert tight.kv.bytes + tight.stored.bytes == pytest.approx(GIB * 0.9 / 4, rel=0.1)

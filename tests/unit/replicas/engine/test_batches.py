@@ -74,20 +74,20 @@ def test_decoding_sequences_draw_a_token_in_every_step(driver):
 
 
 def test_decoding_waits_for_fewer_tokens_of_a_prompt_the_more_keys_they_attend_to(driver):
-    busy = driver(**OFF, step_tokens=40, keys_per_token=10.0)
+    busy = driver(**OFF, step_tokens=40, keys_per_token=20.0)
     counted = passes(busy)
-    busy.submit(make_request(prompt(5), new=60, name="decodes"))
+    busy.submit(make_request(prompt(5), new=120, name="decodes"))
     busy.engine.step()
     busy.submit(make_request(prompt(400), new=2, name="long"))
     at = 0
     while not busy.tokens("long"):
         busy.engine.step()
         chunk = counted[-1] - 1  # beside the token of the sequence that decodes
-        assert chunk == min(400 - at, int(39 / max(1, (1 + at / 10) / LONGEST_STEP)))
+        assert chunk == min(400 - at, int(39 / max(1, (1 + at / 20) / LONGEST_STEP)))
         at += chunk
     assert at == 400
     assert len(counted) > 20
-    alone = driver(**OFF, step_tokens=40, keys_per_token=10.0)
+    alone = driver(**OFF, step_tokens=40, keys_per_token=20.0)
     counted = passes(alone)
     alone.run(make_request(prompt(400), new=2, name="long"))
     assert counted == [40] * 10 + [1]  # nobody waits
