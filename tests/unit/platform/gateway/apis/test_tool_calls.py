@@ -188,6 +188,20 @@ def test_the_chunks_of_a_chat_stream(tmp_path):
     assert not any(delta.get("content") for delta in deltas)
 
 
+def test_thoughts_and_calls_are_billed_as_all_output(tmp_path):
+    """Every token drawn, delimiters included, in both APIs; the parts of the price are its sum."""
+    gateway = Scripted(tmp_path, THOUGHT + TWO_CALLS)
+    ours = gateway.messages().usage
+    body = chat(gateway, tools=[FUNCTION], stream_options={"include_usage": True})
+    chunks = gateway.events("/v1/chat/completions", body)
+    (theirs,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    assert ours.output_tokens == theirs["completion_tokens"] == gateway.written
+    for price in (ours.warmkv["price"], theirs["warmkv"]["price"]):
+        assert price["output"] == pytest.approx(gateway.written * gateway.config.prices.output / 1e6)
+        parts = price["input"] + price["read"] + sum(price["write"].values()) + price["output"]
+        assert price["total"] == pytest.approx(parts)
+
+
 def test_text_is_streamed_as_it_comes_beside_tools(tmp_path):
     gateway = Scripted(tmp_path, "abcdefghi")
     events = gateway.events("/v1/messages", message(gateway, tools=[TOOL]))
