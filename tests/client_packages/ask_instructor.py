@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class Found(BaseModel):
-    """Two words: with all the whitespace that its schema allows, eight gaps of 33 characters, it is below 300 tokens."""
+    """Two words: with all whitespace that its schema allows, eight gaps of 33 characters, it is below 300 tokens."""
 
     place: Literal["here", "there"]
     sure: bool
