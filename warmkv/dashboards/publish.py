@@ -40,9 +40,7 @@ class Target:
     folder: str = "warmkv"
     datasource: str = "prometheus"  # uid of the Prometheus data source that panels open with
     prometheus: str | None = None  # address of Prometheus, for a data source of that uid
-    gateway: str | None = (
-        None  # address of the service, for actions, and for the data source that reads the control API
-    )
+    gateway: str | None = None  # address of the service: for actions, and the data source that reads the control API
     key: str = ""  # an operator's, which Grafana keeps and that data source sends
     message: str = "warmkv dashboards publish"
     timeout: float = 10.0
