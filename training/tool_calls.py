@@ -264,6 +264,13 @@ def _filled(
     return sample
 
 
+def spelling(world: World, rng: random.Random) -> list[tuple[str, bool]]:
+    """Return a question and the arguments that a call for it has, as (piece, is an answer) pairs in plain form."""
+    key, parameter = world.keys(rng, 1)[0], rng.choice(PARAMETERS)
+    question = rng.choice(CODE_QUESTIONS).format(noun=rng.choice(NOUNS), key=key) + rng.choice(SUFFIXES)
+    return [(f'{question}\n{{"{parameter}":', False), (f' "{key}"}}', True), ("\n", False)]
+
+
 def tool_call(world: World, rng: random.Random, *, length: int, turns: int = 1, **_: Any) -> ToolSample:
     """Ask last for what only a tool knows: the answer is its call."""
     return _conversation("tool_call", "call", world, rng, length, turns)
