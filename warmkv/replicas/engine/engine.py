@@ -86,7 +86,7 @@ class Engine:
         self.store = BlockStore(
             self.memory.sized(prefix_cache), identity, model.device, clock, publish, wake=lambda: self._inbox.wake()
         )
-        self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
+        self.pool = SlotPool(model.kv_shape, model.dtype, model.device, prefix_cache.block_size)
         self.scheduler = Scheduler(
             engine,
             model.kv_shape,

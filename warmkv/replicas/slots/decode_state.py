@@ -13,7 +13,8 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
 from warmkv.replicas.slots.rows import Bools, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
-from warmkv.replicas.slots.slots import Slot, SlotPool
+from warmkv.replicas.slots.slot import Slot
+from warmkv.replicas.slots.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class _Part:
         """Attend by `Slab.attend`, leaving the other rows as they were."""
         if self.others is None:
             return self.slab.attend(layer, self.step, query, key, value, softmax)
-        with self.slab.memory.unchanged(layer - self.slab.layers[0], self.others):
+        with self.slab.unchanged(layer, self.others):
             return self.slab.attend(layer, self.step, query, key, value, softmax)
 
 

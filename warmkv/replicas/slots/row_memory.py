@@ -77,7 +77,7 @@ class RowMemory:
 
     @contextmanager
     def unchanged(self, at: int, rows: Tensor) -> Iterator[None]:
-        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        """Put back what `rows` hold in a layer."""
         held = [tensor[at, rows] for tensor in self.tensors()]
         try:
             yield

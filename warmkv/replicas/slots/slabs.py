@@ -7,6 +7,7 @@ entries are packed in groups, new ones wait in the tail of the row until a group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,10 @@ class Slab:
     @property
     def is_empty(self) -> bool:
         return bool((self.state.owner == FREE).all())
+
+    def tensors(self) -> list[Tensor]:
+        """Return everything that its rows hold."""
+        return self.memory.tensors()
 
     def free_rows(self) -> list[int]:
         return np.flatnonzero(self.state.owner == FREE).tolist()
@@ -106,6 +111,10 @@ class Slab:
         self.memory.rebase(torch.tensor(rows, device=self._device), angles)
 
     # --- a decode step
+
+    def unchanged(self, layer: int, rows: Tensor) -> AbstractContextManager[None]:
+        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        return self.memory.unchanged(layer - self.layers[0], rows)
 
     def plan(
         self,

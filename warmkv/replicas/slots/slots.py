@@ -1,111 +1,42 @@
 """Decode slots: what a request keeps while it decodes, in every layer and KV head, known in size at admission.
 
 A slot is a row for each layer and KV head. Where all of them are alike they lie side by side in one slab that spans
-all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own.
+all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own. Where kernels
+attend, rows that are alike and only append lie in pages (`paged.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from warmkv.policies import budgets, sliding
+from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
-from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
-from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots.rows import FREE, Ints, RowTable
+from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, slot_bytes
+from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.layout import Row, Wanted, alike, wanted_rows
+from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page
+from warmkv.replicas.slots.rows import FREE, RowTable
 from warmkv.replicas.slots.slabs import Slab
-
-Row = tuple[RowKind, int, int]
-"""The kind of a row, the entries that it may use, and those that it begins with."""
-Wanted = tuple[range, RowKind, list[int]]
-"""Layers, the kind of row that they need, and for which heads."""
+from warmkv.replicas.slots.slot import Slot, SlotPiece, SlotRequest, SwappedSlot
 
 SLAB_SLOTS = 4
 """Slots of a kind's first slab. Each further one doubles them: a step attends slab by slab."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
-
-    spec: PolicySpec
-    prompt_tokens: int
-    new_tokens: int
-
-    def row(self, kept: int, window: int) -> tuple[RowKind, int]:
-        """Return the kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its
-        limit.
-        """
-        return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
-
-    def in_layer(self, window: int) -> PolicySpec:
-        return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
-
-    def in_window(self, kept: int, window: int) -> int:
-        """Clip a number of prompt tokens to what a layer with a window can keep."""
-        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
-        return min(kept, window) if slid else kept
-
-    def is_endless(self, most: int) -> bool:
-        """Return True if decoding may go on beyond `most` positions: those of a streaming cache are bounded by its
-        size.
-        """
-        return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A request's rows, or before its hand-off the bytes set aside for them."""
-
-    id: int
-    slot_request: SlotRequest
-    reserved: int = 0  # bytes
-    limit: int = 0  # bytes that all slabs may take once it is filled
-    places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
-    tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
-    shift: int = 0  # by how much the model sees smaller positions (an endless stream)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPiece:
-    """Rows of a slot that were taken out of a slab."""
-
-    layers: range
-    kind: RowKind
-    state: RowTable
-    tensors: list[Tensor]  # in host memory
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedSlot:
-    """A slot that gave up its rows, and goes on when it has others."""
-
-    slot_request: SlotRequest
-    tokens: int
-    shift: int
-    pieces: list[SlotPiece]
-    slot_bytes: int  # that it takes in slabs
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
-
-
 class SlotPool:
-    """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
+    """All slabs of a replica, allocated when first needed and given back when another size needs the room.
 
-    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
+    Pages have `page_size` tokens, as many as blocks of the prefix cache; 0 is for none.
+    """
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
+        self._page_size = page_size if shape.plain_softmax and kernels.reads_pages(dtype, device) else 0
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
@@ -124,11 +55,15 @@ class SlotPool:
         """Return the bytes of all slabs, and those set aside."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
+    def tensors(self) -> list[Tensor]:
+        """Return everything that is held; pages that slots share occur as often as they are."""
+        return [tensor for slab in self.slabs for tensor in slab.tensors()]
+
     def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
         """Claim a slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
-        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
-        Empty slabs of other sizes are given back before the answer is None.
+        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off; where
+        it lies in pages, until it is released. Empty slabs of other sizes are given back before the answer is None.
         """
         slot = self._new_slot(slot_request)
         claimed = False
@@ -147,19 +82,25 @@ class SlotPool:
     def _claim(self, slot: Slot, limit: int) -> bool:
         slot_request = slot.slot_request
         if budgets.follows_content(slot_request.spec, slot_request.prompt_tokens):
-            needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
-            if not self.fit(limit - needed):
-                return False
-            slot.reserved, slot.limit = needed, limit
-            return True
+            return self._set_aside(slot, limit)
         layers = budgets.layer_budgets(slot_request.spec, slot_request.prompt_tokens, self.shape.layers)
         rows = [
             self._row(slot_request, layer, slot_request.in_window(kept, self.shape.window(layer)))
             for layer, kept in enumerate(layers)
         ]
         if len(set(rows)) == 1:
-            return self._claim_uniform(slot, rows[0][0], limit)
-        return self._claim_ragged(slot, _wanted([[row] * self.shape.kv_heads for row in rows]), limit)
+            slot.paged = can_page(rows[0][0], self._page_size)
+            return self._set_aside(slot, limit) if slot.paged else self._claim_uniform(slot, rows[0][0], limit)
+        return self._claim_ragged(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
+
+    def _set_aside(self, slot: Slot, limit: int) -> bool:
+        """Set aside the bytes that a slot may need, and claim nothing yet."""
+        slot_request = slot.slot_request
+        needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
+        if not self.fit(limit - needed):
+            return False
+        slot.reserved, slot.limit = needed, limit
+        return True
 
     def _row(self, slot_request: SlotRequest, layer: int, kept: int) -> Row:
         return *slot_request.row(kept, self.shape.window(layer)), kept
@@ -269,7 +210,11 @@ class SlotPool:
 
     def swap_out(self, slot: Slot) -> SwappedSlot:
         """Copy a slot that decodes to host memory, and free it."""
-        pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        if slot.paged:
+            slab, rows = self._in_pages(slot)
+            pieces = [SlotPiece(slab.layers, slab.kind, slab.state.chosen(rows), [], slab.swap_out_pages(rows[0]))]
+        else:
+            pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
         swapped = SwappedSlot(slot.slot_request, slot.tokens, slot.shift, pieces, slot.resident_bytes)
         self.release(slot)
         return swapped
@@ -279,9 +224,11 @@ class SlotPool:
         slot = self._new_slot(swapped.slot_request)
         resumed = False
         try:
-            resumed = self._claim_again(slot, swapped.pieces, limit)
-            if resumed:
+            if (pages := swapped.pieces[0].pages) is not None:
+                resumed = self._resume_in_pages(slot, swapped, pages, limit)
+            elif resumed := self._claim_again(slot, swapped.pieces, limit):
                 self._put_back(slot, swapped)
+            slot.tokens, slot.shift = swapped.tokens, swapped.shift
         finally:
             if not resumed:
                 self.release(slot)
@@ -297,7 +244,6 @@ class SlotPool:
                     if mine:  # rows of one kind and layer may come from several slabs, and return to others
                         which = [heads.index(slab.state.head[row]) for row in mine]
                         slab.put_in(mine, piece.state, piece.tensors, which)
-        slot.tokens, slot.shift = swapped.tokens, swapped.shift
 
     def _claim_again(self, slot: Slot, pieces: Sequence[SlotPiece], limit: int) -> bool:
         if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
@@ -320,16 +266,24 @@ class SlotPool:
             slab.rebase(rows, back * inv_freq)
         slot.shift += back
 
-    def fill(self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection]) -> None:
-        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on."""
+    def fill(
+        self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor] = ()
+    ) -> None:
+        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on.
+
+        `stored` are the leading blocks of the prompt that the prefix cache holds on the device, which may be shared.
+        """
+        if slot.paged:
+            self._fill_pages(slot, prompt, selections, stored)
+            return
         slot_request = slot.slot_request
         counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
         if slot.reserved:
             asked = [[self._row(slot_request, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
             slot.reserved = 0
-            alike = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
-            if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
-                claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
+            same = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
+            if not (same and self._claim_uniform_exact(slot, asked[0][0][0])):
+                claimed = self._claim_ragged(slot, wanted_rows(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
         reads = budgets.page_reads(slot_request.spec, prompt.tokens, self.shape.head_dim)
         for slab, rows in slot.places:
@@ -349,7 +303,7 @@ class SlotPool:
                     reads=reads,
                 )
             for layer in slab.layers:
-                for run in _alike(rows, slab.state.head, counts[layer]):
+                for run in alike(rows, slab.state.head, counts[layer]):
                     of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
                     kept = counts[layer][of.start]
                     selection = selections[layer]
@@ -366,30 +320,42 @@ class SlotPool:
         one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
         return self._claim_uniform(slot, kind, self.allocated_bytes + one)
 
+    # --- slots in pages
 
-def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
-    """Return the rows that each layer's heads ask for; neighbouring layers whose heads all ask alike share a slab."""
-    wanted: list[Wanted] = []
-    first = 0
-    for layer, asked in enumerate(rows):
-        same = layer + 1 < len(rows) and rows[layer + 1] == asked and len(set(asked)) == 1
-        if same:
-            continue
-        for kind in dict.fromkeys(kind for kind, *_ in asked):
-            wanted.append(
-                (range(first, layer + 1), kind, [head for head, (own, *_) in enumerate(asked) if own == kind])
-            )
-        first = layer + 1
-    return wanted
+    def _take_rows(self, slot: Slot) -> tuple[PagedSlab, list[int]]:
+        """Claim a paged slot's rows."""
+        slab = next((slab for slab in self.slabs if isinstance(slab, PagedSlab)), None)
+        if slab is None:
+            slab = PagedSlab(self.shape, self._page_size, self._dtype, self._device)
+            self.slabs.append(slab)
+        self._rows = None
+        rows = slab.take_rows(slot.id)
+        slot.places.append((slab, rows))
+        return slab, rows
 
+    @staticmethod
+    def _in_pages(slot: Slot) -> tuple[PagedSlab, list[int]]:
+        """Return where a paged slot lies."""
+        ((slab, rows),) = slot.places
+        assert isinstance(slab, PagedSlab)
+        return slab, rows
 
-def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
-    """Group neighbouring rows of neighbouring heads that keep the same number of entries."""
-    runs: list[slice] = []
-    for row in rows:
-        head = heads[row]
-        if runs and runs[-1].stop == row and heads[row - 1] == head - 1 and kept[heads[row - 1]] == kept[head]:
-            runs[-1] = slice(runs[-1].start, row + 1)
-        else:
-            runs.append(slice(row, row + 1))
-    return runs
+    def _fill_pages(
+        self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor]
+    ) -> None:
+        slot_request = slot.slot_request
+        slab, rows = self._take_rows(slot)
+        kept = int((selections[0].positions[0] >= 0).sum())
+        _, limit = slot_request.row(kept, 0)
+        for row in rows:
+            slab.state.start(row, slab.kind, kept=kept, limit=limit, packed_limit=0, recent=0, protected=0)
+        slab.hand_over(rows[0], kept, prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
+        slot.tokens = prompt.tokens
+
+    def _resume_in_pages(self, slot: Slot, swapped: SwappedSlot, pages: SwappedPages, limit: int) -> bool:
+        if not self.fit(limit - swapped.slot_bytes):
+            return False
+        slot.reserved, slot.paged = swapped.slot_bytes, True
+        slab, rows = self._take_rows(slot)
+        slab.swap_in_pages(rows[0], pages, swapped.pieces[0].state)
+        return True

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,40 +17,16 @@ from torch import Tensor
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.slots.conftest import CUDA
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import attention, kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
-CUDA = torch.cuda.is_available()
 READABLE = [name for name, storage in STORAGES.items() if storage.kernel]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Of numbers that are of the size of 1. Half types round the result, and on a GPU the weights too.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(params=DEVICES, scope="module")
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "cuda":
-        if not CUDA:
-            pytest.skip("there is no CUDA device")
-        yield torch.device("cuda")
-        return
-    if CUDA:
-        pytest.skip("with a CUDA device the kernels are compiled, not interpreted")
-    from triton.runtime import interpreter
-
-    of_tensors = interpreter._patch_lang_tensor
-
-    def with_index(tensor: Any, scope: Any) -> None:
-        of_tensors(tensor, scope)  # whose __index__ NumPy 2.4 refuses (triton issue 9171)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(interpreter, "_patch_lang_tensor", with_index)
-        yield torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from warmkv.replicas.slots import attention
 from warmkv.replicas.slots.attention import Parts
 
 _HAS_TRITON = find_spec("triton") is not None  # without importing it
+ALIGNED = 16
+"""Bytes that addresses of pages are multiples of, which lets a GPU load so many at a time."""
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -26,7 +28,7 @@ def is_available(device: torch.device) -> bool:
 
     Triton decides when it is first imported whether it interprets, so the variable must be set by then.
     """
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = device.type in ("cpu", "meta") and os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or interpreted) and _HAS_TRITON
 
 
@@ -81,3 +83,26 @@ def attend_pages(
     entries = attention.choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, scale)
     pages = entries, torch.full_like(lengths, entries.shape[1]), 1  # the kernel takes an entry for a page of one
     return launch.attend(query, STORAGES["model"], (keys,), (values,), lengths, None, scale, pages=pages)
+
+
+def reads_pages(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if rows may lie in pages: `attend_in_pages` and `write_pages` work there."""
+    return reads(STORAGES["model"], dtype, device)
+
+
+def attend_in_pages(query: Tensor, table: Tensor, offsets: Tensor, lengths: Tensor, size: int, scale: float) -> Tensor:
+    """Attend q [n, group, d] to the first `lengths` [n] entries of rows in pages of `size` entries in q's dtype.
+
+    A page is [2, layers, kv_heads, size, d]. table int64 [n, pages] has the addresses of the keys of each row's KV head
+    in layer 0; `offsets` [2] are the elements from there to the layer's keys and to its values.
+    """
+    from warmkv.replicas.slots.kernels import paged
+
+    return paged.attend(query, table, offsets, lengths, size, scale)
+
+
+def write_pages(keys: Tensor, values: Tensor, table: Tensor, offsets: Tensor, entries: Tensor, size: int) -> None:
+    """Write keys and values [n, d] to entries [n] of rows in pages as in `attend_in_pages`, none where negative."""
+    from warmkv.replicas.slots.kernels import paged
+
+    paged.write(keys, values, table, offsets, entries, size)

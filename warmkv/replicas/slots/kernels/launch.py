@@ -68,7 +68,9 @@ def attend(
     capacity, m = keys[0].shape[1] * storage.group, uncompressed_tail[0].shape[1] if uncompressed_tail else 0
     splits = splits or split_count(n, pages[0].shape[1] * pages[2] if pages else capacity, _processors(device))
     padded = max(16, _power_of_two(head_dim))
-    block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
+    block = max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
+    if storage.group > 1:
+        block = min(block, storage.group) if reader.paged else storage.group
     out = torch.empty(n, group, head_dim, dtype=dtype, device=device)
     parts = out if splits == 1 else query.new_empty(n, splits, group, head_dim, dtype=torch.float32)
     peaks, totals = query.new_empty(2, n, splits, group, dtype=torch.float32).unbind()

@@ -32,6 +32,7 @@ class Reader:
     values: Any
     table: Callable[[StorageFormat, device], Tensor] | None = None
     wide: bool = False  # whether tiles are float32 because 16 bits do not hold their numbers exactly
+    paged: bool = False  # whether a group is a page, of which a tile may take a part
 
 
 @triton.jit

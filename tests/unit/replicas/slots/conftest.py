@@ -1,0 +1,35 @@
+"""Where the kernels run: in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cuda":
+        if not CUDA:
+            pytest.skip("there is no CUDA device")
+        yield torch.device("cuda")
+        return
+    if CUDA:
+        pytest.skip("with a CUDA device the kernels are compiled, not interpreted")
+    from triton.runtime import interpreter
+
+    of_tensors = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        of_tensors(tensor, scope)  # whose __index__ NumPy 2.4 refuses (triton issue 9171)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(interpreter, "_patch_lang_tensor", with_index)
+        yield torch.device("cpu")
