@@ -15,7 +15,6 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-
 found = list[str]()  # words of which the tool was asked
 
 
@@ -50,7 +49,7 @@ async def run() -> None:
 async def finds(name: str, model: str | OpenAIChatCompletionsModel) -> None:
     """Have the model call the tool in the first turn; in the second, with the result, it is free.
 
-    One call: the small model writes the same one again and again where several may be.
+    One call: the small model would write calls until its tokens end.
     """
     found.clear()
     asking = ModelSettings(max_tokens=1000, temperature=0, tool_choice="required", parallel_tool_calls=False)
