@@ -52,7 +52,7 @@ soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, pro
 clients: $(STAMP) ## Run packages that people use as clients, unmodified, against the service
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
-	  instructor langchain-anthropic langchain-openai litellm openai-agents
+	  instructor langchain langchain-anthropic langchain-openai litellm openai-agents
 	@WARMKV_CLIENTS_PYTHON=$(CLIENTS)/bin/python $(BIN)/python -m pytest tests/client_packages
 
 clients-by-command: $(STAMP) ## Run command-line clients against `warmkv serve`; docs/clients.md says how to install them

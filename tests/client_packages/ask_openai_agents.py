@@ -1,14 +1,27 @@
 """openai-agents: the Responses API (its default) and chat; a tool, a session, streams, and a chain of responses."""
 
 import asyncio
+from typing import Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, SQLiteSession, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    SQLiteSession,
+    ToolCallItem,
+    ToolCallOutputItem,
+    function_tool,
+)
 from openai import AsyncOpenAI
 
+found = list[str]()  # words of which the tool was asked
 
-@function_tool(strict_mode=False)
-def look_up(word: str) -> str:
+
+@function_tool
+def look_up(word: Literal["a", "b"]) -> str:
     """Find a word."""
+    found.append(word)
     return f"{word} is here"
 
 
@@ -29,6 +42,26 @@ async def run() -> None:
     assert [event async for event in streamed.stream_events()]
     assert streamed.final_output is not None
     assert (await Runner.run(agent.clone(model=chats), "Hello")).final_output is not None
+    for name, model in (("Responses", "gpt-5"), ("chat", chats)):
+        await finds(name, model)
+
+
+async def finds(name: str, model: str | OpenAIChatCompletionsModel) -> None:
+    """Have the model call the tool in the first turn; in the second, with the result, it is free.
+
+    One call: the small model would write calls until its tokens end.
+    """
+    found.clear()
+    asking = ModelSettings(max_tokens=1000, temperature=0, tool_choice="required", parallel_tool_calls=False)
+    instructions = f"{name}: find words for who asks for them. " * 20  # a prefix of its own
+    ran = await Runner.run(agent.clone(model=model, model_settings=asking, instructions=instructions), "Find a.")
+    called = next(item.raw_item for item in ran.new_items if isinstance(item, ToolCallItem))
+    told = next(item for item in ran.new_items if isinstance(item, ToolCallOutputItem))
+    assert (told.raw_item["call_id"], told.output) == (called.call_id, f"{found[0]} is here")
+    first, second = (response.usage for response in ran.raw_responses[:2])
+    assert first.input_tokens_details.cached_tokens < first.input_tokens / 2
+    assert second.input_tokens_details.cached_tokens > second.input_tokens / 2
+    assert ran.final_output is not None
 
 
 asyncio.run(run())
