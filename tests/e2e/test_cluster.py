@@ -44,6 +44,17 @@ def ask(cluster: Any, content: Any, key: str, **options: Any) -> Any:
     )
 
 
+def logged_lines(cluster: Any, ids: list[str]) -> list[str]:
+    """Return the access log's lines of these requests, once all are there; other tests' may be of other settings."""
+
+    def lines() -> list[str]:
+        found = cluster.access_log.read_text().splitlines(keepends=True)
+        return [line for line in found if json.loads(line)["id"] in ids]
+
+    until(lambda: len(lines()) == len(ids), "every request is logged")
+    return lines()
+
+
 def marked(text: str, question: str) -> list[dict[str, Any]]:
     return [
         {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
@@ -232,10 +243,10 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
 
     from warmkv.cli import app
 
-    for question in ("one?", "two?"):
-        ask(cluster, marked(TEXT + "replayed", question), "replayed")
+    ids = [ask(cluster, marked(TEXT + "replayed", q), "replayed")._request_id for q in ("one?", "two?")]
+    (tmp_path / "log.jsonl").write_text("".join(logged_lines(cluster, ids)))
     out = tmp_path / "result.json"
-    result = CliRunner().invoke(app, ["replay", str(cluster.access_log), "--json", str(out)])
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "log.jsonl"), "--json", str(out)])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())
     assert rows
@@ -245,13 +256,7 @@ def test_the_log_of_the_live_run_can_be_replayed(cluster, tmp_path):
 def test_a_plan_predicts_memory_and_bill_of_the_demo(cluster, tmp_path):
     """From its settings, the model's config.json and the access log, within a tenth of what it reports."""
     ids = [ask(cluster, marked(TEXT + "planned", f"{n}?"), "planned")._request_id for n in range(6)]
-
-    def lines() -> list[str]:
-        found = cluster.access_log.read_text().splitlines(keepends=True)
-        return [line for line in found if json.loads(line)["id"] in ids]
-
-    until(lambda: len(lines()) == len(ids), "every request is logged")
-    (tmp_path / "log.jsonl").write_text("".join(lines()))
+    (tmp_path / "log.jsonl").write_text("".join(logged_lines(cluster, ids)))
     config = cluster.config
     trace = source.read(source.Source(tmp_path / "log.jsonl"), config)
     planned = sizing.evaluator(trace, config, lambda flags: config, {})({})
