@@ -23,8 +23,8 @@ PROMPT_LOGITS_BYTES = SCORING_BYTES
 FLOATS_AT_ONCE = 1 << 21
 """Logits of prompts that are made log-probabilities at a time."""
 
-BELOW_ONE = 1 - 2**-23
-"""The largest number of which a share is less than the whole in float32."""
+CANDIDATES = 1024
+"""Most probable tokens among which top_p is looked for; all are sorted only where these do not reach it."""
 
 
 def draw(sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | None = None) -> list[int]:
@@ -40,12 +40,10 @@ def draw(sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | Non
         highest, tokens = logits.max(dim=-1)
         is_finite = is_finite & highest.isfinite()
     if any(s.temperature > 0 for s in sampling):
-        parameters = [(s.temperature, s.top_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
-        temperature, top_p, uniform = torch.tensor(parameters, device=logits.device, dtype=torch.float32).T
-        top_k = torch.tensor([min(s.top_k, logits.shape[-1]) for s in sampling], device=logits.device)
-        least = [s.min_p for s in sampling]
-        min_p = torch.tensor(least, device=logits.device, dtype=torch.float32) if any(least) else None
-        tokens = sample(logits, temperature, top_p, top_k, uniform, min_p)
+        parameters = [
+            (s.temperature, s.top_p, s.top_k, s.min_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)
+        ]
+        tokens = sample(logits, *zip(*parameters, strict=True))
     ids: list[int] = torch.where(is_finite, tokens, NO_TOKEN).tolist()
     if any(s.logprobs is not None for s in sampling):
         _note_logprobs(sequences, own, ids)
@@ -109,32 +107,63 @@ def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor) -> None:
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor, min_p: Tensor | None = None
+    logits: Tensor,
+    temperature: Items[float],
+    top_p: Items[float],
+    top_k: Items[int],
+    min_p: Items[float],
+    uniform: Items[float],
 ) -> Tensor:
-    """Next token of each row of logits [n, vocabulary]; parameters are [n], the result int64 [n].
+    """Next token of each row of logits [n, vocabulary]; parameters are of length n, the result int64 [n].
 
     Rows with temperature 0 take the argmax. The others draw from the top_k most probable tokens (0 is all) within the
     smallest set whose probability reaches top_p, of which none has less than min_p of the highest probability, by
-    inverting the cumulative distribution at `uniform` in [0, 1): the draw depends on nothing but the row's own logits
-    and number.
+    inverting the cumulative distribution, in the order of the vocabulary, at `uniform` in [0, 1): the draw depends on
+    nothing but the row's own logits and number. Sums are in float64, so that no order of adding changes a draw.
     """
-    greedy = logits.argmax(dim=-1)
-    safe = torch.where(temperature == 0, 1.0, temperature)
+    greedy, size = logits.argmax(dim=-1), logits.shape[-1]
+    uploaded = torch.tensor([temperature, min_p, uniform], dtype=torch.float64).to(logits.device)[..., None]
+    heat, least, number = uploaded[0].float(), uploaded[1].float(), uploaded[2]
     logits = logits.float()
     # Shifted before the division, which may overflow for tiny temperatures: inf - inf would be no number.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / safe[:, None]
-    probabilities, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
-    if min_p is not None:
-        kept &= probabilities >= min_p[:, None] * probabilities[:, :1]
-    kept[:, 0] = True
-    cumulative = (probabilities * kept).cumsum(dim=-1)
-    # Below 1 in float32 as well: beyond the last token that can be drawn lie those that a mask rules out.
-    target = uniform[:, None].clamp_max(BELOW_ONE) * cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the number; clamped, as rounding may leave none.
-    drawn = (cumulative <= target).sum(dim=-1).clamp_max(logits.shape[-1] - 1)
-    last = kept.sum(dim=-1) - 1  # kept tokens are the first ranks
-    drawn = torch.minimum(drawn, last)
-    return torch.where(temperature == 0, greedy, order.gather(-1, drawn[:, None])[:, 0])
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / torch.where(heat == 0, 1.0, heat)
+    probabilities = scaled.softmax(dim=-1)
+    kept = (probabilities > 0) & (probabilities >= least * probabilities.amax(dim=-1, keepdim=True))
+    drawing = zip(temperature, top_p, top_k, strict=True)
+    bounds = [(p, min(k, size) or size) if t else (1.0, size) for t, p, k in drawing]
+    if any(p < 1 or k < size for p, k in bounds):
+        kept &= _most_probable(probabilities, bounds)
+    cumulative = torch.where(kept, probabilities, 0).cumsum(dim=-1, dtype=torch.float64)
+    reached = torch.where(kept, cumulative, 0)
+    beyond = reached > number * reached.amax(dim=-1, keepdim=True)
+    return torch.where(heat[:, 0] == 0, greedy, beyond.to(torch.int8).argmax(dim=-1))  # the first beyond the number
+
+
+def _most_probable(probabilities: Tensor, bounds: Items[tuple[float, int]]) -> Tensor:
+    """Return which tokens are within the (top_p, top_k) of each row, bool [n, vocabulary]; of equals the first are."""
+    size = probabilities.shape[-1]
+    candidates = min(size, max(CANDIDATES, *(k for _, k in bounds if k < size), 1))
+    kept, is_short = _within(probabilities, bounds, candidates)
+    if candidates < size and any(p < 1 and k == size for p, k in bounds):
+        rows: list[int] = is_short.nonzero()[:, 0].tolist()
+        if rows:
+            kept[rows], _ = _within(probabilities[rows], [bounds[row] for row in rows], size)
+    return kept
+
+
+def _within(probabilities: Tensor, bounds: Items[tuple[float, int]], candidates: int) -> tuple[Tensor, Tensor]:
+    """Select by the sorted probabilities of so many candidates; also bool [n], where these do not reach top_p."""
+    device, size = probabilities.device, probabilities.shape[-1]
+    endless = 2.0  # what rounding cannot reach: all tokens are within a top_p of 1
+    mass = torch.tensor([p if p < 1 else endless for p, _ in bounds], dtype=torch.float64).to(device)[:, None]
+    most = torch.tensor([k for _, k in bounds]).to(device)[:, None]
+    values = probabilities.topk(candidates, dim=-1).values
+    before = values.cumsum(dim=-1, dtype=torch.float64) - values
+    within = (before < mass) & (torch.arange(candidates, device=device) < most)
+    count = within.sum(dim=-1, keepdim=True).clamp_min(1)
+    last = values.gather(-1, count - 1)
+    is_whole = (mass == endless) & (most == size)
+    above, equal = probabilities > last, probabilities == last
+    kept = above | (equal & (equal.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
+    is_short = (count == candidates) & (most > candidates) & ~is_whole
+    return kept | is_whole, is_short[:, 0]

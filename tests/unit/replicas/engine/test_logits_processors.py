@@ -96,9 +96,8 @@ def test_the_probability_of_every_token_left_is_at_least_min_p_of_the_highest():
     for temperature, min_p in ((1.0, 0.3), (0.5, 0.3), (1.0, 0.95), (1.0, 1.0)):
         weights = [math.exp(float(value) / temperature) for value in logits.double()]
         kept = [weight for weight in weights if weight >= min_p * weights[0]]
-        parameters = [torch.full((rows,), value) for value in (temperature, 1.0)]
-        top_k, uniform = torch.zeros(rows, dtype=torch.int64), torch.arange(rows) / rows
-        drawn = sample(logits.expand(rows, -1), *parameters, top_k, uniform, torch.full((rows,), min_p))
+        uniform = [row / rows for row in range(rows)]
+        drawn = sample(logits.expand(rows, -1), *([value] * rows for value in (temperature, 1.0, 0, min_p)), uniform)
         shares = torch.bincount(drawn, minlength=5) / rows
         expected = [weight / sum(kept) if weight in kept else 0.0 for weight in weights]
         assert shares.tolist() == pytest.approx(expected, abs=2 / rows)
@@ -108,9 +107,8 @@ def test_what_is_ruled_out_is_not_drawn_by_the_highest_number_either():
     """In float32 the highest number below one is one, and the whole mass lies before what is ruled out."""
     logits = torch.full((1, 50), -math.inf)
     logits[0, 20:30] = torch.linspace(0, 1, 10)
-    one = torch.ones(1)
-    drawn = sample(logits, one, one, torch.zeros(1, dtype=torch.int64), torch.tensor([1 - 2**-53]))
-    assert 20 <= drawn.item() < 30
+    for top_p in (0.5, 1.0):
+        assert 20 <= sample(logits, [1.0], [top_p], [0], [0.0], [1 - 2**-53]).item() < 30
 
 
 MIXED = [
