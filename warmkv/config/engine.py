@@ -21,7 +21,6 @@ NOT_OF_VLLM = (
     "engine.preempt_seconds",
     "engine.parked_bytes",
     "prefix_cache.eviction",
-    "prefix_cache.storage",
     "prefix_cache.host",
     "prefix_cache.disk",
     "prefix_cache.moving_bytes",
@@ -29,6 +28,10 @@ NOT_OF_VLLM = (
     "prefix_cache.packs",
 )
 """Settings of what vLLM does in its own way, or not at all: with it they keep their defaults."""
+
+
+VLLM_STORAGES = {"model": "auto", "fp8": "fp8_e4m3"}
+"""Formats of `prefix_cache.storage` by vLLM's `kv_cache_dtype`."""
 
 
 class EngineConfig(Section):
@@ -78,12 +81,11 @@ class EngineConfig(Section):
     )
     threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Return what the engine can do."""
+    def capabilities(self, storage: str) -> Capabilities:
+        """Return what the engine can do; `storage` is `prefix_cache.storage`, which all of vLLM's cache is in."""
         if self.kind == "warmkv":
             return Capabilities(self.kind)
-        return Capabilities(self.kind, (PolicySpec().label,), *4 * (False,))
+        return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *4 * (False,))
 
     @property
     def kv_limit(self) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from warmkv.config.base import Section
-from warmkv.config.capabilities import Needs, refusal
+from warmkv.config.capabilities import Capabilities, Needs, refusal
 from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.engine import NOT_OF_VLLM, EngineConfig
+from warmkv.config.engine import NOT_OF_VLLM, VLLM_STORAGES, EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import PrefixCacheConfig
@@ -63,8 +63,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        groups = self.groups()
-        if fault := refusal([group.engine.capabilities for group in groups.values()], Needs(self.compression.policy)):
+        if fault := refusal(self.capabilities.values(), Needs(self.compression.policy)):
             raise ValueError(f"compression.policy: {fault}")
         if self.cluster.groups and self.control.whatif is not None:
             raise ValueError("control.whatif: groups of replicas (cluster.groups) are not simulated yet: leave it out")
@@ -81,6 +80,12 @@ class Config(Section):
                     f"gateway.models: {alias} is {name}, but the model that is served is {self.model.name}"
                 )
         return self
+
+    @property
+    def capabilities(self) -> dict[str, Capabilities]:
+        """Return what each group of replicas can do."""
+        groups = self.groups().items()
+        return {name: group.engine.capabilities(group.prefix_cache.storage) for name, group in groups}
 
     def groups(self) -> dict[str, Config]:
         """Return the configuration of each group of replicas; that of the configuration itself has the name "".
@@ -101,6 +106,11 @@ class Config(Section):
         return sum(group.cluster.replicas for group in self.groups().values())
 
     def _check_vllm(self) -> None:
+        if (storage := self.prefix_cache.storage) not in VLLM_STORAGES:
+            known = ", ".join(VLLM_STORAGES)
+            raise ValueError(
+                f"prefix_cache.storage: {storage} cannot be had from an engine of kind vllm, which has {known}"
+            )
         for dotted in NOT_OF_VLLM:
             section, name = dotted.split(".")
             held = getattr(self, section)

@@ -27,10 +27,9 @@ class Sender(Watch):
     """
 
     def __init__(self, config: Config, router: Router, replies: Replies, clock: Callable[[], float]) -> None:
-        groups = config.groups()
         self._most_queued = config.cluster.max_queued_requests
-        self._most_ongoing = {name: group.ongoing_requests for name, group in groups.items()}
-        self._groups = {name: group.engine.capabilities for name, group in groups.items()}
+        self._most_ongoing = {name: group.ongoing_requests for name, group in config.groups().items()}
+        self._groups = config.capabilities
         limited = any(group.is_limited for group in self._groups.values())
         self._everywhere = frozenset(() if limited else self._groups)  # all groups, where each can serve everything
         self._router, self._replies, self._clock = router, replies, clock

@@ -91,7 +91,7 @@ class Service:
         wall_clock: Callable[[], float],
     ) -> None:
         self.config, self._send, self._recorder = config, send, recorder
-        self.capabilities = tuple(group.engine.capabilities for group in config.groups().values())
+        self.capabilities = tuple(config.capabilities.values())
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers, self._tenant = Writers(), telemetry.Bounded()
         self.history = PromptHistory()

@@ -20,11 +20,13 @@ import torch
 from llguidance import LLMatcher
 
 from warmkv.config import Config, ConfigError, EngineConfig
+from warmkv.config.engine import VLLM_STORAGES
 from warmkv.model_shape import ModelShape
 from warmkv.policies import memory_plan
 from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.tiers import weight
 from warmkv.replicas import device_memory
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
@@ -57,6 +59,7 @@ CPU_BLOCK, GPU_BLOCK = 32, 16
 CPU_WORKER = "warmkv.replicas.engines.vllm_cpu_worker.CpuWorker"
 
 TOPIC = "kv"
+GROUP = 1024  # tokens, whole groups of any storage format
 REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
 REPLAY_SECONDS = 5.0  # within which they come, or are taken for lost
 EXPIRE_SECONDS = 0.5  # between two looks at TTLs
@@ -72,6 +75,13 @@ class Model:
     sizes: ModelSizes
     max_context: int
     eos_ids: frozenset[int]
+    storage: str = "model"  # of its KV cache
+
+    @property
+    def token_bytes(self) -> int:
+        """Return what a token takes in the KV cache."""
+        shape = self.sizes.shape
+        return weight(self.storage, shape)(GROUP * shape.token_bytes, GROUP) // GROUP
 
 
 def read_model(config: Config) -> Model:
@@ -96,6 +106,7 @@ def read_model(config: Config) -> Model:
         ModelSizes.of(ModelShape.model_validate({"path": folder}), dtype.itemsize),
         wanted or most,
         frozenset([eos] if isinstance(eos, int) else eos or ()),
+        config.prefix_cache.storage,
     )
 
 
@@ -110,11 +121,10 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
     say("starting vLLM")
     steps = Steps(time.monotonic)
     llm = start_llm(config, model, plan, place.threads, folder, steps)
-    sizes = model.sizes.shape
     ledger = PrefixLedger(
         cache.block_size,
-        sizes.token_bytes,
-        llm.vllm_config.cache_config.num_gpu_blocks * cache.block_size * sizes.token_bytes,
+        model.token_bytes,
+        llm.vllm_config.cache_config.num_gpu_blocks * cache.block_size * model.token_bytes,
         Lifetimes.of(cache),
         time.monotonic,
         publish,
@@ -150,6 +160,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         block_size=block,
         tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
         gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
+        kv_cache_dtype=VLLM_STORAGES[model.storage],
         kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
         structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         disable_log_stats=True,
@@ -163,7 +174,15 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
             topic=TOPIC,
         ),
     )
-    return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
+    except Exception as error:
+        if model.storage == "model":
+            raise
+        raise ConfigError(
+            f"prefix_cache.storage {model.storage}: this build of vLLM does not start with "
+            f"kv_cache_dtype={VLLM_STORAGES[model.storage]} ({error})"
+        ) from error
 
 
 def endpoint(folder: Path, name: str) -> str:
@@ -237,7 +256,12 @@ class VllmEngine:
 
     def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
         """Queue a request; `emit` is called with Started, drawn tokens, and an end. Raises EngineError."""
-        check(request, self._config.capabilities, self._model.max_context, self._model.sizes.vocabulary)
+        check(
+            request,
+            self._config.capabilities(self._model.storage),
+            self._model.max_context,
+            self._model.sizes.vocabulary,
+        )
         waiting = len(self._tasks) - self._config.max_slots
         now = self._clock()
         if waiting >= self._config.max_queue and not request.resume:
@@ -352,7 +376,7 @@ class VllmEngine:
             written=reading.written,
             cached_tokens=reading.cached_tokens,
             kept_tokens=tokens,
-            resident_bytes=tokens * self._model.sizes.shape.token_bytes,
+            resident_bytes=tokens * self._model.token_bytes,
             queue_seconds=max(0.0, now - arrived - prefill),
             prefill_seconds=prefill,
             tiers={"device": reading.cached_tokens} if reading.cached_tokens else {},

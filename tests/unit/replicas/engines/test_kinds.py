@@ -25,7 +25,6 @@ OTHERS = {
     "engine.preempt_seconds": 3,
     "engine.parked_bytes": "1MiB",
     "prefix_cache.eviction": "lfu",
-    "prefix_cache.storage": "fp8",
     "prefix_cache.host": {"memory_bytes": "1MiB"},
     "prefix_cache.disk": {"memory_bytes": "1MiB", "path": "/somewhere"},
     "prefix_cache.moving_bytes": "1MiB",
@@ -65,6 +64,16 @@ def test_a_request_s_policy_that_no_engine_has_is_refused_and_the_models_tell_wh
         assert [model["warmkv"] for model in listed.json["data"]] == [{"engine": "vllm", "policies": ["full"]}]
 
     asyncio.run(scenario())
+
+
+def test_vllm_s_cache_is_in_one_format_which_is_what_it_serves():
+    fp8 = {"engine": {"kind": "vllm"}, "prefix_cache": {"storage": "fp8"}}
+    with pytest.raises(ConfigError, match=r"compression\.policy: full cannot be had .* which serves full"):
+        parse(fp8)
+    config = parse({**fp8, "compression": {"policy": "full+fp8"}})
+    assert config.capabilities[""].policies == ("full+fp8",)
+    with pytest.raises(ConfigError, match=r"prefix_cache\.storage: kivi4 cannot be had from an engine of kind vllm"):
+        parse({**fp8, "prefix_cache": {"storage": "kivi4"}, "compression": {"policy": "full+kivi4"}})
 
 
 BOTH = {"engine": {"max_slots": 4}, "cluster": {"groups": {"vllm": {"engine": {"kind": "vllm"}}}}}
