@@ -12,7 +12,6 @@ import pytest
 
 from tests.polling import PATIENCE
 from warmkv.config import Config, parse
-from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.breakpoints import Breakpoint
 from warmkv.replicas import device_memory
@@ -85,7 +84,7 @@ class Replica:
             tuple(tokens),
             plan.hashes,
             parameters,
-            PolicySpec(),
+            self.config.compression.policy,
             plan.marks,
             plan.reads,
             root=ROOTS[root],
@@ -119,18 +118,24 @@ class Replica:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-@pytest.fixture(scope="session")
-def replica() -> Iterator[Replica]:
+def started_replica(storage: str = "model", policy: str = "full") -> Replica:
+    """Start a vLLM with a cache of 40 blocks of the model's dtype, whatever its format is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "share_here", lambda config, node: 1.0)
         kv = BLOCKS * BLOCK * TOKEN_BYTES
         config = parse(
             {
                 "engine": {"kind": "vllm", "max_context": 512, "kv_bytes": kv // 2, "max_slots": 4},
-                "prefix_cache": {"memory_bytes": kv // 2, "block_size": BLOCK},
+                "prefix_cache": {"memory_bytes": kv // 2, "block_size": BLOCK, "storage": storage},
+                "compression": {"policy": policy},
             }
         )
-        replica = Replica(config)
+        return Replica(config)
+
+
+@pytest.fixture(scope="session")
+def replica() -> Iterator[Replica]:
+    replica = started_replica()
     yield replica
     replica.close()
 

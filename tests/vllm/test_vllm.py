@@ -10,9 +10,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.polling import PATIENCE, until
-from tests.vllm.conftest import BLOCK, ROOTS, Replica, end, started, text_of, tokens_of, true, with_resume
+from tests.vllm.conftest import (
+    BLOCK,
+    BLOCKS,
+    ROOTS,
+    TOKEN_BYTES,
+    Replica,
+    end,
+    started,
+    started_replica,
+    text_of,
+    tokens_of,
+    true,
+    with_resume,
+)
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.prefixes import hashing
 from warmkv.replicas.engine.engine import Engine
@@ -111,6 +125,25 @@ def test_prefixes_that_are_dropped_are_not_found(replica: Replica):
     assert not set(hashing.block_hashes(tokens, BLOCK, ROOTS[0])) & set(replica.directory)
     assert started(replica.answer(replica.request(tokens))).cached_tokens == 0
     assert started(replica.answer(replica.request(tokens))).cached_tokens == 96
+
+
+@pytest.mark.soak
+def test_a_cache_in_fp8_holds_four_times_the_blocks_of_float32_and_serves_full_fp8():
+    """Starts a vLLM of its own, so it does not run with the others."""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM's attention on a CPU reads fp8 with AVX-512 or AMX")
+    replica = started_replica("fp8", "full+fp8")
+    try:
+        block_bytes = BLOCK * TOKEN_BYTES // 4
+        assert replica.engine.store.tier_limits["device"] == 4 * BLOCKS * block_bytes
+        tokens = random.Random(17).choices(range(5, 250), k=200)
+        answers = [replica.answer(replica.request(tokens, 4, ignore_eos=True)) for _ in range(2)]
+        assert [started(answer).cached_tokens for answer in answers] == [0, 192]
+        assert [end(answer) for answer in answers] == [Finished("length", 4)] * 2
+        replica.run(replica.heard())
+        assert replica.engine.stats().store_bytes == len(replica.directory) * block_bytes
+    finally:
+        replica.close()
 
 
 def test_stop_strings_seeds_and_limits(replica: Replica):

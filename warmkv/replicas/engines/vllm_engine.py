@@ -56,10 +56,12 @@ T = TypeVar("T")
 CPU_BLOCK, GPU_BLOCK = 32, 16
 """Tokens of which vLLM's blocks are multiples."""
 
+FP8_HEAD = 32
+"""Of which the size of a head is a multiple where attention on a CPU reads fp8."""
+
 CPU_WORKER = "warmkv.replicas.engines.vllm_cpu_worker.CpuWorker"
 
 TOPIC = "kv"
-GROUP = 1024  # tokens, whole groups of any storage format
 REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
 REPLAY_SECONDS = 5.0  # within which they come, or are taken for lost
 EXPIRE_SECONDS = 0.5  # between two looks at TTLs
@@ -81,7 +83,7 @@ class Model:
     def token_bytes(self) -> int:
         """Return what a token takes in the KV cache."""
         shape = self.sizes.shape
-        return weight(self.storage, shape)(GROUP * shape.token_bytes, GROUP) // GROUP
+        return weight(self.storage, shape)(shape.token_bytes, 1)
 
 
 def read_model(config: Config) -> Model:
@@ -139,6 +141,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
     multiple = GPU_BLOCK if on_gpu else CPU_BLOCK
     if block % multiple:
         raise ConfigError(f"prefix_cache.block_size {block} must be a multiple of {multiple} with engine.kind vllm")
+    check_storage(model.storage, model.device, model.sizes.shape.head_dim)
     engine, cluster = config.engine, config.cluster
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # else it closes the handlers that this process logs by
@@ -174,15 +177,20 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
             topic=TOPIC,
         ),
     )
-    try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
-    except Exception as error:
-        if model.storage == "model":
-            raise
-        raise ConfigError(
-            f"prefix_cache.storage {model.storage}: this build of vLLM does not start with "
-            f"kv_cache_dtype={VLLM_STORAGES[model.storage]} ({error})"
-        ) from error
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
+
+
+def check_storage(storage: str, device: torch.device, head_dim: int) -> None:
+    """Raise ConfigError where vLLM's attention on a CPU cannot read a cache in a format."""
+    if device.type != "cpu" or storage == "model":
+        return
+    lacking = ""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        lacking = "a CPU with AVX-512 or AMX"
+    elif head_dim % FP8_HEAD:
+        lacking = f"heads of a multiple of {FP8_HEAD}: the model's have {head_dim}"
+    if lacking:
+        raise ConfigError(f"prefix_cache.storage: {storage} on a CPU with engine.kind vllm needs {lacking}")
 
 
 def endpoint(folder: Path, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,3 +275,27 @@ def test_what_vllm_is_started_with_follows_from_the_settings_and_the_model():
     odd = parse({"prefix_cache": {"block_size": 48}, "engine": {"kind": "vllm"}})
     with pytest.raises(ValueError, match="block_size 48 must be a multiple of 32"):
         vllm_engine.start_llm(odd, model, None, 1, Path("/gone"), None)  # type: ignore[arg-type]
+
+
+def test_a_cache_in_fp8_takes_a_byte_a_number():
+    config = parse(
+        {"engine": {"kind": "vllm"}, "prefix_cache": {"storage": "fp8"}, "compression": {"policy": "full+fp8"}}
+    )
+    model = vllm_engine.read_model(config)
+    assert (model.storage, model.token_bytes) == ("fp8", 6 * 2 * 32 * 2)
+
+
+@pytest.mark.parametrize(
+    ("avx512", "head_dim", "lacking"),
+    [(True, 64, ""), (False, 64, "a CPU with AVX-512 or AMX"), (True, 80, "heads of a multiple of 32: .* have 80")],
+)
+def test_fp8_on_a_cpu_is_refused_by_what_it_lacks(avx512, head_dim, lacking, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    cpu = torch.device("cpu")
+    vllm_engine.check_storage("model", cpu, head_dim)
+    vllm_engine.check_storage("fp8", torch.device("cuda"), head_dim)
+    with (
+        pytest.raises(ValueError, match=rf"prefix_cache\.storage: fp8 .* needs {lacking}") if lacking else nullcontext()
+    ):
+        vllm_engine.check_storage("fp8", cpu, head_dim)
