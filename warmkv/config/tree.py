@@ -63,12 +63,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        if self.engine.kind == "vllm":
+            self._check_vllm()
         if fault := refusal(self.capabilities.values(), Needs(self.compression.policy)):
             raise ValueError(f"compression.policy: {fault}")
         if self.cluster.groups and self.control.whatif is not None:
             raise ValueError("control.whatif: groups of replicas (cluster.groups) are not simulated yet: leave it out")
-        if self.engine.kind == "vllm":
-            self._check_vllm()
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:
@@ -133,6 +133,9 @@ def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
         merged[section] = {**merged.get(section, {}), **copy.deepcopy(dict(settings))}
     for others in ("compression", "simulator"):  # of requests that may be for another group; of all replicas
         merged.pop(others, None)
+    storage = merged.get("prefix_cache", {}).get("storage")
+    if merged.get("engine", {}).get("kind") == "vllm" and storage in VLLM_STORAGES:
+        merged["compression"] = {"policy": {"storage": storage}}  # the only one that it serves
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

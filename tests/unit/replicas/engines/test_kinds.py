@@ -73,7 +73,12 @@ def test_vllm_s_cache_is_in_one_format_which_is_what_it_serves():
     config = parse({**fp8, "compression": {"policy": "full+fp8"}})
     assert config.capabilities[""].policies == ("full+fp8",)
     with pytest.raises(ConfigError, match=r"prefix_cache\.storage: kivi4 cannot be had from an engine of kind vllm"):
-        parse({**fp8, "prefix_cache": {"storage": "kivi4"}, "compression": {"policy": "full+kivi4"}})
+        parse({**fp8, "prefix_cache": {"storage": "kivi4"}})
+    group = {"cluster": {"groups": {"small": fp8}}, "compression": {"policy": "snapkv@0.2"}}
+    assert parse(group).capabilities["small"].policies == ("full+fp8",)
+    group["cluster"]["groups"]["small"] = {**fp8, "prefix_cache": {"storage": "kivi4"}}
+    with pytest.raises(ConfigError, match=r"groups\.small.*: prefix_cache\.storage: kivi4 cannot be had"):
+        parse(group)
 
 
 BOTH = {"engine": {"max_slots": 4}, "cluster": {"groups": {"vllm": {"engine": {"kind": "vllm"}}}}}
