@@ -40,9 +40,7 @@ class SlotRequest:
     new_tokens: int
 
     def row(self, kept: int, window: int) -> tuple[RowKind, int]:
-        """Return the kind of row for a KV head that keeps `kept` tokens in a layer with a window (0: none), and its
-        limit.
-        """
+        """Return kind and limit of the row of a KV head that keeps `kept` tokens; `window` is the layer's, 0 for none."""
         return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
 
     def in_layer(self, window: int) -> PolicySpec:
@@ -54,9 +52,7 @@ class SlotRequest:
         return min(kept, window) if slid else kept
 
     def is_endless(self, most: int) -> bool:
-        """Return True if decoding may go on beyond `most` positions: those of a streaming cache are bounded by its
-        size.
-        """
+        """Return True if decoding may go on beyond `most` positions, as in a streaming cache."""
         return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
 
 
@@ -189,10 +185,9 @@ class SlotPool:
         return True
 
     def _growth(self, needed: int, wanted: int, each: int, limit: int) -> int:
-        """Return the number to allocate of what takes `each` bytes: as many as wanted, within a quarter of the room
-        left.
+        """Return the number to allocate of what takes `each` bytes: as many as wanted, or as many as are needed.
 
-        So one size does not starve the others; what is needed is allocated in any case.
+        More than these take at most a quarter of the room left, so one size does not starve the others.
         """
         return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
 
@@ -248,8 +243,7 @@ class SlotPool:
         slot.places.append((slab, rows))
 
     def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
-        """Return True if all slabs take at most `limit` bytes; if need be, empty ones and idle rows are given back
-        first.
+        """Return True if all slabs take at most `limit` bytes, giving back empty ones and idle rows if need be.
 
         Slabs in `but` are left as they are.
         """

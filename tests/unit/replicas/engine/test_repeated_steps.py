@@ -204,3 +204,37 @@ def test_when_memory_runs_out_the_youngest_leave_and_the_others_go_on(models, po
     expected = undisturbed(policies)
     assert [driver.tokens(name) for name in "01"] == expected[:2]
     assert driver.engine.stats().failures == {"request": 0, "memory": 2, "device": 0}
+
+
+@pytest.mark.parametrize("place", ["_counted", "_put"])
+@pytest.mark.parametrize("policy", ["full+kivi4", "streaming_llm@80+kivi4", "h2o@80+kivi4"])
+def test_a_pack_that_runs_out_of_memory_half_way_goes_on_in_the_layer_it_had_come_to(
+    models, policy, place, monkeypatch
+):
+    expected, layers, puts = undisturbed((policy, policy)), list[int](), [0]
+    counted, put = slabs.Slab._counted, slabs._put
+
+    def run_out(here: str) -> None:
+        if place == here and layers[-2:] == [0, 1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def counting(self: slabs.Slab, at: slice, *given: Any) -> Any:
+        layers.append(at.start)
+        puts[0] = 0
+        run_out("_counted")
+        return counted(self, at, *given)
+
+    def putting(*given: Any) -> None:
+        puts[0] += 1
+        if puts[0] == 2:  # keys are in place, values are not
+            run_out("_put")
+        put(*given)
+
+    monkeypatch.setattr(slabs, "PACKED_AT_ONCE", 1)  # a layer at a time
+    monkeypatch.setattr(slabs.Slab, "_counted", counting)
+    monkeypatch.setattr(slabs, "_put", putting)
+    driver = crowded(models["llama"])
+    assert driver.run(*crowd((policy, policy))) == expected
+    assert layers
+    assert layers == [0, 1, 1, 2] * (len(layers) // 4)
+    assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
