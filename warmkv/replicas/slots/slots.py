@@ -40,7 +40,7 @@ class SlotRequest:
     new_tokens: int
 
     def row(self, kept: int, window: int) -> tuple[RowKind, int]:
-        """Return kind and limit of the row of a KV head that keeps `kept` tokens; `window` is the layer's, 0 for none."""
+        """Return kind and limit of the row of a KV head that keeps `kept` tokens; a `window` of 0 is none."""
         return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
 
     def in_layer(self, window: int) -> PolicySpec:
