@@ -1,7 +1,8 @@
 """Why a prompt was not read from the cache: what is remembered of a tenant's latest prompts, compared with it.
 
 Of a prompt its content blocks are remembered by hashes, where it was written, until when and in which replica. A
-conversation that goes on takes the place of its earlier turn. Nothing is known of what another process has seen.
+conversation that goes on takes the place of its earlier turn. Several gateways tell each other what they remember
+(`news`, `learn`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import Literal
 
 from warmkv.prefixes.record import Candidate, Mark
@@ -22,6 +24,7 @@ TENANT_CONVERSATIONS = 64  # that are compared with a prompt, those used latest
 CONVERSATION_BYTES = 1000  # beside its blocks
 BLOCK_BYTES = 16
 WRITTEN_BYTES = 200
+NEWS = 2000  # conversations that wait to be told: one that comes then takes the place of the one told least lately
 ALIKE = 16  # blocks behind a difference that are compared, to tell a change from another conversation
 
 Reason = Literal[
@@ -112,39 +115,101 @@ class _Conversation:
         return CONVERSATION_BYTES + BLOCK_BYTES * len(self.contents) + WRITTEN_BYTES * len(self.written)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A conversation as a history tells it to those of other processes, whose clocks may show another time.
+
+    `written` has for a content block what was written behind it: its key, the seconds left of its life, and where.
+    """
+
+    tenant: bytes
+    contents: bytes  # an array of 64-bit integers
+    thinking: tuple[int, ...]
+    written: Mapping[int, tuple[bytes, float, str]]
+
+
+def content_hash(*said: str) -> int:
+    """Return 64 bits of what a content block says, the same in every process."""
+    digest = blake2b(digest_size=8)
+    for text in said:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
 def names_of(contents: Sequence[int]) -> tuple[int, ...]:
     """Return a name for the first block, for the first two, and so on, of hashes of what they say."""
     return tuple(itertools.accumulate(contents, lambda name, content: hash((name, content))))
 
 
 class PromptHistory:
-    """The latest conversations of every tenant, within a limit of bytes for all and of conversations for each."""
+    """The latest conversations of every tenant, within a limit of bytes for all and of conversations for each.
 
-    def __init__(self, capacity: int = HISTORY_BYTES, conversations: int = TENANT_CONVERSATIONS) -> None:
-        self._capacity, self._conversations = capacity, conversations
+    With `tells`, what is remembered waits to be told to the histories of other processes.
+    """
+
+    def __init__(
+        self, capacity: int = HISTORY_BYTES, conversations: int = TENANT_CONVERSATIONS, *, tells: bool = False
+    ) -> None:
+        self._capacity, self._conversations, self._tells = capacity, conversations, tells
         self._tenants: OrderedDict[bytes, OrderedDict[int, _Conversation]] = OrderedDict()  # latest used last
+        self._untold: OrderedDict[tuple[bytes, int], _Conversation] = OrderedDict()
         self.nbytes = 0
 
     def forget(self, tenant: bytes) -> None:
         """Drop all of a tenant."""
         self.nbytes -= sum(held.nbytes for held in self._tenants.pop(tenant, {}).values())
+        for key in [key for key in self._untold if key[0] == tenant]:
+            del self._untold[key]
 
     def begun(self, tenant: bytes, asked: Asked, found: Found, ttls: Mapping[str, float], default: float) -> Finding:
         """Say why what is not read of a prompt was not, and remember it. `default` is the TTL without a mark."""
         held = self._tenants.get(tenant, OrderedDict())
         before = next((name for name in reversed(asked.names) if name in held), None)
-        continued = held[before] if before is not None else None
-        finding = _explain(asked, found, continued, held)
+        finding = _explain(asked, found, held[before] if before is not None else None, held)
         if not asked.enabled or not asked.names:
             return finding
-        if before is not None:
-            self._drop(held, before)
-        written = dict(continued.written) if continued is not None else {}
-        written |= _written(asked, found, ttls, default)
+        written = _written(asked, found, ttls, default)
         new = _Conversation(array("q", asked.contents), array("q", asked.names), tuple(asked.thinking), written)
-        held[asked.names[-1]] = new
-        self._tenants[tenant] = held
+        self._remember(tenant, before, new)
+        if self._tells:
+            if before is not None:
+                self._untold.pop((tenant, before), None)
+            self._untold[tenant, asked.names[-1]] = new
+            if len(self._untold) > NEWS:
+                self._untold.popitem(last=False)
+        return finding
+
+    def news(self, now: float) -> list[Told]:
+        """Return what has been remembered since the last call."""
+        told = []
+        for (tenant, _), held in self._untold.items():
+            written = {block: (each.key, each.until - now, each.replica) for block, each in held.written.items()}
+            told.append(Told(tenant, held.contents.tobytes(), held.thinking, written))
+        self._untold.clear()
+        return told
+
+    def learn(self, news: Sequence[Told], now: float) -> None:
+        """Remember what another process tells."""
+        for told in news:
+            contents = array("q", told.contents)
+            names = array("q", names_of(contents))
+            held = self._tenants.get(told.tenant, {})
+            before = next((name for name in reversed(names) if name in held), None)
+            written = {
+                block: _Written(key, now + left, replica) for block, (key, left, replica) in told.written.items()
+            }
+            self._remember(told.tenant, before, _Conversation(contents, names, told.thinking, written))
+
+    def _remember(self, tenant: bytes, before: int | None, new: _Conversation) -> None:
+        """Hold a conversation in the place of its earlier turn, whose writes it goes on with."""
+        held = self._tenants.setdefault(tenant, OrderedDict())
         self._tenants.move_to_end(tenant)
+        if before is not None:
+            new.written = {**held[before].written, **new.written}
+            self._drop(held, before)
+        held[new.names[-1]] = new
         self.nbytes += new.nbytes
         while len(held) > self._conversations:
             self._drop(held, next(iter(held)))
@@ -153,7 +218,6 @@ class PromptHistory:
             self._drop(self._tenants[oldest], next(iter(self._tenants[oldest])))
             if not self._tenants[oldest]:
                 del self._tenants[oldest]
-        return finding
 
     def _drop(self, held: OrderedDict[int, _Conversation], name: int) -> None:
         self.nbytes -= held.pop(name).nbytes

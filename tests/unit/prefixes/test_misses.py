@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.prefixes import breakpoints
-from warmkv.prefixes.misses import Asked, Finding, Found, PromptHistory, names_of
+from warmkv.prefixes.misses import Asked, Finding, Found, PromptHistory, content_hash, names_of
 
 TTLS = {"5m": 300.0, "1h": 3600.0}
 
@@ -19,6 +20,7 @@ class Cache:
 
     history: PromptHistory = field(default_factory=PromptHistory)
     now: float = 0.0
+    shift: float = 0.0  # of the history's clock
     replica: str = "a"
     stored: dict[tuple[str, bytes], float] = field(default_factory=dict)  # until when
 
@@ -55,7 +57,7 @@ class Cache:
         written = max((mark.position for mark in counted), default=0)
         for key in keys.values() if automatic else (mark.key for mark in counted):
             self.stored[self.replica, key] = self.now + TTLS["5m"]
-        found = Found(self.replica, hit, hit, written, self.now)
+        found = Found(self.replica, hit, hit, written, self.now + self.shift)
         return self.history.begun(tenant, asked, found, TTLS, TTLS["5m"])
 
 
@@ -168,3 +170,45 @@ def test_memory_is_bounded_and_tokens_add_up(requests, capacity, conversations):
         held = cache.history._tenants.values()
         assert cache.history.nbytes == sum(item.nbytes for own in held for item in own.values()) <= capacity
         assert all(0 < len(own) <= conversations for own in held)
+
+
+@given(st.lists(st.tuples(st.text("abc", min_size=1, max_size=6), st.booleans(), st.sampled_from("ab")), max_size=20))
+def test_gateways_that_tell_each_other_say_what_one_would_say(requests):
+    """Their clocks differ; whichever of the two a prompt comes to, and wherever it is computed."""
+    one, two = Cache(), Cache()
+    gateways, ahead = [PromptHistory(tells=True) for _ in range(2)], 1e6
+    for at, (text, second, replica) in enumerate(requests):
+        for cache in (one, two):
+            cache.now, cache.replica = 100.0 * at, replica
+        two.history = gateways[second]
+        two.shift = ahead * second
+        assert two.ask(text, text[-1]) == one.ask(text, text[-1])
+        gateways[not second].learn(gateways[second].news(two.now + two.shift), two.now + ahead * (not second))
+    assert gateways[0].nbytes == gateways[1].nbytes == one.history.nbytes
+
+
+def test_what_was_forgotten_is_not_told():
+    cache = Cache(PromptHistory(tells=True))
+    for tenant in (b"t", b"u"):
+        cache.ask("abc", "c", tenant=tenant)
+    cache.history.forget(b"t")
+    assert [told.tenant for told in cache.history.news(0.0)] == [b"u"]
+    assert cache.history.news(0.0) == []
+
+
+def test_what_waits_to_be_told_is_bounded(monkeypatch):
+    monkeypatch.setattr("warmkv.prefixes.misses.NEWS", 3)
+    cache = Cache(PromptHistory(tells=True))
+    for text in ("a", "ab", "b", "c", "abc", "d"):
+        cache.ask(text, text[-1])
+    told = [array("q", news.contents).tolist() for news in cache.history.news(0.0)]
+    assert told == [[ord(letter) for letter in text] for text in ("c", "abc", "d")]
+
+
+@given(st.lists(st.text()), st.lists(st.text()))
+def test_contents_are_told_apart(ours, theirs):
+    assert (content_hash(*ours) == content_hash(*theirs)) == (ours == theirs)
+
+
+def test_a_content_has_the_same_hash_in_every_process():
+    assert content_hash("user", "", "\ud800 text") == -9072326626500807582

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,11 +28,15 @@ from warmkv.platform.prefix_directory import merged
 from warmkv.platform.router import Router
 from warmkv.platform.whatif.actor import RemoteWhatIf
 from warmkv.platform.whatif.feed import Feed
+from warmkv.prefixes.misses import Told
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.load import load_max_context, load_tokenizer
 
+log = logging.getLogger("ray.serve")
+
 RESPONSE_SECONDS = 10.0  # until all gateways have said whether they have a response
+NEWS_SECONDS = 1.0  # between two times that other gateways are told of prompts
 
 
 class GatewayHandle:
@@ -100,6 +105,8 @@ class Gateway:
             lost = partial(recorder.add, telemetry.DROPPED_LINES, log="whatif")
             self._feed = Feed(self._whatif.send, lambda: self._service.backlog.waiting, lost)
             self._feeding = asyncio.get_running_loop().create_task(self._feed.run())
+        if config.cluster.gateways > 1:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application, which listens at an address of its own from its start to its end."""
@@ -160,6 +167,21 @@ class Gateway:
         """Forget the earlier prompts whose hashes begin with `root`: their tokens, and what was found of them."""
         if self._app is not None:
             self._app.state.forget(root)
+
+    async def _tell(self) -> None:
+        """Tell all gateways of this one's prompts, for why later ones are not read from the cache."""
+        while True:
+            await asyncio.sleep(NEWS_SECONDS)
+            if news := self._service.history.news(time.monotonic()):
+                try:
+                    await self._gateways.broadcast("learn", self._name, news).results_async(timeout_s=RESPONSE_SECONDS)
+                except Exception as error:  # one is starting or gone: it lacks what only explains
+                    log.info("not all gateways were told of prompts: %s: %s", type(error).__name__, error)
+
+    async def learn(self, gateway: str, news: Sequence[Told]) -> None:
+        """Remember the prompts that came to another gateway."""
+        if gateway != self._name:
+            self._service.history.learn(news, time.monotonic())
 
     async def responses(self, tenant: bytes, name: str) -> list[StoredResponse]:
         """Return what is here of a response and those that it goes on from."""

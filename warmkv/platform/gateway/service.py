@@ -94,7 +94,7 @@ class Service:
         self.capabilities = tuple(config.capabilities.values())
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers, self._tenant = Writers(), telemetry.Bounded()
-        self.history = PromptHistory()
+        self.history = PromptHistory(tells=config.cluster.gateways > 1)
         self.backlog = Backlog(clock)  # requests without a first token
         self.faults = ErrorLog(recorder, config.gateway, clock)
         self.recent = RecentRequests(clock)

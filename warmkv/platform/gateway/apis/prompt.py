@@ -16,7 +16,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.template_options import END_OF_THINKING, split_thinking, thinking_key
 from warmkv.platform.gateway.apis.templates import uses_of_content
 from warmkv.platform.gateway.apis.tokens import Outline, Piece, Place, Rendered
-from warmkv.prefixes.misses import names_of
+from warmkv.prefixes.misses import content_hash, names_of
 
 Role = Literal["tools", "system", "user", "assistant", "tool"]
 
@@ -188,7 +188,7 @@ def _outline(turns: Sequence[Turn], shown: Sequence[int]) -> Outline:
     blocks = _flat(turns)
     runs = ["result" if turn.role == "tool" else "call" if block.call is not None else "" for turn, block in blocks]
     joined = (bool(run) and run == before for before, run in itertools.pairwise(["", *runs]))
-    contents = tuple(hash((turn.role, block.call, block.text)) for turn, block in blocks)
+    contents = tuple(content_hash(turn.role, block.call or "", block.text) for turn, block in blocks)
     messages = (turn for turn in turns if turn.role != "tools")
     places = [("messages", number) for number, turn in enumerate(messages) for _ in turn.blocks]
     unknown = itertools.chain(((turn.role,) for turn, _ in blocks if turn.role == "tools"), places)

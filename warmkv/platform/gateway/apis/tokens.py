@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from warmkv.platform.gateway.apis.cuts import parts
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
 from warmkv.prefixes.hashing import DIGEST_BYTES, block_hashes
-from warmkv.prefixes.misses import names_of
+from warmkv.prefixes.misses import content_hash, names_of
 
 Kind = Literal["template", "content", "plain", "more"]
 OPTIONS: dict[Kind, dict[str, bool]] = {
@@ -78,7 +78,7 @@ class Rendered:
     @classmethod
     def of_text(cls, text: str) -> Rendered:
         """Return a prompt without a template, for plain completion."""
-        contents = (hash(text),)
+        contents = (content_hash(text),)
         return cls(
             [Piece(text, "plain", 0)], (None,), 0, Outline((("prompt",),), contents, names_of(contents), (False,))
         )

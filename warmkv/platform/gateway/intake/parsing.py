@@ -299,9 +299,12 @@ class Parsing:
         name: str | None,
         wanted: Wanted | None,
     ) -> ParsedRequest:
-        """Constrain an answer to calls of tools, or one call of a tool. Raises ApiError (400) where it cannot be."""
+        """Constrain an answer to calls of tools, or one call of a tool. Raises ApiError (400) where it cannot be.
+
+        The form that is wanted is that of a text, which such an answer has none of.
+        """
         if wanted is not None:
-            raise invalid(f"tool_choice: the answer is constrained by {wanted.place} already")
+            self._check_constraint(wanted.place, wanted.constraint)
         chosen = [tool for tool in tools if name in (None, tool["function"]["name"])]
         if not chosen:
             raise invalid(f"tool_choice: there is no tool {name!r}" if tools else "tool_choice: there are no tools")

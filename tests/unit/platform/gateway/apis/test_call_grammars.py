@@ -40,10 +40,10 @@ def chat(server: Any, **options: Any) -> Any:
     return server.openai().chat.completions.create(messages=said, model=server.config.model.name, **options)
 
 
-def message(server: Any, choice: Any, tools: Any = MESSAGES, tokens: int = 90) -> Any:
+def message(server: Any, choice: Any, tools: Any = MESSAGES, tokens: int = 90, **options: Any) -> Any:
     said: Any = [{"role": "user", "content": "hello"}]
     return server.anthropic().messages.create(
-        model=server.config.model.name, max_tokens=tokens, messages=said, tools=tools, tool_choice=choice
+        model=server.config.model.name, max_tokens=tokens, messages=said, tools=tools, tool_choice=choice, **options
     )
 
 
@@ -71,13 +71,23 @@ def test_a_call_can_be_forced_in_the_messages_api(server, choice, names):
     jsonschema.validate(call.input, SCHEMA)
 
 
+def test_a_forced_call_comes_in_place_of_the_text_that_a_format_is_of(server):
+    json_object = {"type": "json_object"}
+    asked = chat(server, tool_choice="required", parallel_tool_calls=False, response_format=json_object)
+    assert asked.choices[0].finish_reason == "tool_calls"
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    answer = message(server, one, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    assert answer.stop_reason == "tool_use"
+
+
 def test_what_cannot_be_forced_is_refused_with_its_place(server):
     with pytest.raises(anthropic.BadRequestError, match="tool_choice: there is no tool 'absent'"):
         message(server, {"type": "tool", "name": "absent"})
     with pytest.raises(openai.BadRequestError, match="tool_choice: there is no tool 'absent'"):
         chat(server, tool_choice={"type": "function", "function": {"name": "absent"}})
-    with pytest.raises(openai.BadRequestError, match="constrained by response_format already"):
-        chat(server, tool_choice="required", response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        broken_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/b"}}}
+        chat(server, tool_choice="required", response_format=broken_format)
     broken = [
         *MESSAGES,
         {"name": "bad", "input_schema": {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}},
