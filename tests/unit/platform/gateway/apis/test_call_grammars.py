@@ -85,8 +85,8 @@ def test_what_cannot_be_forced_is_refused_with_its_place(server):
         message(server, {"type": "tool", "name": "absent"})
     with pytest.raises(openai.BadRequestError, match="tool_choice: there is no tool 'absent'"):
         chat(server, tool_choice={"type": "function", "function": {"name": "absent"}})
+    broken_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/b"}}}
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        broken_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/b"}}}
         chat(server, tool_choice="required", response_format=broken_format)
     broken = [
         *MESSAGES,
