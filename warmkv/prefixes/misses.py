@@ -195,7 +195,7 @@ class PromptHistory:
         for told in news:
             contents = array("q", told.contents)
             names = array("q", names_of(contents))
-            held = self._tenants.get(told.tenant, {})
+            held = self._tenants.get(told.tenant, OrderedDict())
             before = next((name for name in reversed(names) if name in held), None)
             written = {
                 block: _Written(key, now + left, replica) for block, (key, left, replica) in told.written.items()
