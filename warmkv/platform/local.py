@@ -24,6 +24,7 @@ from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
 from warmkv.platform.tenants_file import Tenants
+from warmkv.replicas.loading.adapters import check_adapter
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
 
@@ -67,10 +68,14 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise FileNotFoundError for a path without a model and for what cannot be a hub name; loading checks the rest."""
+    """Raise FileNotFoundError for a path without a model and for what cannot be a hub name; loading checks the rest.
+
+    Raises ValueError for a folder with an adapter.
+    """
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     path = Path(model.path)
+    check_adapter(path)
     if (path.is_absolute() or path.exists() or model.path.startswith(".")) and not (path / "config.json").exists():
         raise FileNotFoundError(f"no config.json in {model.path} (model.path)")
     if not path.exists():

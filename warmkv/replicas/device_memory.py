@@ -15,7 +15,7 @@ from warmkv.faults import UserError
 from warmkv.policies import memory_plan
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
+from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, MemoryPlanError, ModelSizes
 from warmkv.replicas.loading.load import LoadedModel, model_path, resolve_device, resolve_dtype
 
 UNLIMITED = 1 << 60
@@ -23,6 +23,11 @@ UNLIMITED = 1 << 60
 
 PROBED_TOKENS = 8192
 """Context at which the memory of a chunk's attention is measured; it is in proportion to the context."""
+
+SPREAD = (
+    "vLLM spreads a model over several GPUs by tensor parallelism (engine.kind: vllm, "
+    "cluster.gpus_per_replica: 2 or more)"
+)
 
 
 class DeviceError(UserError):
@@ -61,11 +66,21 @@ def read(device: torch.device, share: float = 1.0) -> DeviceMemory:
 
 
 def check_before_loading(config: Config, share: float) -> None:
-    """Raise MemoryPlanError if the weights in the model's folder are more than a replica can have."""
+    """Raise MemoryPlanError if the weights in the model's folder are more than a replica can have.
+
+    Raises DeviceError if a replica is given several GPUs.
+    """
+    if config.engine.kind == "warmkv" and (gpus := config.cluster.gpus_per_replica) > 1:
+        raise DeviceError(f"cluster.gpus_per_replica {gpus:g}: an engine of kind warmkv computes on one GPU. {SPREAD}")
     device = resolve_device(config.model.device)
     weights = stored_weight_bytes(config.model, resolve_dtype(config.model.dtype, device))
-    if weights is not None:
-        memory_plan.check_weights(read(device, share), config.engine, weights)
+    if weights is None:
+        return
+    memory = read(device, share)
+    try:
+        memory_plan.check_weights(memory, config.engine, weights)
+    except MemoryPlanError as error:
+        raise MemoryPlanError(f"{error}. {SPREAD}" if memory.kind == "gpu" else f"{error}") from None
 
 
 # --- the device

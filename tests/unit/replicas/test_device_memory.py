@@ -161,9 +161,19 @@ def test_a_replica_that_does_not_fit_is_refused_before_and_after_loading(models,
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
     (tmp_path / "model.safetensors").write_bytes(b"0" * 30_000)
     settings = load(flags=[f"model.path={tmp_path}", "model.device=cpu"], environ={})  # float32: twice as much
-    with pytest.raises(MemoryPlanError, match=r"weights alone .* needed 60,000 bytes, given 36,000"):
+    with pytest.raises(
+        MemoryPlanError, match=r"weights alone .* needed 60,000 bytes, given 36,000.*engine\.kind: vllm"
+    ):
         device_memory.check_before_loading(settings, 1.0)
     device_memory.check_before_loading(load(flags=[f"model.path={tmp_path}", "model.dtype=bfloat16"], environ={}), 1.0)
+
+
+def test_several_gpus_for_a_replica_are_refused_and_pointed_to_the_engine_that_uses_them():
+    settings = load(flags=["cluster.gpus_per_replica=2", "model.device=cpu"], environ={})
+    with pytest.raises(
+        device_memory.DeviceError, match=r"gpus_per_replica 2: .*tensor parallelism \(engine\.kind: vllm"
+    ):
+        device_memory.check_before_loading(settings, 1.0)
 
 
 def test_files_that_do_not_tell_the_weights_stop_nothing(tmp_path):

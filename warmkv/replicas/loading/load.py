@@ -20,6 +20,7 @@ from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
+from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
 from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
@@ -97,7 +98,7 @@ def fetch(config: ModelConfig) -> Path:
     """Download a hub model into the hub's cache, unless it is there; return its folder. Others are where they are.
 
     Processes that share the cache wait for each other's downloads. Raises OSError where it cannot be had, or has no
-    weights as safetensors.
+    weights as safetensors, and ValueError where there is an adapter.
     """
     from huggingface_hub import snapshot_download
 
@@ -105,6 +106,7 @@ def fetch(config: ModelConfig) -> Path:
     folder = (
         named if named.exists() else Path(snapshot_download(str(named), revision=config.revision, allow_patterns=FILES))
     )
+    check_adapter(folder)
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no *.safetensors in {config.path} (model.path)")
     return folder
@@ -150,7 +152,10 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
     Weights are packed where that helps, unless `packed` is False. On a CPU this process keeps freed memory from now on.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.peft_utils import find_adapter_config_file
 
+    if adapter := find_adapter_config_file(model_path(config), revision=config.revision):
+        check_adapter(Path(adapter).parent)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":

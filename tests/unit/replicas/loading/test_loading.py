@@ -26,11 +26,12 @@ from transformers import (
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.families import CONTEXT, WINDOW, tiny_model
 from warmkv.config import ModelConfig
+from warmkv.platform.local import check_model
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import supported
-from warmkv.replicas.loading.load import load_model, prepare, resolve_dtype
+from warmkv.replicas.loading.load import fetch, load_model, prepare, resolve_dtype
 from warmkv.replicas.loading.packed_weights import LEAST_WEIGHTS, can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import UnservableRequestError
 
@@ -184,3 +185,16 @@ def test_weights_quantised_by_what_cannot_run_here_are_refused_by_name(
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"quantised by {method} cannot be loaded here: .* \(engine.kind: vllm\)"):
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("refuse", [check_model, fetch, load_model])
+def test_an_adapter_is_refused_with_its_kind_and_its_model_whatever_lies_beside_it(tmp_path: Path, refuse: Any) -> None:
+    config = ModelConfig(path=str(tmp_path), device="cpu")
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    refuse(config)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
+    with pytest.raises(ValueError, match=r"adapter_config\.json: LORA\) of some/base, .*merge_and_unload"):
+        refuse(config)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="unknown"):
+        refuse(config)
