@@ -6,12 +6,14 @@ equal but not what they said.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from math import inf
+from operator import itemgetter, le
 from typing import Any, NamedTuple
+
+import pydantic_core
 
 from warmkv.prefixes.usage import Usage
 
@@ -36,6 +38,60 @@ class Candidate(NamedTuple):
 
     position: int
     key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Values of the lines read so far. Equal ones of later lines are the same objects, which takes half the memory."""
+
+    values: dict[Any, Any] = field(default_factory=dict)
+    marks: dict[bytes, Mark] = field(default_factory=dict)  # by their keys
+    reads: dict[bytes, Candidate] = field(default_factory=dict)
+    types: set[tuple[type, ...]] = field(default_factory=set)  # of plain values, found to be right
+
+    def hashes(self, keys: Iterable[str]) -> tuple[bytes, ...]:
+        """Read block hashes. Raises TypeError and ValueError, as the others do."""
+        same = self.values.setdefault
+        return tuple([same(key, key) for key in map(bytes.fromhex, keys)])
+
+    def breakpoints(self, marks: Iterable[tuple[Any, Any, str]]) -> tuple[Mark, ...]:
+        """Read breakpoints."""
+        same, known, found = self.values.setdefault, self.marks, []
+        for position, ttl, text in marks:
+            key = bytes.fromhex(text)
+            mark = known.get(key)
+            if mark is None or mark.position != position or mark.ttl != ttl:
+                name = str(ttl)
+                mark = known[key] = Mark(int(position), same(name, name), same(key, key))
+            found.append(mark)
+        return tuple(found)
+
+    def candidates(self, reads: Iterable[tuple[Any, str]]) -> tuple[Candidate, ...]:
+        """Read candidates."""
+        same, known, found = self.values.setdefault, self.reads, []
+        for position, text in reads:
+            key = bytes.fromhex(text)
+            read = known.get(key)
+            if read is None or read.position != position:
+                read = known[key] = Candidate(int(position), same(key, key))
+            found.append(read)
+        return tuple(found)
+
+    def plain(self, values: Sequence[Any]) -> list[Any]:
+        """Check the plain values of a line, in the order of `_PLAIN`."""
+        types = tuple(map(type, values))
+        if types not in self.types:
+            for (name, kinds), found in zip(_PLAIN.items(), types, strict=True):
+                if found not in kinds:  # so that a boolean is no integer
+                    raise TypeError(f"{name} must be {kinds[-1].__name__}, not {found.__name__}")
+            self.types.add(types)
+        for at in _FLOATS:
+            if not -inf < values[at] < inf:
+                raise ValueError(f"{list(_PLAIN)[at]} must be finite")
+        checked, same = list(values), self.values.setdefault
+        for at in _NAMES:
+            checked[at] = same(checked[at], checked[at])
+        return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,55 +137,59 @@ class RequestRecord:
         return json.dumps(line, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str, known: dict[Any, Any] | None = None) -> RequestRecord:
-        """Read one line. Raises RecordError with the reason.
-
-        Names and keys that are `known` from other lines are the same objects as there, which takes half the memory.
-        """
-        same = ({} if known is None else known).setdefault
+    def from_json(cls, text: str, known: Known | None = None) -> RequestRecord:
+        """Read one line, sharing values with the lines that are `known`. Raises RecordError with the reason."""
+        known = Known() if known is None else known
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecordError(f"not JSON: {error.msg}") from None
+            line = pydantic_core.from_json(text, cache_strings="keys")
+        except ValueError:  # half a surrogate pair, too, which Python's parser takes
+            try:
+                line = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise RecordError(f"not JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(line, dict) or line.get("v") != VERSION:
             raise RecordError(f"not an access-log record of version {VERSION}")
         try:
-            values = {name: line[name] for name in _FIELDS if name in line}
-            values["hashes"] = tuple([same(key, key) for key in map(bytes.fromhex, line["hashes"])])
-            marks = [(int(at), str(ttl), bytes.fromhex(key)) for at, ttl, key in line.get("marks", ())]
-            values["marks"] = tuple([Mark(at, same(ttl, ttl), same(key, key)) for at, ttl, key in marks])
-            reads = [(int(at), bytes.fromhex(key)) for at, key in line.get("reads", ())]
-            values["reads"] = tuple([Candidate(at, same(key, key)) for at, key in reads])
-            values["usage"] = Usage(**line.get("usage", {}))
-            for name, kinds in _FIELDS.items():
-                if kinds and name in values:
-                    value = values[name]
-                    if type(value) not in kinds:  # so that a boolean is no integer
-                        raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
-                    if type(value) is float and not math.isfinite(value):
-                        raise ValueError(f"{name} must be finite")
-                    if name in _NAMES:
-                        values[name] = same(value, value)
-            record = cls(**values)
+            if not line.keys() >= _DEFAULTS.keys():
+                line = {**_DEFAULTS, **line}
+            hashes = known.hashes(line["hashes"])
+            marks = known.breakpoints(line["marks"])
+            reads = known.candidates(line["reads"])
+            values = known.plain(_plain(line))
+            values[_FIRST:_FIRST] = hashes, marks, reads, Usage(**line["usage"])
+            record = cls(*values)
             if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
                 raise ValueError("token counts must not be negative and block_size must be positive")
-            if record.input_tokens // record.block_size != len(record.hashes):
+            if record.input_tokens // record.block_size != len(hashes):
                 raise ValueError(
                     f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
-                    f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
+                    f"blocks of {record.block_size}, but {len(hashes)} hashes are given"
                 )
-            places = [mark.position for mark in record.marks] + [read.position for read in record.reads]
+            places = [position for position, _ in reads]
+            if any(map(le, places, places[1:])):
+                raise ValueError("reads must come highest position first")
+            places += [mark.position for mark in marks]
             if places and not 0 < min(places) <= max(places) <= record.input_tokens:
                 raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
-            if any(upper.position <= lower.position for upper, lower in itertools.pairwise(record.reads)):
-                raise ValueError("reads must come highest position first")
             return record
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"bad record: {type(error).__name__}: {error}") from None
 
 
-_FIELDS = {item.name: _KINDS.get(str(item.type), ()) for item in fields(RequestRecord)}
-"""The fields of a line, and the types that its plain values may have."""
+_FIELDS = [item.name for item in fields(RequestRecord)]
+_DEFAULTS: dict[str, Any] = {
+    **{item.name: item.default for item in fields(RequestRecord) if item.default is not MISSING},
+    "usage": {},
+}
+_PLAIN = {item.name: kinds for item in fields(RequestRecord) if (kinds := _KINDS.get(str(item.type)))}
+"""The plain fields of a line, and the types that they may have."""
 
-_NAMES = {name for name, kinds in _FIELDS.items() if kinds == (str,)} - {"id", "client_id", "trace_id"}
-"""Fields whose values many lines share."""
+_plain = itemgetter(*_PLAIN)
+_FIRST = _FIELDS.index("hashes")  # of the fields that are not plain, which stand together
+_FLOATS = [at for at, kinds in enumerate(_PLAIN.values()) if float in kinds]
+_NAMES = [
+    at
+    for at, (name, kinds) in enumerate(_PLAIN.items())
+    if str in kinds and name not in ("id", "client_id", "trace_id")
+]
+"""Places of plain fields whose values many lines share."""

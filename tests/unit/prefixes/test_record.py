@@ -1,14 +1,15 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.prefixes.record import Candidate, Mark, RecordError, RequestRecord
+from warmkv.prefixes.record import Candidate, Known, Mark, RecordError, RequestRecord
 from warmkv.prefixes.usage import Usage
 
 TIMES = st.floats(0, 1e10)
-KEYS = st.binary(min_size=16, max_size=16)
+KEYS = st.binary(min_size=16, max_size=16) | st.sampled_from([b"1" * 16, b"2" * 16])
 COUNTS = st.integers(0, 10**6)
 
 
@@ -28,7 +29,7 @@ def records(draw):
         input_tokens=tokens,
         output_tokens=draw(COUNTS),
         hashes=tuple(draw(st.lists(KEYS, min_size=tokens // size, max_size=tokens // size))),
-        marks=tuple(Mark(at, "5m", draw(KEYS)) for at in positions),
+        marks=tuple(Mark(at, draw(st.sampled_from(["5m", "1h"])), draw(KEYS)) for at in positions),
         reads=tuple(Candidate(at, draw(KEYS)) for at in reversed(positions)),
         usage=Usage(draw(COUNTS), draw(COUNTS), {"5m": draw(COUNTS)}, draw(COUNTS)),
         replica=draw(st.text()),
@@ -43,6 +44,21 @@ def test_a_record_survives_the_log(record):
     line = record.to_json()
     assert "\n" not in line
     assert RequestRecord.from_json(line) == record
+
+
+@given(st.lists(records(), max_size=4))
+def test_what_other_lines_said_changes_no_record(several):
+    known = Known()
+    assert [RequestRecord.from_json(record.to_json(), known) for record in several] == several
+
+
+def test_lines_share_their_marks_and_reads():
+    line = replace(GOOD, marks=(Mark(4, "5m", b"1" * 16),), reads=(Candidate(4, b"1" * 16),)).to_json()
+    known = Known()
+    first, second = (RequestRecord.from_json(line, known) for _ in range(2))
+    assert first.marks[0] is second.marks[0]
+    assert first.reads[0] is second.reads[0]
+    assert first.reads[0].key is first.hashes[0]
 
 
 GOOD = RequestRecord("a", 1.0, "t", "m", "messages", "full", 4, 9, 3, (b"1" * 16, b"2" * 16))
@@ -68,6 +84,7 @@ GOOD = RequestRecord("a", 1.0, "t", "m", "messages", "full", 4, 9, 3, (b"1" * 16
         ({"reads": [[0, "00"]]}, "within the prompt's 9 tokens"),
         ({"reads": [[3, "00"], [4, "00"]]}, "highest position first"),
         ({"marks": [[1, "5m"]]}, "ValueError"),
+        ({"marks": [[float("inf"), "5m", "00"]]}, "OverflowError"),
         ({"usage": {"read": 1, "cost": 2}}, "TypeError"),
     ],
 )
@@ -77,10 +94,22 @@ def test_a_broken_line_is_refused_with_the_reason(change, reason):
         RequestRecord.from_json(line)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"v":1}', '{"v":1,"hashes":[]}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 10**5, '{"v":1}', '{"v":1,"hashes":[]}'])
 def test_what_is_no_record_is_refused(text):
     with pytest.raises(RecordError):
         RequestRecord.from_json(text)
+
+
+@pytest.mark.parametrize("session", ["\ud800", "\U0001f600", "\x00"])
+def test_any_character_survives(session):
+    record = replace(GOOD, session=session)
+    assert RequestRecord.from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize("change", [{"arrival": 10**12}, {"e2e": 3}])
+def test_whole_numbers_are_times(change):
+    record = RequestRecord.from_json(json.dumps(json.loads(GOOD.to_json()) | change))
+    assert record == replace(GOOD, **change)
 
 
 def test_fields_of_later_writers_are_ignored():

@@ -7,9 +7,8 @@ full blocks would find is all that they tell.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from warmkv.prefixes.record import RecordError, RequestRecord
+from warmkv.prefixes.record import Known, RecordError, RequestRecord
 from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace
 from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, lines
 
@@ -17,7 +16,7 @@ KEYS = ("v", "arrival", "tenant", "block_size")
 
 
 def parser(reading: Reading) -> Parse:
-    known: dict[Any, Any] = {}
+    known = Known()
 
     def parse(line: str) -> Iterable[RequestRecord | None]:
         try:
