@@ -70,7 +70,7 @@ def check_port(host: str, port: int) -> None:
 def check_model(model: ModelConfig) -> None:
     """Raise FileNotFoundError for a path without a model and for what cannot be a hub name; loading checks the rest.
 
-    Raises ValueError for a folder with an adapter.
+    Raises AdapterError for a folder with an adapter.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 

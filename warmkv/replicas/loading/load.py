@@ -23,7 +23,7 @@ from warmkv.replicas.loading import supported
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
-from warmkv.replicas.loading.packed_weights import can_pack, pack_linears, packed_bytes
+from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import (
     LayerTraits,
     check_config,
@@ -98,7 +98,7 @@ def fetch(config: ModelConfig) -> Path:
     """Download a hub model into the hub's cache, unless it is there; return its folder. Others are where they are.
 
     Processes that share the cache wait for each other's downloads. Raises OSError where it cannot be had, or has no
-    weights as safetensors, and ValueError where there is an adapter.
+    weights as safetensors, and AdapterError where there is an adapter.
     """
     from huggingface_hub import snapshot_download
 
@@ -184,6 +184,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     if packed and can_pack(device, dtype):
         pack_linears(module)
+        leave_file(module)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
     return LoadedModel(
         module=module,

@@ -57,6 +57,13 @@ def pack_linears(module: nn.Module) -> None:
             pack_linears(child)
 
 
+@torch.no_grad()
+def leave_file(module: nn.Module) -> None:
+    """Copy what stays plain, and so let go of the checkpoint's memory map, which holds the packed weights as well."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def packed_bytes(module: Any) -> int:
     """Return bytes of packed weights inside a module."""
     return sum(child.nbytes for child in module.modules() if isinstance(child, PackedLinear))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from transformers import (
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.families import CONTEXT, WINDOW, tiny_model
 from warmkv.config import ModelConfig
+from warmkv.faults import UserError
 from warmkv.platform.local import check_model
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import supported
+from warmkv.replicas.loading import packed_weights, supported
 from warmkv.replicas.loading.load import fetch, load_model, prepare, resolve_dtype
 from warmkv.replicas.loading.packed_weights import LEAST_WEIGHTS, can_pack, pack_linears, packed_bytes
 from warmkv.replicas.protocol import UnservableRequestError
@@ -130,6 +132,26 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed():
     assert packed_bytes(prepare(random_model("llama"), packed=False).module) == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not tell what is mapped")
+@pytest.mark.parametrize(
+    ("dtype", "packed", "mapped"), [("float32", False, 1), ("float32", True, 0), ("bfloat16", True, 0)]
+)
+def test_weights_are_read_by_a_memory_map_that_goes_where_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, packed: bool, mapped: int
+) -> None:
+    """So they are in memory once: as pages of the file, or as a copy."""
+    if packed and dtype == "float32" and not can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this build of torch packs no weights")
+    monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 1)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path), device="cpu", dtype=dtype), packed=packed)
+    gc.collect()
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len({str(file) for file in tmp_path.glob("*.safetensors")} & files) == mapped
+    plain = model.module.get_input_embeddings().weight
+    assert plain.untyped_storage().nbytes() == plain.nbytes
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
 @pytest.mark.parametrize("policy", ["streaming_llm@10", "expected_attention@10:window=4"])
 def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(family, policy):
@@ -193,7 +215,7 @@ def test_an_adapter_is_refused_with_its_kind_and_its_model_whatever_lies_beside_
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
     refuse(config)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
-    with pytest.raises(ValueError, match=r"adapter_config\.json: LORA\) of some/base, .*merge_and_unload"):
+    with pytest.raises(UserError, match=r"adapter_config\.json: LORA\) of some/base, .*merge_and_unload"):
         refuse(config)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match="unknown"):
