@@ -51,10 +51,10 @@ class SimulatorConfig(Section):
     gpu: Gpu = Field(
         Gpu.model_validate("H100-SXM"), description="name in the catalogue (`warmkv replay --gpu list`); also its price"
     )
-    batching: Literal["shortest_first", "mixed"] = Field(
-        "shortest_first",
+    batching: Literal["auto", "shortest_first", "mixed"] = Field(
+        "auto",
         description="how replicas fill the engine.step_tokens of a step: the shortest prompts first, as warmkv; "
-        "or first come, first served, as vLLM",
+        "or first come, first served, as vLLM; auto: as the engine of engine.kind",
     )
     step_a: float = Field(0.004, ge=0, description="seconds a step")
     step_b: float = Field(0.00012, ge=0, description="seconds a token computed")

@@ -22,6 +22,7 @@ from warmkv.config.prefix_cache import PrefixCacheConfig
 from warmkv.config.pricing import Prices, PricingConfig
 from warmkv.config.routing import DirectoryConfig, RoutingConfig, TransferConfig
 from warmkv.config.simulator import SimulatorConfig
+from warmkv.policy_spec import PolicySpec
 
 OF_GROUPS: dict[str, frozenset[str]] = {
     "cluster": frozenset(("replicas", "autoscaling", "cpus_per_replica", "gpus_per_replica")),
@@ -55,6 +56,22 @@ class Config(Section):
     def prices(self) -> Prices:
         """Return the prices of the model that is served."""
         return self.pricing.of(self.model.name)
+
+    @property
+    def batches_as_vllm(self) -> bool:
+        """Return True if simulated replicas form their batches as vLLM does."""
+        batching = self.simulator.batching
+        return batching == "mixed" or (batching == "auto" and self.engine.kind == "vllm")
+
+    @property
+    def whole_cache(self) -> PolicySpec:
+        """Return the policy that keeps everything, which vLLM does in the format of its prefixes."""
+        return PolicySpec(storage=self.prefix_cache.storage if self.engine.kind == "vllm" else "model")
+
+    @property
+    def kv_block(self) -> int | None:
+        """Return the tokens of the blocks that a running sequence takes; None where it has a slot."""
+        return self.prefix_cache.block_size if self.engine.kind == "vllm" else None
 
     @property
     def ongoing_requests(self) -> int:

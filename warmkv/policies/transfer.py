@@ -138,7 +138,8 @@ class TransferTerms:
     def of(cls, config: Config) -> TransferTerms:
         gateway, cluster = config.gateway, config.cluster
         times = (TOKEN_SECONDS, START_SECONDS, config.transfer.byte_seconds)
-        return cls(gateway.fetch_seconds, cluster.handover_seconds, PIECE_BYTES, *times)
+        moves = config.engine.capabilities(config.prefix_cache.storage).moves_blocks
+        return cls(gateway.fetch_seconds, cluster.handover_seconds if moves else 0.0, PIECE_BYTES, *times)
 
 
 @dataclass(frozen=True, slots=True)

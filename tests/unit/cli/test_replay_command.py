@@ -94,14 +94,22 @@ def test_the_grid_follows_the_options(log):
     assert document["variants"][0]["ttft"]["p50"] > 0
 
 
-def test_a_cluster_of_vllm_servers_is_replayed_with_the_whole_cache(log):
-    mixed = ("--set", "simulator.batching=mixed", "--set", "cluster.replicas=2", "--set", "engine.max_slots=16")
+@pytest.mark.parametrize("how", ["simulator.batching=mixed", "engine.kind=vllm"])
+def test_a_cluster_of_vllm_servers_is_replayed_with_the_whole_cache(log, how):
+    mixed = ("--set", how, "--set", "cluster.replicas=2", "--set", "engine.max_slots=16")
     document = json.loads(call("replay", log, *mixed, "--json", "-").stdout)
     assert [(variant["policy"], variant["ttl"]) for variant in document["variants"]] == [("full", 300), ("full", 3600)]
     assert all(variant["token_hit_rate"] > 0 for variant in document["variants"])
     result = call("replay", log, *mixed, "--policy", "snapkv")
     assert result.exit_code == 2
     assert "simulator.batching=mixed keeps the whole cache" in result.stderr
+
+
+def test_vllm_s_cache_in_fp8_is_replayed_as_it_is(log):
+    fp8 = ("engine.kind=vllm", "prefix_cache.storage=fp8", "compression.policy=full+fp8")
+    options = [part for setting in fp8 for part in ("--set", setting)]
+    document = json.loads(call("replay", log, *options, "--ttl", 60, "--json", "-").stdout)
+    assert [variant["policy"] for variant in document["variants"]] == ["full+fp8"]
 
 
 def test_json_goes_to_a_file_beside_the_table(log, tmp_path):

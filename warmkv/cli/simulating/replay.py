@@ -69,9 +69,10 @@ def replay(
     if profile is not None and machine.step_times is StepTimeChoice.LOG:
         fail("--profile and --step-times log exclude each other")
     settings = options.read(*([] if profile is None else [f"simulator.profile={json.dumps(str(profile))}"]))
-    if settings.simulator.batching == "mixed" and not _given(context, "policy"):
+    if settings.batches_as_vllm and not _given(context, "policy"):
         policy = []  # vLLM keeps the whole cache
-    grid = variants.grid(settings.compression.policy, ttl, [_budget(text) for text in budget], policy)
+    base, budgets = settings.compression.policy, [_budget(text) for text in budget]
+    grid = variants.grid(base, ttl, budgets, policy, settings.whole_cache)
     if out is not None and not any(_given(context, name) for name in ("ttl", "budget", "policy")):
         grid = [variants.Variant()]
     elif as_recorded:

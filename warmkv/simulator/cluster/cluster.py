@@ -11,6 +11,8 @@ from warmkv.config import Config
 from warmkv.policies.breaker import retry_pause
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.tiers import weight
+from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.layout import Layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
@@ -21,8 +23,9 @@ from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.cluster.transfers import Moved
+from warmkv.simulator.engine.kv_blocks import BLOCK
 from warmkv.simulator.engine.mixed import BatchingError, Limits
-from warmkv.simulator.steps.costs import StepTimes
+from warmkv.simulator.steps.costs import StepKind, StepTimes
 
 Progress = Callable[[int], None]  # told how many requests have arrived
 PROGRESS_EVERY = 500
@@ -71,21 +74,24 @@ def simulate(
     Raises BatchingError if a request could not be batched as `simulator.batching: mixed` does.
     """
     config = resolved(config)
-    mixed = mixed_limits(jobs, config, token_bytes) if config.simulator.batching == "mixed" else None
+    if not config.engine.capabilities(config.prefix_cache.storage).moves_blocks:
+        config = config.model_copy(update={"routing": config.routing.model_copy(update={"transfer": False})})
+    mixed = mixed_limits(jobs, config, token_bytes) if config.batches_as_vllm else None
     stores = Stores(jobs, config, lifetimes, token_bytes, lay_out, held)
     return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run(held, begun)
 
 
 def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limits:
     """Return the limits of replicas that batch as vLLM does. Raises BatchingError for what vLLM does not do."""
-    engine = config.engine
+    engine, kind = config.engine, StepKind.of(config.whole_cache)
     for job in jobs:
-        if job.kind != WHOLE_CACHE:
+        if job.kind not in (kind, WHOLE_CACHE):
             raise BatchingError(
                 f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
-                f"{job.kind.label}; choose the policy full"
+                f"{job.kind.label}; choose the policy {kind.label}"
             )
-    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), engine.kv_limit // token_bytes)
+    tokens = engine.kv_limit // weight(kind.storage, kv_shape(config))(token_bytes, 1)
+    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, config.kv_block or BLOCK)
 
 
 class Cluster:
@@ -213,7 +219,7 @@ class Cluster:
         reading = self._stores.tier_seconds
         return SimulatedReplica(
             self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed,
-            self._config.prefix_cache.enabled,
+            self._config.prefix_cache.enabled, StepKind.of(self._config.whole_cache),
         )  # fmt: skip
 
     def _ready(self) -> None:

@@ -107,6 +107,7 @@ class SimulatedReplica:
         tier_seconds: tuple[float, float] = (0.0, 0.0),
         mixed: Limits | None = None,
         stores: bool = True,
+        whole: StepKind = WHOLE_CACHE,
     ) -> None:
         self.name, self.cache, self.stores = name, cache, stores
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
@@ -128,9 +129,7 @@ class SimulatedReplica:
             )  # fmt: skip
         else:
             self.waiting = FirstCome()
-            self._engine = MixedBudget(
-                self, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(WHOLE_CACHE)
-            )
+            self._engine = MixedBudget(self, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole))
         alarm.ring = self._engine.resume
 
     @property

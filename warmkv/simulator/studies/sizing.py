@@ -179,7 +179,7 @@ def choices(config: Config, model: ModelShape, gpu: Gpu, host_bytes: int, polici
         found += [{"prefix_cache.memory_bytes": f"{int(free * share) >> 20}MiB"} for share in STORED]
     if cache.enabled and host_bytes and not cache.host.memory_bytes:
         found.append({"prefix_cache.host.memory_bytes": f"{host_bytes >> 20}MiB"})
-    if config.simulator.batching != "mixed":
+    if not config.batches_as_vllm:
         found += [{POLICY: label} for label in policies]
     return found
 

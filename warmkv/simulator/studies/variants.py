@@ -50,9 +50,10 @@ def grid(
     ttls: Sequence[float] = TTLS,
     budgets: Sequence[int | float] = BUDGETS,
     policies: Sequence[str] = POLICIES,
+    whole: PolicySpec = PolicySpec(),
 ) -> list[Variant]:
-    """Build the variants: the full cache at every TTL as the baseline, then every policy at every budget and TTL."""
-    variants = [Variant(ttl, policy_spec("full", 1.0, base)) for ttl in ttls]
+    """Build the variants: the `whole` cache at every TTL as the baseline, then every policy at every budget and TTL."""
+    variants = [Variant(ttl, whole) for ttl in ttls]
     for name in policies:
         if name != "full":
             variants += [Variant(ttl, policy_spec(name, budget, base)) for budget in budgets for ttl in ttls]

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
+from warmkv.policies.transfer import TransferTerms
+from warmkv.simulator.cluster.cluster import mixed_limits
 from warmkv.simulator.engine.mixed import BatchingError, Limits
 from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost
@@ -100,6 +102,33 @@ def test_requests_of_a_replica_that_dies_go_on_elsewhere():
 def test_what_vllm_does_not_do_is_refused():
     with pytest.raises(BatchingError, match=r"keeps the whole cache.*request r has snapkv.*choose the policy full"):
         run([record(0.0, [1] * 40, 5, policy="snapkv@6", name="r")], config(MIXED))
+
+
+VLLM = "engine.kind=vllm"
+
+
+def test_replicas_batch_as_the_engine_of_their_kind_and_vllm_s_move_no_blocks():
+    two = ("cluster.replicas=2", "prefix_cache.block_size=16", *TIGHT)
+    (jobs, outcome), (same, _) = (
+        run(conversations(), config(*flags, *two)) for flags in ((VLLM,), (MIXED, "routing.transfer=false"))
+    )
+    assert outcomes(jobs) == outcomes(same)
+    assert (outcome.moved.fetches, TransferTerms.of(config(VLLM)).handover_seconds) == (0, 0.0)
+    assert TransferTerms.of(config()).handover_seconds > 0
+    ours, as_ours = (
+        run(conversations(), config(*flags))[0] for flags in ((), (VLLM, "simulator.batching=shortest_first"))
+    )
+    assert outcomes(ours) == outcomes(as_ours)
+
+
+def test_vllm_s_cache_is_taken_in_its_blocks_and_its_format():
+    settings = [VLLM, "prefix_cache.block_size=32", "simulator.model.dtype_bytes=2"]
+    in_fp8 = [*settings, "prefix_cache.storage=fp8", "compression.policy=full+fp8"]
+    jobs, _ = run(conversations(4), config(*in_fp8))  # of a log that was recorded with another format
+    assert all(job.replica for job in jobs)
+    plain, fp8 = (mixed_limits(jobs, config(*flags), 4) for flags in (settings, in_fp8))
+    assert (plain.kv_block, fp8.kv_block) == (32, 32)
+    assert (plain.kv_tokens, fp8.kv_tokens) == ((1 << 30) // 4, (1 << 30) // 2)
 
 
 def test_a_server_gives_what_it_always_gave():
