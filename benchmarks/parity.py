@@ -31,6 +31,11 @@ class Run:
     memory: str = "12MiB"  # of each replica's prefix cache: less than the sessions want
     seed: int = 0
     quick: bool = False
+    engine: str = "warmkv"
+
+    @property
+    def policies(self) -> Sequence[str]:
+        return POLICIES if self.engine == "warmkv" else POLICIES[:1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,13 +72,13 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
     config = parse(
         {
             "cluster": {"replicas": 2},
-            "engine": {"threads": 1},
+            "engine": {"threads": 1, "kind": run.engine},
             "prefix_cache": {"memory_bytes": run.memory},
             "gateway": {"port": 0, "access_log": str(log)},
             "routing": {"transfer": False},  # what is fetched is not in the log
         }
     )
-    shape = traffic.Traffic(sessions=run.sessions, rate=run.rate, policies=POLICIES, tenants=2, seed=run.seed)
+    shape = traffic.Traffic(sessions=run.sessions, rate=run.rate, policies=run.policies, tenants=2, seed=run.seed)
     sessions = traffic.plan(shape)
     with running(config, say) as live:
         service.ask_all(live.url, config.model.name, sessions, say)
@@ -119,9 +124,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--rate", type=float, metavar="N", help="sessions that begin in a second (0.6)")
     parser.add_argument("--memory", metavar="BYTES", help="of each replica's prefix cache (12MiB)")
     parser.add_argument("--seed", type=int, help="of the sessions (0)")
+    parser.add_argument("--engine", choices=("warmkv", "vllm"), help="of the replicas; vllm runs in .venv-vllm")
     options = parser.parse_args(arguments)
     run = Run(sessions=8, rate=2.0, quick=True) if options.quick else Run()
-    given = {name: getattr(options, name) for name in ("sessions", "rate", "memory", "seed")}
+    given = {name: getattr(options, name) for name in ("sessions", "rate", "memory", "seed", "engine")}
     run = replace(run, **{name: value for name, value in given.items() if value is not None})
     if run.sessions < 1 or run.rate <= 0:
         parser.error("at least one session and a positive rate are needed")
