@@ -377,11 +377,24 @@ LONG = [
 ]
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fill workspace that a launch asks for with what nobody wrote: from a launch before, nothing is read."""
+    workspace, asked = RowTables.workspace, list[str]()
+
+    def filled(tables: RowTables, name: str, *given: Any) -> Tensor:
+        asked.append(name)
+        return workspace(tables, name, *given).fill_(1 << 30)
+
+    monkeypatch.setattr(RowTables, "workspace", filled)
+    return asked
+
+
 @pytest.mark.parametrize(
     ("policies", "new"),
     [*((mix, 3) for mix in MIXES), *(pytest.param(mix, 5, marks=pytest.mark.soak) for mix in LONG)],
 )
-def test_slots_decode_through_the_kernels_as_without_them(device, models, policies, new):
+def test_slots_decode_through_the_kernels_as_without_them(device, models, policies, new, poisoned):
     """In one batch, so that rows of all slabs and storages are attended beside each other."""
     if device.type == "cuda":
         pytest.skip("the model is on the CPU")
@@ -395,6 +408,7 @@ def test_slots_decode_through_the_kernels_as_without_them(device, models, polici
     driver = Driver(models["llama"], step_tokens=512)
     assert driver.run(*requests) == expected
     assert all(slab.is_fused for slab in driver.engine.pool.slabs)
+    assert {"numbers", "taken", "peaks", "totals"} <= set(poisoned)
 
 
 def test_a_step_that_fails_half_way_goes_on_in_parts_through_the_kernels(device, models, monkeypatch):
