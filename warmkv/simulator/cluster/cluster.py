@@ -220,6 +220,7 @@ class Cluster:
         return SimulatedReplica(
             self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed,
             self._config.prefix_cache.enabled, StepKind.of(self._config.whole_cache),
+            self._config.kv_block is not None,
         )  # fmt: skip
 
     def _ready(self) -> None:

@@ -108,8 +108,9 @@ class SimulatedReplica:
         mixed: Limits | None = None,
         stores: bool = True,
         whole: StepKind = WHOLE_CACHE,
+        whole_blocks: bool = False,  # are reused, as vLLM does, and no tails behind them
     ) -> None:
-        self.name, self.cache, self.stores = name, cache, stores
+        self.name, self.cache, self.stores, self._whole_blocks = name, cache, stores, whole_blocks
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
         self._ended, self._began = ended, began
         self._overhead = times.overhead
@@ -183,6 +184,8 @@ class SimulatedReplica:
             cache.expire(now)
         found = job.found = cache.match(job.blocks, now)
         job.warm = max(0, min(found.tokens, job.prompt - job.recomputed))
+        if self._whole_blocks:
+            job.warm -= job.warm % job.record.block_size
         if job.sum_bytes:
             job.warm = cache.sums(found, job.blocks, job.warm, now)
         job.computed = job.warm

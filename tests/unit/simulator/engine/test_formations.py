@@ -109,16 +109,26 @@ VLLM = "engine.kind=vllm"
 
 def test_replicas_batch_as_the_engine_of_their_kind_and_vllm_s_move_no_blocks():
     two = ("cluster.replicas=2", "prefix_cache.block_size=16", *TIGHT)
-    (jobs, outcome), (same, _) = (
-        run(conversations(), config(*flags, *two)) for flags in ((VLLM,), (MIXED, "routing.transfer=false"))
-    )
-    assert outcomes(jobs) == outcomes(same)
+    cold = [run(conversations(), config(flag, "prefix_cache.enabled=false", *two))[0] for flag in (VLLM, MIXED)]
+    assert outcomes(cold[0]) == outcomes(cold[1])
+    jobs, outcome = run(conversations(), config(VLLM, *two))
+    assert sum(job.reused for job in jobs) > 0
     assert (outcome.moved.fetches, TransferTerms.of(config(VLLM)).handover_seconds) == (0, 0.0)
     assert TransferTerms.of(config()).handover_seconds > 0
     ours, as_ours = (
-        run(conversations(), config(*flags))[0] for flags in ((), (VLLM, "simulator.batching=shortest_first"))
+        run(conversations(), config("prefix_cache.enabled=false", *flags))[0]
+        for flags in ((), (VLLM, "simulator.batching=shortest_first"))
     )
     assert outcomes(ours) == outcomes(as_ours)
+
+
+@pytest.mark.parametrize(("length", "mark", "vllm", "ours"), [(11, 10, 8, 10), (12, 12, 8, 11), (13, 12, 12, 12)])
+def test_vllm_finds_whole_blocks_and_computes_the_last_token_in_its_own(length, mark, vllm, ours):
+    """What is billed is the same."""
+    records = [record(at, range(length), ends=[mark], ttls=["5m"]) for at in (0.0, 9.0)]
+    again = [run(records, config(*flags))[0][1] for flags in ((VLLM,), ())]
+    assert [job.reused for job in again] == [vllm, ours]
+    assert [job.match.hit for job in again] == [mark, mark]
 
 
 def test_vllm_s_cache_is_taken_in_its_blocks_and_its_format():
