@@ -164,6 +164,8 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
     check_config(configured)  # before weights are read
     check_quantization(configured)
     module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
+    if getattr(configured, "quantization_config", None) is not None and not getattr(module, "is_quantized", False):
+        module.to(dtype)  # what a quantiser made plain, as fp8 without a GPU, is of its own dtype
     return prepare(module.to(device), packed=packed)
 
 
