@@ -3,7 +3,7 @@
 Example:
 
     python -m training.train --minutes 145 --out runs/tiny --seed 0 --device auto
-    python -m training.train --start runs/tiny --tokens 1500000 --warmth 0.5 --seed 1 --out runs/tools
+    python -m training.train --start runs/tiny --tokens 6400000 --warmth 0.5 --seed 1 --out runs/tools
 
 The folder given by --out holds a loadable model from the first save on; a run that was stopped goes on with --resume.
 """
@@ -75,9 +75,13 @@ PHASES = (
 _KEPT = {family: 0.5 * odds for family, odds in _LAST.items()}
 _SPELT = _KEPT | {"spelling": 0.2, "tool_call": 0.15, "tool_result": 0.1, "tool_not_needed": 0.05}
 _TOOLS = _KEPT | {"spelling": 0.02, "tool_call": 0.2, "tool_result": 0.16, "tool_not_needed": 0.12}
+# What long rows of the other families lost by then comes back last.
+_BOTH = {"single": 0.04, "multi": 0.38, "two_hop": 0.03, "copying": 0.03, "scratch": 0.1, "passages": 0.04}
+_BOTH |= {"spelling": 0.03, "tool_call": 0.18, "tool_result": 0.11, "tool_not_needed": 0.06}
 WITH_TOOLS = (
-    Phase(0.35, {256: 0.4, 512: 0.6}, _SPELT, language=0.15),
-    Phase(1.0, {256: 0.1, 512: 0.25, 1024: 0.2, 2048: 0.4, 4096: 0.05}, _TOOLS, language=0.4),
+    Phase(0.23, {256: 0.4, 512: 0.6}, _SPELT, language=0.15),
+    Phase(0.65, {256: 0.1, 512: 0.25, 1024: 0.2, 2048: 0.4, 4096: 0.05}, _TOOLS, language=0.4),
+    Phase(1.0, {256: 0.1, 512: 0.2, 1024: 0.15, 2048: 0.5, 4096: 0.05}, _BOTH, language=0.3),
 )
 
 

@@ -313,6 +313,12 @@ def test_answers_a_conversation_and_a_second_question(model: Any, tokenizer: Any
     assert right >= 5
 
 
+@pytest.mark.parametrize("family", list(tool_calls.TOOL_FAMILIES))
+def test_calls_tools_for_what_only_they_know(model: Any, encode: evaluate.Encode, family: str) -> None:
+    row = evaluate.recall(lambda ids: model(input_ids=ids).logits, encode, [(family, "chat", 512)], 12)[0]
+    assert row["right"] >= 8
+
+
 def test_answers_a_document_and_a_question_in_two_blocks(model: Any, tokenizer: Any, worlds: Any) -> None:
     filler = "\n".join(worlds["heldout"].filler(random.Random(5), 300))
     document = f"{filler}\n# the code of harbor is 4821\n{filler}"
