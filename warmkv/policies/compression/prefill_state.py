@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.scoring import window_attention
@@ -224,6 +225,12 @@ class PrefillState:
             return attend(query[0], keys, values, start, first, softmax)[None]
         if start >= LEAST_BEFORE and query.shape[2] > 1 and not softmax.window and query.device.type == "cpu":
             return self._attend_apart(layer, query, softmax.scale)
+        if query.is_cuda and start and not softmax.window:
+            keys, values = self.keys[layer, None, :, :end], self.values[layer, None, :, :end]
+            if can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, True)):
+                # Causal from the last key on, as `causal_lower_right`; with a mask torch takes no flash kernel.
+                flash = torch.ops.aten._scaled_dot_product_flash_attention
+                return flash(query, keys, values, 0.0, True, False, scale=softmax.scale)[0]
         rows = end - start if query.is_cuda else ROWS_ON_CPU
         pieces = []
         for begin in range(start, end, rows):
