@@ -117,7 +117,7 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A conversation as a history tells it to those of other processes, whose clocks may show another time.
+    """Carry a conversation to the histories of other processes, whose clocks may show another time.
 
     `written` has for a content block what was written behind it: its key, the seconds left of its life, and where.
     """

@@ -114,7 +114,7 @@ def sample(
     min_p: Items[float],
     uniform: Items[float],
 ) -> Tensor:
-    """Next token of each row of logits [n, vocabulary]; parameters are of length n, the result int64 [n].
+    """Draw the next token of each row of logits [n, vocabulary]; parameters are of length n, the result int64 [n].
 
     Rows with temperature 0 take the argmax. The others draw from the top_k most probable tokens (0 is all) within the
     smallest set whose probability reaches top_p, of which none has less than min_p of the highest probability, by

@@ -11,7 +11,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class AdapterError(UserError):
-    """A model's folder that has an adapter."""
+    """Refuse a model's folder that has an adapter."""
 
 
 def check_adapter(folder: Path) -> None:
