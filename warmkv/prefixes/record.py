@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Hold values of the lines read so far. Equal ones of later lines are the same objects, which takes half the memory."""
+    """Hold values of the lines read so far: equal ones of later lines are the same objects, in half the memory."""
 
     values: dict[Any, Any] = field(default_factory=dict)
     marks: dict[bytes, Mark] = field(default_factory=dict)  # by their keys
