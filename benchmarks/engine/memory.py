@@ -10,7 +10,8 @@ from benchmarks.engine.setting import Models, Setting
 from benchmarks.engine.warm import PLENTY
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 
 def race(arena: Arena) -> None:

@@ -15,7 +15,8 @@ from warmkv.policies import budgets, compression
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 TTL = "5m"
 

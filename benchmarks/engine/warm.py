@@ -13,7 +13,7 @@ from warmkv.measuring.clock import Stopwatch, now
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import EngineEvent
-from warmkv.replicas.slots.slots import Slot
+from warmkv.replicas.slots.slot import Slot
 
 PLENTY = 1 << 42
 """Bytes, where memory is not the question."""

@@ -16,7 +16,8 @@ from warmkv.policies.slot_sizes import slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import Slot, SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 CHUNK = 512
 

@@ -23,7 +23,7 @@ from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
-from warmkv.replicas.slots.slots import Slot
+from warmkv.replicas.slots.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from warmkv.replicas.engine.isolation import isolate
 from warmkv.replicas.engine.sampling import NO_TOKEN
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Slot, SlotPool
+from warmkv.replicas.slots.slot import Slot
+from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from warmkv.replicas.engine.faults import NotFiniteError, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
 TOKENS = 16

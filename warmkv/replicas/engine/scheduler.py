@@ -31,7 +31,8 @@ from warmkv.replicas.protocol import (
     TokenLogprobs,
     UnservableRequestError,
 )
-from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest, SwappedSlot
+from warmkv.replicas.slots.slot import Slot, SlotRequest, SwappedSlot
+from warmkv.replicas.slots.slots import SlotPool
 
 # A drawn token comes alone or with its log-probabilities.
 EngineEvent = PromptLogprobs | Started | int | TokenLogprobs | Finished | Failed

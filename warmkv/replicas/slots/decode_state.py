@@ -15,7 +15,8 @@ from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetad
 from warmkv.replicas.slots.kernels import LaunchProgress
 from warmkv.replicas.slots.rows import Bools, Ints, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
-from warmkv.replicas.slots.slots import Slot, SlotPool
+from warmkv.replicas.slots.slot import Slot
+from warmkv.replicas.slots.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)

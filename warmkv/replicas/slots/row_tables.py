@@ -22,7 +22,7 @@ from warmkv.replicas.slots.rows import ARGMIN, Advance, Bools, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
 if TYPE_CHECKING:
-    from warmkv.replicas.slots.slots import Slot
+    from warmkv.replicas.slots.slot import Slot
 
 PARTS = (
     "keys", "keys_second", "keys_third", "values", "values_second", "values_third",

@@ -8,94 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from warmkv.policies import budgets, sliding
+from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
-from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes, slot_bytes
-from warmkv.policy_spec import PolicySpec
+from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, slot_bytes
+from warmkv.replicas.slots.layout import Row, Wanted, alike, wanted_rows
 from warmkv.replicas.slots.row_tables import RowTables
-from warmkv.replicas.slots.rows import FREE, Ints, RowTable
+from warmkv.replicas.slots.rows import FREE, RowTable
 from warmkv.replicas.slots.slabs import Slab
-
-Row = tuple[RowKind, int, int]
-"""The kind of a row, the entries that it may use, and those that it begins with."""
-Wanted = tuple[range, RowKind, list[int]]
-"""Layers, the kind of row that they need, and for which heads."""
+from warmkv.replicas.slots.slot import Slot, SlotPiece, SlotRequest, SwappedSlot
 
 SLAB_SLOTS = 4
 """Slots of a kind's first slab. Each further one doubles them: a step attends slab by slab."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
-
-    spec: PolicySpec
-    prompt_tokens: int
-    new_tokens: int
-
-    def row(self, kept: int, window: int) -> tuple[RowKind, int]:
-        """Return kind and limit of the row of a KV head that keeps `kept` tokens; a `window` of 0 is none."""
-        return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
-
-    def in_layer(self, window: int) -> PolicySpec:
-        return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
-
-    def in_window(self, kept: int, window: int) -> int:
-        """Clip a number of prompt tokens to what a layer with a window can keep."""
-        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
-        return min(kept, window) if slid else kept
-
-    def is_endless(self, most: int) -> bool:
-        """Return True if decoding may go on beyond `most` positions, as in a streaming cache."""
-        return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A request's rows, or before its hand-off the bytes set aside for them."""
-
-    id: int
-    slot_request: SlotRequest
-    reserved: int = 0  # bytes
-    limit: int = 0  # bytes that all slabs may take once it is filled
-    places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
-    tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
-    shift: int = 0  # by how much the model sees smaller positions (an endless stream)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPiece:
-    """Rows of a slot that were taken out of a slab."""
-
-    layers: range
-    kind: RowKind
-    state: RowTable
-    tensors: list[Tensor]  # in host memory
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedSlot:
-    """A slot that gave up its rows, and goes on when it has others."""
-
-    slot_request: SlotRequest
-    tokens: int
-    shift: int
-    pieces: list[SlotPiece]
-    slot_bytes: int  # that it takes in slabs
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
 
 
 class SlotPool:
@@ -162,7 +90,7 @@ class SlotPool:
         ]
         if len(set(rows)) == 1:
             return self._claim_uniform(slot, rows[0][0], limit)
-        return self._claim_ragged(slot, _wanted([[row] * self.shape.kv_heads for row in rows]), limit)
+        return self._claim_ragged(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
 
     def _row(self, slot_request: SlotRequest, layer: int, kept: int) -> Row:
         return *slot_request.row(kept, self.shape.window(layer)), kept
@@ -328,9 +256,9 @@ class SlotPool:
         if slot.reserved:
             asked = [[self._row(slot_request, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
             slot.reserved = 0
-            alike = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
-            if not (alike and self._claim_uniform_exact(slot, asked[0][0][0])):
-                claimed = self._claim_ragged(slot, _wanted(asked), slot.limit)
+            same = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
+            if not (same and self._claim_uniform_exact(slot, asked[0][0][0])):
+                claimed = self._claim_ragged(slot, wanted_rows(asked), slot.limit)
                 assert claimed, "the bytes that were set aside did not suffice"
         reads = budgets.page_reads(slot_request.spec, prompt.tokens, self.shape.head_dim)
         for slab, rows in slot.places:
@@ -350,7 +278,7 @@ class SlotPool:
                     reads=reads,
                 )
             for layer in slab.layers:
-                for run in _alike(rows, slab.state.head, counts[layer]):
+                for run in alike(rows, slab.state.head, counts[layer]):
                     of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
                     kept = counts[layer][of.start]
                     selection = selections[layer]
@@ -366,31 +294,3 @@ class SlotPool:
     def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
         one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
         return self._claim_uniform(slot, kind, self.allocated_bytes + one)
-
-
-def _wanted(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
-    """Return the rows that each layer's heads ask for; neighbouring layers whose heads all ask alike share a slab."""
-    wanted: list[Wanted] = []
-    first = 0
-    for layer, asked in enumerate(rows):
-        same = layer + 1 < len(rows) and rows[layer + 1] == asked and len(set(asked)) == 1
-        if same:
-            continue
-        for kind in dict.fromkeys(kind for kind, *_ in asked):
-            wanted.append(
-                (range(first, layer + 1), kind, [head for head, (own, *_) in enumerate(asked) if own == kind])
-            )
-        first = layer + 1
-    return wanted
-
-
-def _alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
-    """Group neighbouring rows of neighbouring heads that keep the same number of entries."""
-    runs: list[slice] = []
-    for row in rows:
-        head = heads[row]
-        if runs and runs[-1].stop == row and heads[row - 1] == head - 1 and kept[heads[row - 1]] == kept[head]:
-            runs[-1] = slice(runs[-1].start, row + 1)
-        else:
-            runs.append(slice(row, row + 1))
-    return runs

@@ -25,7 +25,8 @@ from warmkv.policies.slot_sizes import KVShape, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.attention import attend_rows
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import Slot, SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import Slot, SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 DIM = 8
 UNITS = torch.eye(DIM)

@@ -23,7 +23,8 @@ from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 pytest.importorskip("triton", reason="triton is not installed")
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype_bytes=4, q_heads=4)

@@ -25,7 +25,8 @@ from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.loading.packed_weights import packed_bytes
 from warmkv.replicas.slots.rows import FREE
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype_bytes=4)
 MORE = ["rocketkv@10:window=4,kernel=3", "full", *POLICIES]

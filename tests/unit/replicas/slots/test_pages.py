@@ -14,7 +14,8 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.slots import SlotPool, SlotRequest
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4)
 GROUP, SCALE = 3, 8**-0.5

@@ -1,0 +1,80 @@
+"""A decode slot: what a request asks of it, where it lies, and what it is while it has given up its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from warmkv.policies import budgets, sliding
+from warmkv.policies.slot_sizes import RowKind, layer_row_kind
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots.rows import RowTable
+from warmkv.replicas.slots.slabs import Slab
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
+
+    spec: PolicySpec
+    prompt_tokens: int
+    new_tokens: int
+
+    def row(self, kept: int, window: int) -> tuple[RowKind, int]:
+        """Return kind and limit of the row of a KV head that keeps `kept` tokens; a `window` of 0 is none."""
+        return layer_row_kind(self.spec, kept, self.prompt_tokens, self.new_tokens, window)
+
+    def in_layer(self, window: int) -> PolicySpec:
+        return sliding.in_layer(self.spec, window, self.prompt_tokens, self.new_tokens)
+
+    def in_window(self, kept: int, window: int) -> int:
+        """Clip a number of prompt tokens to what a layer with a window can keep."""
+        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
+        return min(kept, window) if slid else kept
+
+    def is_endless(self, most: int) -> bool:
+        """Return True if decoding may go on beyond `most` positions, as in a streaming cache."""
+        return budgets.is_endless(self.spec, self.prompt_tokens, self.new_tokens, most)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A request's rows, or before its hand-off the bytes set aside for them."""
+
+    id: int
+    slot_request: SlotRequest
+    reserved: int = 0  # bytes
+    limit: int = 0  # bytes that all slabs may take once it is filled
+    places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
+    tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
+    shift: int = 0  # by how much the model sees smaller positions (an endless stream)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPiece:
+    """Rows of a slot that were taken out of a slab."""
+
+    layers: range
+    kind: RowKind
+    state: RowTable
+    tensors: list[Tensor]  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedSlot:
+    """A slot that gave up its rows, and goes on when it has others."""
+
+    slot_request: SlotRequest
+    tokens: int
+    shift: int
+    pieces: list[SlotPiece]
+    slot_bytes: int  # that it takes in slabs
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
