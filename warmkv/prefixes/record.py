@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pydantic_core
 
+from warmkv.prefixes.hashing import DIGEST_BYTES
+from warmkv.prefixes.packed_keys import PAGE, Page
 from warmkv.prefixes.usage import Usage
 
 VERSION = 1
@@ -40,19 +42,30 @@ class Candidate(NamedTuple):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Known:
-    """Hold values of the lines read so far: equal ones of later lines are the same objects, in half the memory."""
+    """Hold values of the lines read so far: equal ones of later lines are the same objects, block hashes are packed."""
 
-    values: dict[Any, Any] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    page: Page = field(default_factory=Page)
     marks: dict[bytes, Mark] = field(default_factory=dict)  # by their keys
     reads: dict[bytes, Candidate] = field(default_factory=dict)
     types: set[tuple[type, ...]] = field(default_factory=set)  # of plain values, found to be right
 
-    def hashes(self, keys: Iterable[str]) -> tuple[bytes, ...]:
+    def hashes(self, keys: Sequence[str]) -> Sequence[bytes]:
         """Read block hashes. Raises TypeError and ValueError, as the others do."""
-        same = self.values.setdefault
-        return tuple([same(key, key) for key in map(bytes.fromhex, keys)])
+        count = len(keys) if type(keys) is list else 0
+        try:
+            if count and max(map(len, keys)) == 2 * DIGEST_BYTES:
+                packed = bytes.fromhex("".join(keys))  # which skips blanks
+                if len(packed) == count * DIGEST_BYTES:
+                    if len(self.page) >= PAGE:
+                        self.page.close()
+                        self.page = Page()
+                    return self.page.add(packed)
+        except (TypeError, ValueError):
+            pass  # one by one, for the reason
+        return tuple(map(bytes.fromhex, keys))
 
     def breakpoints(self, marks: Iterable[tuple[Any, Any, str]]) -> tuple[Mark, ...]:
         """Read breakpoints."""
@@ -61,19 +74,20 @@ class Known:
             key = bytes.fromhex(text)
             mark = known.get(key)
             if mark is None or mark.position != position or mark.ttl != ttl:
-                name = str(ttl)
-                mark = known[key] = Mark(int(position), same(name, name), same(key, key))
+                name, read = str(ttl), self.reads.get(key)
+                mark = known[key] = Mark(int(position), same(name, name), key if read is None else read.key)
             found.append(mark)
         return tuple(found)
 
     def candidates(self, reads: Iterable[tuple[Any, str]]) -> tuple[Candidate, ...]:
         """Read candidates."""
-        same, known, found = self.values.setdefault, self.reads, []
+        known, found = self.reads, []
         for position, text in reads:
             key = bytes.fromhex(text)
             read = known.get(key)
             if read is None or read.position != position:
-                read = known[key] = Candidate(int(position), same(key, key))
+                mark = self.marks.get(key)
+                read = known[key] = Candidate(int(position), key if mark is None else mark.key)
             found.append(read)
         return tuple(found)
 
@@ -107,7 +121,7 @@ class RequestRecord:
     block_size: int
     input_tokens: int
     output_tokens: int
-    hashes: tuple[bytes, ...]  # of the prompt's full blocks
+    hashes: Sequence[bytes]  # of the prompt's full blocks
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()  # highest position first
     usage: Usage = field(default_factory=Usage)

@@ -58,7 +58,24 @@ def test_lines_share_their_marks_and_reads():
     first, second = (RequestRecord.from_json(line, known) for _ in range(2))
     assert first.marks[0] is second.marks[0]
     assert first.reads[0] is second.reads[0]
-    assert first.reads[0].key is first.hashes[0]
+    assert first.reads[0].key is first.marks[0].key
+
+
+def test_hashes_of_a_full_page_stay_the_same(monkeypatch):
+    monkeypatch.setattr("warmkv.prefixes.record.PAGE", 3)
+    lines = [replace(GOOD, hashes=(bytes([at]) * 16, bytes([at % 2]) * 16)) for at in range(7)]
+    known = Known()
+    found = [RequestRecord.from_json(record.to_json(), known) for record in lines]
+    assert found == lines
+    assert len({id(record.hashes.page) for record in found}) == 4
+
+
+@pytest.mark.parametrize(
+    "keys", [["0" * 30 + "  ", "1" * 32], ["0" * 30, "1" * 34], ["0" * 30, "1" * 32], ["00", "11"]]
+)
+def test_hashes_of_any_length_are_read(keys):
+    line = json.dumps(json.loads(GOOD.to_json()) | {"hashes": keys})
+    assert RequestRecord.from_json(line).hashes == tuple(map(bytes.fromhex, keys))
 
 
 GOOD = RequestRecord("a", 1.0, "t", "m", "messages", "full", 4, 9, 3, (b"1" * 16, b"2" * 16))
@@ -73,6 +90,8 @@ GOOD = RequestRecord("a", 1.0, "t", "m", "messages", "full", 4, 9, 3, (b"1" * 16
         ({"hashes": []}, "2 full blocks of 4, but 0 hashes"),
         ({"hashes": ["xyz", "00"]}, "ValueError"),
         ({"hashes": None}, "TypeError"),
+        ({"hashes": ["0" * 32, "x" * 32]}, "non-hexadecimal number found"),
+        ({"hashes": ["0" * 32, 7]}, "TypeError"),
         ({"arrival": "noon"}, "arrival must be float"),
         ({"arrival": None}, "arrival must be float"),
         ({"arrival": float("nan")}, "arrival must be finite"),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.prefixes.record import Candidate, Mark, RequestRecord
+from warmkv.prefixes.packed_keys import numbers_of
+from warmkv.prefixes.record import Mark, RequestRecord
 
-Hashes = tuple[bytes, ...]
+Hashes = Sequence[bytes]
 Ints = NDArray[np.int64]
 Runs = tuple[int, ...]
 NONE = -1
@@ -98,9 +99,7 @@ def layout(records: Sequence[RequestRecord], blocks: Ints | None = None) -> Layo
         if (full := mark.position // record.block_size)
     ]
     if blocks is None:
-        every = list(chain.from_iterable(chains))
-        numbers = {block: number for number, block in enumerate(dict.fromkeys(every))}
-        blocks = np.array([numbers[block] for block in every], dtype=np.int64)
+        blocks = numbers_of(chains)
     starts = counts.cumsum() - counts
     inner = starts[counts > 0]
     if not _chained(blocks, inner):
@@ -139,11 +138,10 @@ def layout(records: Sequence[RequestRecord], blocks: Ints | None = None) -> Layo
         for record, path in zip(records, paths, strict=True)
     ]
     written = {write.tail if write.tail != NONE else p.runs[write.runs - 1] for p in prompts for write in p.writes}
+    shared: dict[int, Read] = {}  # by the nodes that they read
     for prompt in prompts:
-        record = prompt.record
-        if record.reads:
-            ends = _ends(prompt.runs, found)
-            prompt.reads = _reads(record.reads, record.hashes, record.block_size, prompt.runs, ends, tails, written)
+        if prompt.record.reads:
+            prompt.reads = _reads(prompt.record, prompt.runs, _ends(prompt.runs, found), tails, written, shared)
     return Layout(prompts, found, np.stack([example, until], axis=1), [key for _, key in tails])
 
 
@@ -201,23 +199,25 @@ def _writes(
 
 
 def _reads(
-    candidates: Sequence[Candidate],
-    hashes: Hashes,
-    size: int,
+    record: RequestRecord,
     path: Runs,
     ends: Mapping[int, int],
     tails: Mapping[tuple[int, bytes], int],
     written: Container[int],
+    shared: dict[int, Read],
 ) -> tuple[Read, ...]:
-    """Return where a prompt may read, leaving out what no prompt writes."""
+    """Return where a prompt may read, leaving out what no prompt writes; equal reads are the same objects."""
     found = []
-    for position, key in candidates:
-        blocks, rest = divmod(position, size)
+    for position, key in record.reads:
+        blocks, rest = divmod(position, record.block_size)
         count = ends.get(blocks)
-        if count is None or (not rest and hashes[blocks - 1] != key):
+        if count is None or (not rest and record.hashes[blocks - 1] != key):
             continue
         parent = path[count - 1] if count else NONE
         number = tails.get((parent, key), NONE) if rest else parent
         if number in written:
-            found.append(Read(position, blocks, number, rest > 0))
+            read = shared.get(number)
+            if read is None or read.position != position:
+                read = shared[number] = Read(position, blocks, number, rest > 0)
+            found.append(read)
     return tuple(found)

@@ -41,8 +41,9 @@ class SimulatedGateway:
         if self._lifetimes is not None:
             leaves = self._lifetimes.stored_blocks(job.marks, len(record.hashes), record.block_size)
         queues = None if self._alone else self._queues(now)
+        hashes = tuple(record.hashes)  # which are read often while it is in flight
         choice = self._dispatcher.choose(
-            job.number, record.hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
+            job.number, hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
         )
         return choice.order, choice.fetch
 

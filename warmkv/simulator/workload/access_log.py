@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmkv.prefixes.packed_keys import number
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.reader import Rows
 
@@ -31,4 +32,5 @@ def read(path: Path, *, strict: bool = False) -> Log:
 def records(rows: Rows) -> tuple[RequestRecord, ...]:
     """Return the records of a log in the order of arrival."""
     found = [row for row in rows if isinstance(row, RequestRecord)]
+    number(record.hashes for record in found)
     return tuple(sorted(found, key=lambda record: record.arrival))
