@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := build/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -49,10 +50,7 @@ test-vllm: $(VLLM_STAMP) ## Run the tests against real vLLM on the CPU, in an en
 soak: $(STAMP) ## Run long what `make test` runs short: load, random faults, properties; MINUTES each
 	@$(BIN)/python -m tests.side_by_side -m "not gpu" --soak-minutes $(MINUTES)
 
-clients: $(STAMP) ## Run packages that people use as clients, unmodified, against the service
-	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
-	  instructor langchain langchain-anthropic langchain-openai litellm openai-agents
+clients: $(STAMP) $(CLIENTS_STAMP) ## Run packages that people use as clients, unmodified, against the service
 	@WARMKV_CLIENTS_PYTHON=$(CLIENTS)/bin/python $(BIN)/python -m pytest tests/client_packages
 
 clients-by-command: $(STAMP) ## Run command-line clients against `warmkv serve`; docs/clients.md says how to install them
@@ -138,6 +136,12 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 	@echo "setup: done"
+
+$(CLIENTS_STAMP): constraints-clients.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
+	  instructor langchain langchain-anthropic langchain-openai litellm openai-agents
+	@touch $@
 
 # vLLM's CPU build wants packages of which its import fails, as they are built for another torch; text needs none of them.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt | $(BIN)/python
