@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -73,6 +74,16 @@ def soak_minutes(request: pytest.FixtureRequest) -> float:
     """How long a test that is marked `soak` goes on."""
     minutes: float = request.config.getoption("soak_minutes")
     return minutes
+
+
+@pytest.fixture(scope="session")
+def soaked(soak_minutes: float) -> Callable[..., int]:
+    """Scale the size of a test that is marked `soak`: all of it from a minute on, and never less than `least`."""
+
+    def size(whole: int, *, least: int) -> int:
+        return min(whole, max(least, round(whole * soak_minutes)))
+
+    return size
 
 
 def _has_gpu() -> bool:

@@ -63,8 +63,8 @@ def request(constraint: Constraint | None, *, new: int = 80, **sampling: Any) ->
 
 
 @pytest.mark.parametrize("schemas", [15, pytest.param(201, marks=pytest.mark.soak)])
-def test_every_answer_that_ended_satisfies_its_schema(ending, compiler, schemas):
-    ended = 0
+def test_every_answer_that_ended_satisfies_its_schema(ending, compiler, schemas, soaked):
+    ended, schemas = 0, soaked(schemas, least=60)
 
     @settings(
         max_examples=schemas // 3, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]

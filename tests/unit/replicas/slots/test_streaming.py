@@ -24,9 +24,9 @@ TRAINED, LIMIT, LAYERS = 64, 16, 3
         pytest.param(f"streaming_llm@{LIMIT}", 200, marks=pytest.mark.soak),
     ],
 )
-def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, policy, times):
+def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, policy, times, soaked):
     """What a token sees goes back at most `layers * limit` tokens, and to the sinks; so a short stream can tell."""
-    new = times * TRAINED
+    new = soaked(times, least=50) * TRAINED
     long = Driver(models["llama"], max_context=TRAINED, prefix_cache={"enabled": False})
     sizes, furthest = set(), [0]
     forward = long.engine._forward
