@@ -34,6 +34,11 @@ class Run:
     engine: str = "warmkv"
 
     @property
+    def kv_bytes(self) -> str:
+        """Return the room of running requests; vLLM's, which prefixes share, is the least for its longest prompt."""
+        return "auto" if self.engine == "warmkv" else "12MiB"
+
+    @property
     def policies(self) -> Sequence[str]:
         return POLICIES if self.engine == "warmkv" else POLICIES[:1]
 
@@ -72,7 +77,7 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
     config = parse(
         {
             "cluster": {"replicas": 2},
-            "engine": {"threads": 1, "kind": run.engine},
+            "engine": {"threads": 1, "kind": run.engine, "kv_bytes": run.kv_bytes},
             "prefix_cache": {"memory_bytes": run.memory},
             "gateway": {"port": 0, "access_log": str(log)},
             "routing": {"transfer": False},  # what is fetched is not in the log

@@ -27,12 +27,16 @@ from tests.vllm.conftest import (
     true,
     with_resume,
 )
-from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.config import EngineConfig, PrefixCacheConfig, SimulatorConfig
+from warmkv.model_shape import ModelShape
 from warmkv.prefixes import hashing
+from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engines.kv_events import BlocksStored, decode
 from warmkv.replicas.loading.load import load_model
 from warmkv.replicas.protocol import Constraint, Finished, Started, TokenLogprobs
+from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
+from warmkv.simulator.studies.verify import verify
 
 pytest.importorskip("vllm", reason="make test-vllm")
 
@@ -75,6 +79,45 @@ def test_the_directory_knows_what_vllm_would_find_to_the_block(replica: Replica)
         if found != leading * BLOCK:
             differ.append((found, leading * BLOCK))
     assert differ == []
+
+
+def test_a_replay_of_recorded_requests_finds_what_vllm_found(replica: Replica):
+    """Conversations of two tenants that need more than the cache holds, one request after the other."""
+    random_numbers = random.Random(3)
+    replica.run(replica.engine._reset())
+    records: list[RequestRecord] = []
+    said: list[tuple[int, list[int]]] = []
+    for number in range(60):
+        root, before = random_numbers.choice(said[-12:]) if number % 4 else (number % 3 % 2, [])
+        tokens = [*before, *random_numbers.choices(range(5, 250), k=random_numbers.randrange(1, 70))][:400]
+        request = replica.request(tokens, random_numbers.randrange(1, 60), ignore_eos=True, root=root)
+        answer = replica.answer(request)
+        whole = [*tokens, *tokens_of(answer)]
+        said.append((root, whole[:400]))
+        records.append(
+            RequestRecord(
+                id=request.id,
+                arrival=1e9 + number * 10.0,
+                tenant=request.tenant,
+                model="tiny",
+                api="chat",
+                policy="full",
+                block_size=BLOCK,
+                input_tokens=len(tokens),
+                output_tokens=len(whole) - len(tokens),
+                hashes=request.hashes,
+                generated=tuple(hashing.block_hashes(whole[:-1], BLOCK, ROOTS[root])[len(request.hashes) :]),
+                replica="replica",
+                cached_tokens=started(answer).cached_tokens,
+            )
+        )
+    shape = {"layers": 6, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4}
+    config = replica.config.model_copy(update={"simulator": SimulatorConfig(model=ModelShape(**shape))})
+    cost = StepCost(1e-3, 1e-5, 0.0)
+    verdict = verify(records, config, UniformCosts(PhaseCosts(cost, cost)))
+    assert verdict.evictions > BLOCKS
+    assert (verdict.equal_hits, verdict.refused) == (1.0, 0)
+    assert verdict.live_hit_tokens > 0
 
 
 def test_greedy_answers_and_log_probabilities_are_those_of_warmkv_s_engine(replica: Replica):

@@ -28,6 +28,7 @@ class Capabilities:
     prompt_logprobs: bool = True
     resumed_constraint: bool = True
     moves_blocks: bool = True  # gives blocks to other replicas of the group, and takes theirs
+    keeps_generated: bool = False  # stores blocks of generated tokens, before they are part of a prompt
 
     @property
     def is_limited(self) -> bool:

@@ -85,7 +85,7 @@ class EngineConfig(Section):
         """Return what the engine can do; `storage` is `prefix_cache.storage`, which all of vLLM's cache is in."""
         if self.kind == "warmkv":
             return Capabilities(self.kind)
-        return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *4 * (False,))
+        return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *4 * (False,), keeps_generated=True)
 
     @property
     def kv_limit(self) -> int:

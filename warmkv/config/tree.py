@@ -74,6 +74,11 @@ class Config(Section):
         return self.prefix_cache.block_size if self.engine.kind == "vllm" else None
 
     @property
+    def has_one_pool(self) -> bool:
+        """Return True if simulated replicas keep requests and prefixes in one pool of blocks, as vLLM does."""
+        return self.engine.kind == "vllm" and self.batches_as_vllm
+
+    @property
     def ongoing_requests(self) -> int:
         """Return the requests that Serve sends to one replica at a time."""
         return self.engine.max_slots + self.engine.max_queue

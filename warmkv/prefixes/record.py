@@ -125,6 +125,7 @@ class RequestRecord:
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()  # highest position first
     usage: Usage = field(default_factory=Usage)
+    generated: tuple[bytes, ...] = ()  # full blocks behind, of its answer, if the engine keeps them
     replica: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV was reused, whatever was billed
     resident_bytes: int = 0  # of the decode slot
@@ -146,6 +147,7 @@ class RequestRecord:
         line: dict[str, Any] = {"v": VERSION, **{name: getattr(self, name) for name in _FIELDS}}
         line["usage"] = {name: getattr(self.usage, name) for name in Usage.__match_args__}
         line["hashes"] = [key.hex() for key in self.hashes]
+        line["generated"] = [key.hex() for key in self.generated]
         line["marks"] = [[mark.position, mark.ttl, mark.key.hex()] for mark in self.marks]
         line["reads"] = [[read.position, read.key.hex()] for read in self.reads]
         return json.dumps(line, separators=(",", ":"))
@@ -170,7 +172,8 @@ class RequestRecord:
             marks = known.breakpoints(line["marks"])
             reads = known.candidates(line["reads"])
             values = known.plain(_plain(line))
-            values[_FIRST:_FIRST] = hashes, marks, reads, Usage(**line["usage"])
+            generated = tuple(map(bytes.fromhex, line["generated"]))
+            values[_FIRST:_FIRST] = hashes, marks, reads, Usage(**line["usage"]), generated
             record = cls(*values)
             if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
                 raise ValueError("token counts must not be negative and block_size must be positive")

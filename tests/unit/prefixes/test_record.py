@@ -32,6 +32,7 @@ def records(draw):
         marks=tuple(Mark(at, draw(st.sampled_from(["5m", "1h"])), draw(KEYS)) for at in positions),
         reads=tuple(Candidate(at, draw(KEYS)) for at in reversed(positions)),
         usage=Usage(draw(COUNTS), draw(COUNTS), {"5m": draw(COUNTS)}, draw(COUNTS)),
+        generated=tuple(draw(st.lists(KEYS, max_size=2))),
         replica=draw(st.text()),
         ttft=draw(TIMES),
         e2e=draw(TIMES),

@@ -59,6 +59,7 @@ class Sink:
 
     take: Callable[[Delta], None] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    progress: AnswerProgress | None = None  # of the answer, since it was sent
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +123,8 @@ async def resumed(
     """
     clock = asyncio.get_running_loop().time
     admitted, started, progress = False, False, AnswerProgress()
+    if sink is not None:
+        sink.progress = progress
 
     def take(delta: Delta) -> bool:
         if sink is None or sink.take is None:

@@ -26,7 +26,7 @@ from warmkv.platform.gateway.resume import Send, Sink, resumed
 from warmkv.platform.live_config import Version, described, in_force
 from warmkv.policies import budgets, pricing
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.prefixes import breakpoints
+from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.misses import Asked, Finding, Found, PromptHistory
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -92,6 +92,7 @@ class Service:
     ) -> None:
         self.config, self._send, self._recorder = config, send, recorder
         self.capabilities = tuple(config.capabilities.values())
+        self._keeps_generated = any(group.keeps_generated for group in self.capabilities)
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
         self._writers, self._tenant = Writers(), telemetry.Bounded()
         self.history = PromptHistory(tells=config.cluster.gateways > 1)
@@ -340,6 +341,7 @@ class Service:
             answer.request,
             output_tokens=answer.usage.output,
             usage=answer.usage,
+            generated=self._generated(answer),
             replica=started.replica,
             cached_tokens=started.cached_tokens,
             resident_bytes=started.resident_bytes,
@@ -351,6 +353,15 @@ class Service:
             stop_reason=answer.end.reason if status == "ok" else status,
             error=answer.error,
         )
+
+    def _generated(self, answer: Answer) -> tuple[bytes, ...]:
+        """Return keys of the full blocks that end within an answer, if engines keep them: the last token has no KV."""
+        request, progress = answer.request, answer.sink.progress
+        if not self._keeps_generated or progress is None:
+            return ()
+        size, known = self.config.prefix_cache.block_size, request.hashes
+        tokens = [*request.token_ids[len(known) * size :], *progress.output_ids[:-1]]
+        return tuple(hashing.block_hashes(tokens, size, known[-1] if known else request.root))
 
     def _record(self, api: str, arrival: float, request: GenerateRequest, **outcome: Any) -> RequestRecord:
         context = request.context

@@ -121,12 +121,12 @@ class PrefixTree:
 
     # --- writing
 
-    def store(self, path: Path, ttl: float, now: float, tenant: str) -> None:
+    def store(self, path: Path, ttl: float, now: float, tenant: str, last: int | None = None) -> None:
         """Keep a computed path in the first tier, and in the next one as well if not all of it fits there."""
         self.prolong(path, ttl, now)
         life = (ttl, now + ttl, 0.0, NEVER, 0)
         for tier in range(len(self.spaces)):
-            if self._insert(tier, path, path[-1].length, tenant, life):
+            if self._insert(tier, path, path[-1].length if last is None else last, tenant, life):
                 break
         if self._eager:
             self._reconsider(path)
@@ -277,6 +277,14 @@ class PrefixTree:
                 self._insert(tier + 1, path, blocks, path[0].copies[tier].tenant, None)
 
     # --- leaving
+
+    def drop(self, node: Node, blocks: int) -> None:
+        """Evict the last blocks that the first tier holds of a node, which nothing pins and nothing is held behind."""
+        space = self.spaces[0]
+        space.evicted += blocks
+        space.shorten(node.copies[0], blocks)
+        self._shortened.append(node)
+        self._settle()
 
     def expire(self, until: float) -> None:
         """Drop what has outlived its TTL by then."""

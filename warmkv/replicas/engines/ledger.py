@@ -158,15 +158,19 @@ class PrefixLedger:
         return root
 
     def _keep(self, keys: Sequence[bytes]) -> None:
-        """Let blocks live that no request has written: those of generated tokens, say."""
+        """Let blocks live that no request has written: those of generated tokens, say.
+
+        Those before them that have outlived their TTL stay dead: the request that computes these has read none.
+        """
+        self.expire()
         tiers, now, ttl = self._cache.tiers, self._clock(), self._lifetimes.default
-        held = tiers.indexes[0]
+        held, new = tiers.indexes[0], set(keys)
         for key in reversed(keys):  # the last one's chain has the others
             if key in held:
                 continue
             chain = self._blocks.chain(key)
-            if not chain or any(name in self._names and name not in held for name in chain):
-                continue  # requests know it by other names: it is not to be read by these
+            if not chain or any(name not in held and (name in self._names or name not in new) for name in chain):
+                continue  # requests know it by other names, by which it is read, or it has expired
             sizes, tokens = [self._size * self._token_bytes] * len(chain), [self._size] * len(chain)
             tenant = self._tenants.get(self._blocks.root(key), "")
             self._apply(tiers.store(chain, sizes, tokens, ttl, now, tenant))

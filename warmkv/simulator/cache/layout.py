@@ -80,9 +80,14 @@ class Layout:
             found.append(parent)
         return found[::-1]
 
-    def places(self) -> dict[bytes, tuple[int, int]]:
-        """Return the run of each block or tail, and its place there, by its key."""
-        return {key: (number, at) for number in range(len(self.runs)) for at, key in enumerate(self.keys(number))}
+    def places(self, wanted: Container[bytes] | None = None) -> dict[bytes, tuple[int, int]]:
+        """Return the run of each block or tail, or of those that are wanted, and its place there, by its key."""
+        return {
+            key: (number, at)
+            for number in range(len(self.runs))
+            for at, key in enumerate(self.keys(number))
+            if wanted is None or key in wanted
+        }
 
 
 def layout(records: Sequence[RequestRecord], blocks: Ints | None = None) -> Layout:

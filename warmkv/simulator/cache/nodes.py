@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from warmkv.policies.prefix_tree.nodes import Node
@@ -19,6 +20,7 @@ class Nodes:
     def __init__(self, layout: Layout, tiers: Sequence[Tier], token_bytes: int) -> None:
         self.by_number: list[Node | None] = [None] * len(layout.runs)
         self._layout, self._tiers, self._token_bytes = layout, tiers, token_bytes
+        self._tails: defaultdict[int, list[int]] = defaultdict(list)  # by the run before them, once it is asked for
         self._sizes: dict[tuple[int, int], list[int]] = {}  # bytes in every tier, by plain bytes and tokens
 
     def held(self, runs: Sequence[int]) -> Path:
@@ -62,6 +64,14 @@ class Nodes:
             node = Node(number, parent, blocks, tokens, end, plain, self._weights(plain, tokens))
             self.by_number[number] = node
         return node
+
+    def tails_behind(self, number: int) -> list[Node]:
+        """Return the tails at the end of a run that are held."""
+        if not self._tails:
+            for tail in range(len(self._layout.examples), len(self._layout.runs)):
+                self._tails[self._layout.runs[tail].parent].append(tail)
+        tails = self._tails.get(number, ())
+        return [node for tail in tails if (node := self.by_number[tail]) is not None]
 
     def sums_of(self, node: Node, plain: int) -> Node:
         """Return the node of the column sums of all up to a node."""

@@ -19,6 +19,9 @@ from warmkv.simulator.cache.layout import NONE, Layout, Prompt, Runs
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.nodes import Nodes, leading, parts_of, upto
 
+Name = tuple[int, int]
+"""A full block: its run, and its place there."""
+
 
 @dataclass(slots=True)
 class Removals:
@@ -82,13 +85,15 @@ class ReplicaCache:
 
     # --- a request's way
 
-    def match(self, prompt: Prompt, now: float) -> Found:
-        """Look up the longest resident prefix of a prompt; refresh and pin it."""
+    def match(self, prompt: Prompt, now: float, most: int | None = None) -> Found:
+        """Look up the longest resident prefix of a prompt, of at most `most` blocks; refresh and pin it."""
         if self.deadlines.due <= now:
             self.expire(now)
         path = self._nodes.held(prompt.runs)
         size, nodes = prompt.record.block_size, self._nodes.by_number
         full = leading(path)
+        if most is not None and most < full:
+            path, full = upto(path, most)[0] if most else [], most
         found = Found(blocks=full, tokens=full * size)
         beside = None
         for read in prompt.reads:
@@ -144,6 +149,39 @@ class ReplicaCache:
         self._tell(now)
         return max([position for position, node in written if node.mark_expires > now], default=0)
 
+    def keep(self, name: Name, tenant: str, now: float) -> None:
+        """Keep a block that an answer has generated and what is before it, where blocks are kept without marks."""
+        if self._lifetimes.automatic:
+            run, place = name
+            runs = self._layout.path(run)
+            blocks = sum([self._layout.runs[before].blocks for before in runs[:-1]]) + place + 1
+            whole = self._nodes.path(runs)
+            path, last = upto(whole, blocks)
+            self._tree.store(path, self._lifetimes.default, now, tenant, last)
+            self._nodes.trim(whole)
+            self._tell(now)
+
+    def names(self, prompt: Prompt) -> list[Name]:
+        """Return names of a prompt's full blocks: their runs, and their places in these."""
+        return [(run, at) for run in prompt.runs for at in range(self._layout.runs[run].blocks)]
+
+    def lost(self, name: Name, now: float) -> None:
+        """Drop a block that the engine has evicted, the last one that is held of its chain, and the tails behind it."""
+        run, place = name
+        node = self._nodes.by_number[run]
+        if node is None:
+            return
+        for tail in self._nodes.tails_behind(run):
+            self._tree.drop(tail, 1)
+        parts = parts_of(node)
+        end = sum([part.length for part in parts])
+        for part in reversed(parts):
+            begin, held = end - part.length, part.copies[0].held
+            if begin + held > place:
+                self._tree.drop(part, begin + held - max(begin, place))
+            end = begin
+        self._tell(now)
+
     def sums(self, found: Found, prompt: Prompt, most: int, now: float) -> int:
         """Return tokens of a match that a rule can go on from which needs what all queries gave; at most `most`."""
         path, _ = upto(self._nodes.held(prompt.runs), found.blocks)
@@ -180,8 +218,12 @@ class ReplicaCache:
             self._nodes.trim(path)
         self._tell(now)
 
-    def restore(self, contents: Contents, now: float, wall: float) -> None:
-        """Insert what a running replica held into an empty cache, whose clock shows `now` at the Unix time `wall`."""
+    def restore(self, contents: Contents, now: float, wall: float) -> list[Name]:
+        """Insert what a running replica held into an empty cache, whose clock shows `now` at the Unix time `wall`.
+
+        Returns the full blocks that came, the most recently used first.
+        """
+        names = []
         places = self._layout.places()
         for tier, plane in enumerate(self._planes):
             copies: dict[Copy, None] = {}
@@ -199,9 +241,12 @@ class ReplicaCache:
                 times = held.expires_at - wall + now, held.mark_ttl, held.mark_expires_at - wall + now
                 if self._tree.restore(tier, path, last, held.tenant, (held.ttl, *times, held.reads)):
                     copies[path[-1].copies[tier]] = None
+                    if number < len(self._layout.examples) and not sums:
+                        names.append((number, place))
                 self._nodes.trim(path)
             self._tree.order(tier, list(copies))
         self._tell(now)
+        return names
 
     # --- from and to other replicas
 

@@ -19,7 +19,7 @@ from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
-from warmkv.simulator.cluster.memory import resolved
+from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.cluster.transfers import Moved
@@ -90,8 +90,14 @@ def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limit
                 f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
                 f"{job.kind.label}; choose the policy {kind.label}"
             )
-    tokens = engine.kv_limit // weight(kind.storage, kv_shape(config))(token_bytes, 1)
-    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, config.kv_block or BLOCK)
+    block = config.kv_block or BLOCK
+    if config.has_one_pool and config.prefix_cache.enabled and jobs:
+        block = jobs[0].record.block_size  # by which prefixes are found
+    room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
+    tokens = room // weight(kind.storage, kv_shape(config))(token_bytes, 1)
+    if config.has_one_pool:
+        tokens -= block  # which vLLM sets aside
+    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, block)
 
 
 class Cluster:
@@ -129,8 +135,8 @@ class Cluster:
             self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
         else:
             self._fleet.open()
-        for cache, contents in zip(self._fleet.caches, held, strict=False):
-            cache.restore(contents, self._env.now, begun)
+        for replica, contents in zip(self._fleet.serving.values(), held, strict=False):
+            replica.restore(contents, begun)
         if not self._jobs:
             self._fleet.close()
         first = [job for job in self._jobs if not job.waits]
@@ -219,8 +225,7 @@ class Cluster:
         reading = self._stores.tier_seconds
         return SimulatedReplica(
             self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed,
-            self._config.prefix_cache.enabled, StepKind.of(self._config.whole_cache),
-            self._config.kv_block is not None,
+            self._config.prefix_cache.enabled, StepKind.of(self._config.whole_cache), self._config.has_one_pool,
         )  # fmt: skip
 
     def _ready(self) -> None:

@@ -26,6 +26,12 @@ def gpus_per_replica(config: Config) -> float:
     return config.cluster.gpus_per_replica or 1.0
 
 
+def pool_bytes(config: Config) -> int:
+    """Return the bytes of the one pool that vLLM has for running requests and prefixes; sizes are not `auto`."""
+    cache = config.prefix_cache
+    return config.engine.kv_limit + (cache.memory_limit if cache.enabled else 0)
+
+
 def resolved(config: Config) -> Config:
     """Return the settings with every `auto` size in bytes, and the tokens of a step.
 

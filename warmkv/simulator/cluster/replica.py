@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 
 from warmkv.config import EngineConfig
+from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import NOTHING, Found, ReplicaCache
+from warmkv.simulator.cache.replica_cache import NOTHING, Found, Name, ReplicaCache
 from warmkv.simulator.cluster.clock import Alarm, Clock
 from warmkv.simulator.engine.batch import Load
+from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation
 from warmkv.simulator.engine.mixed import FirstCome, Limits, MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
@@ -50,6 +53,7 @@ class Job:
     waits: bool = False  # for the turn before it: its arrival is not known before that ends
     think: float = 0.0  # seconds from that end to its arrival
     following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
+    generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
 
     replica: str = ""  # the last that had it; stays empty if it was refused
     started: float = NEVER
@@ -64,6 +68,7 @@ class Job:
     failed: bool = False  # its replica failed, and it was not sent again
 
     # On the replica that has it now.
+    names: tuple[Name, ...] = field(default=(), repr=False)  # of its full blocks, where the engine has one pool of them
     submitted: float = NEVER
     costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
     load: Load | None = None  # of the batch, likewise
@@ -108,9 +113,9 @@ class SimulatedReplica:
         mixed: Limits | None = None,
         stores: bool = True,
         whole: StepKind = WHOLE_CACHE,
-        whole_blocks: bool = False,  # are reused, as vLLM does, and no tails behind them
+        one_pool: bool = False,  # of blocks for requests and prefixes, as vLLM has; with `mixed`
     ) -> None:
-        self.name, self.cache, self.stores, self._whole_blocks = name, cache, stores, whole_blocks
+        self.name, self.cache, self.stores = name, cache, stores
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
         self._ended, self._began = ended, began
         self._overhead = times.overhead
@@ -122,6 +127,7 @@ class SimulatedReplica:
         wake = partial(clock.set, alarm)
         self.waiting: FairQueue[Job] | FirstCome[Job]
         self._engine: BatchFormation[Job]
+        self._pool: BlockPool[Job] | None = None
         if mixed is None:
             self.waiting = FairQueue()
             self._engine = ShortestFirst(
@@ -130,7 +136,11 @@ class SimulatedReplica:
             )  # fmt: skip
         else:
             self.waiting = FirstCome()
-            self._engine = MixedBudget(self, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole))
+            if one_pool and stores and mixed.blocks is not None:
+                self._pool = BlockPool(mixed.blocks, mixed.kv_block, attrgetter("names"), self._lost)
+            self._engine = MixedBudget(
+                self, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
+            )
         alarm.ring = self._engine.resume
 
     @property
@@ -156,8 +166,16 @@ class SimulatedReplica:
         else:
             self.in_flight += 1
         record = job.record
+        if self._pool is not None:
+            job.names = (*self.cache.names(job.blocks), *job.generated)
         self.waiting.push(job, record.tenant, job.prompt + max(job.output, record.max_tokens))  # fair by tokens
         self._engine.arrived(job, now)
+
+    def restore(self, contents: Contents, wall: float) -> None:
+        """Begin with what a running replica held at the Unix time `wall`, which is now."""
+        names = self.cache.restore(contents, self._clock.now, wall)
+        if self._pool is not None:
+            self._pool.fill(names[::-1])
 
     def fail(self) -> list[Job]:
         """Stop for good and lose everything; return the requests that it had."""
@@ -179,13 +197,19 @@ class SimulatedReplica:
     def begin(self, job: Job, now: float) -> float:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""
         job.costs, job.load, job.keys_per_token = self._costs.get(job.kind) or self._learn(job.kind)
+        if self._pool is not None:
+            job.computed = self._pool.found(job)
+            if job.started < job.submitted:  # else it was preempted, and what it finds now is not told
+                job.warm = job.computed
+            if job.first == NEVER:
+                job.started = now
+            self._slots.change(job.slot_bytes, now)
+            return 0.0
         cache = self.cache
         if cache.deadlines.due <= now:
             cache.expire(now)
         found = job.found = cache.match(job.blocks, now)
         job.warm = max(0, min(found.tokens, job.prompt - job.recomputed))
-        if self._whole_blocks:
-            job.warm -= job.warm % job.record.block_size
         if job.sum_bytes:
             job.warm = cache.sums(found, job.blocks, job.warm, now)
         job.computed = job.warm
@@ -209,6 +233,8 @@ class SimulatedReplica:
     def prompt_computed(self, job: Job, now: float) -> None:
         """Store the prompt's blocks and give the first token."""
         cache = self.cache
+        if self._pool is not None and job.first == NEVER:
+            self._read(job, now)
         if cache.deadlines.due <= now:
             cache.expire(now)
         written = cache.store(job.blocks, job.marks, now, job.found, job.submitted)
@@ -221,12 +247,28 @@ class SimulatedReplica:
         if not job.num_output_tokens:  # else it was preempted after its first token
             self._began(job)
 
+    def _read(self, job: Job, now: float) -> None:
+        """Bill what of an engine's own cache was found and may be read, which is told with the first token.
+
+        An engine computes the last token of every prompt again, and the whole block that it is in.
+        """
+        size = job.record.block_size
+        last = job.warm == (job.prompt - 1) // size * size
+        found = job.found = self.cache.match(job.blocks, now, (job.prompt if last else job.warm) // size)
+        job.match, job.reused = found, min(job.warm, found.tokens)
+
+    def _lost(self, name: Hashable) -> None:
+        if isinstance(name, tuple) and isinstance(name[0], int):
+            self.cache.lost(name, self._clock.now)
+
     def preempted(self, job: Job, now: float) -> None:
         self.cache.release(job.found)
         job.found = NOTHING
         self._slots.change(-job.slot_bytes, now)
 
     def end(self, job: Job, now: float) -> None:
+        if job.generated and self._pool is not None:
+            self.cache.keep(job.generated[-1], job.record.tenant, now)
         job.finished = now + self._overhead
         self._slots.change(-job.slot_bytes, now)
         self.in_flight -= 1

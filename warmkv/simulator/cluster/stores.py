@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from warmkv.config import Config
 from warmkv.policies.contents import Contents
@@ -16,7 +17,7 @@ from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
-from warmkv.simulator.cluster.memory import resolved
+from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import Job
 
 
@@ -36,6 +37,8 @@ class Stores:
         cache = config.prefix_cache
         self._lifetimes, self._token_bytes, self._share = lifetimes, token_bytes, cache.tenant_share
         self._tiers = tiers_of(cache, kv_shape(config)) if cache.enabled else [Tier("device", 0)]
+        if cache.enabled and config.has_one_pool:  # which evicts; tails, which are no blocks of it, have room as well
+            self._tiers = [replace(tier, capacity=2 * pool_bytes(config)) for tier in self._tiers]
         self._block_size = jobs[0].record.block_size if jobs else 1
         self.stored, self.removals = TimeWeightedGauge(), Removals()
         self.by_tier: Mapping[str, TimeWeightedGauge] = {tier.name: TimeWeightedGauge() for tier in self._tiers}
@@ -48,6 +51,10 @@ class Stores:
             self._layout = lay_out() if lay_out is not None else layout([job.record for job in jobs])
         for job, prompt in zip(jobs, self._layout.prompts, strict=False):
             job.blocks = prompt
+        if config.has_one_pool and any(job.record.generated for job in jobs):
+            places = self._layout.places({key for job in jobs for key in job.record.generated})
+            for job in jobs:
+                job.generated = tuple(places[key] for key in job.record.generated if key in places)
         self._caches: dict[str, ReplicaCache] = {}
         self._late = None
         if delay := simulator.index_delay:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Generic, Protocol, TypeVar
+
 BLOCK = 16  # tokens, as in vLLM
 
 
-class KVBlocks:
+class Holder(Protocol):
+    """A request as far as its blocks go."""
+
+    prompt: int  # tokens
+    num_output_tokens: int
+    computed: int  # tokens that have KV
+
+
+Request = TypeVar("Request", bound=Holder)
+
+
+class KVBlocks(Generic[Request]):
     """Count free blocks of `size` tokens, now and many decode steps ahead."""
 
     def __init__(self, blocks: int, size: int) -> None:
@@ -14,24 +27,32 @@ class KVBlocks:
         self._growing = 0  # sequences that decode
         self._phases = [0] * size  # of them, those that need a new block in the step of that number, modulo `size`
 
-    def fit(self, tokens: int) -> bool:
-        """Return True if there are blocks for so many tokens."""
-        return self._of(tokens) <= self.free
+    def fit(self, request: Request) -> bool:
+        """Return True if there are blocks for all tokens of a request that holds none."""
+        return self._of(request.prompt + request.num_output_tokens) <= self.free
 
     def ever_fit(self, tokens: int) -> bool:
         """Return True if there would be blocks for so many tokens if nothing ran."""
         return self._of(tokens) <= self._all
 
-    def take(self, start: int, end: int) -> bool:
-        """Extend a sequence from `start` to `end` tokens; False, and nothing taken, if there are no blocks for them."""
-        blocks = self._of(end) - self._of(start)
+    def begin(self, request: Request) -> None:
+        """Hold the blocks of the tokens that a request need not compute."""
+        self._take(self._of(request.computed))
+
+    def extend(self, request: Request, end: int) -> bool:
+        """Extend a request to `end` tokens; False, and nothing taken, if there are no blocks for them."""
+        blocks = self._of(end) - self._of(request.computed)
         if blocks > self.free:
             return False
-        self.free -= blocks
+        self._take(blocks)
         return True
 
-    def give_back(self, tokens: int) -> None:
-        self.free += self._of(tokens)
+    def release(self, request: Request) -> None:
+        """Give back the blocks of a request."""
+        self.free += self._of(request.computed)
+
+    def exhaust(self) -> None:
+        """Take note that those admitted before the one that is preempted next took all that was free."""
 
     def join(self, tokens: int) -> None:
         """Let a sequence of so many tokens take one more in every step."""
@@ -45,7 +66,7 @@ class KVBlocks:
 
     def grow(self, steps: int) -> None:
         """Take the blocks of the next decode steps."""
-        self.free -= self._needed(steps)
+        self._take(self._needed(steps))
         self._at = (self._at + steps) % self._size
 
     def steps_that_fit(self, most: int) -> int:
@@ -60,6 +81,9 @@ class KVBlocks:
             else:
                 high = middle - 1
         return low
+
+    def _take(self, blocks: int) -> None:
+        self.free -= blocks
 
     def _of(self, tokens: int) -> int:
         return -(-tokens // self._size)

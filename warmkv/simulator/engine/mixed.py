@@ -3,7 +3,7 @@
 
 Sequences take KV in blocks as they grow. Where a step finds no free block, the sequence that was admitted last gives
 its blocks back, waits at the head of the queue and computes its tokens anew (preemption by recompute). Nothing is
-compressed: a sequence keeps the KV of all its tokens.
+compressed: a sequence keeps the KV of all its tokens. With a `BlockPool` prefixes are found in the same blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from warmkv.faults import UserError
+from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
 from warmkv.simulator.engine.kv_blocks import BLOCK, KVBlocks
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, batch_seconds
@@ -83,13 +84,16 @@ class MixedBudget(BatchFormation[Request]):
         *,
         limits: Limits,
         costs: PhaseCosts,
+        pool: BlockPool[Request] | None = None,
     ) -> None:
         super().__init__(owner, wake, fast_forward)
         self._queue, self._limits, self._costs = waiting, limits, costs
         cost = costs.decode
         self._linear = cost if costs.prefill == cost and isinstance(cost, StepCost) and not (cost.d or cost.e) else None
         self._load = self.batch.load_of(cost)
-        self._blocks = None if limits.blocks is None else KVBlocks(limits.blocks, limits.kv_block)
+        self._blocks: KVBlocks[Request] | None = pool
+        if pool is None and limits.blocks is not None:
+            self._blocks = KVBlocks(limits.blocks, limits.kv_block)
         self._running: dict[Request, None] = {}  # in the order of admission
         self._prefilling: Request | None = None  # at most one: a prompt is cut only where it used up a step's budget
         self._computed: list[Request] = []  # whose last prompt tokens are in the step that runs now
@@ -149,6 +153,7 @@ class MixedBudget(BatchFormation[Request]):
         batch, blocks, preempted = self.batch, self._blocks, False
         if blocks is not None:
             while not blocks.steps_that_fit(1):
+                blocks.exhaust()
                 self._preempt_last(blocks, now)
                 preempted = True
             blocks.grow(1)
@@ -165,7 +170,7 @@ class MixedBudget(BatchFormation[Request]):
             self._running[request] = None
             reading += self._owner.begin(request, now)
             if blocks is not None:
-                blocks.take(0, request.computed)
+                blocks.begin(request)
             budget -= self._compute(request, budget, chunks)
 
         tokens, context = batch.size, self._load.context + batch.size
@@ -182,13 +187,13 @@ class MixedBudget(BatchFormation[Request]):
         if len(self._running) >= self._limits.max_num_seqs:
             return False
         request = self._queue[0]
-        return self._blocks is None or self._blocks.fit(request.prompt + request.num_output_tokens)
+        return self._blocks is None or self._blocks.fit(request)
 
     def _compute(self, request: Request, budget: int, chunks: list[tuple[int, int]]) -> int:
         """Compute as much of a request as the budget allows; return the tokens, 0 if there are no blocks for them."""
         target = request.prompt + request.num_output_tokens
         chunk = min(budget, target - request.computed)
-        if self._blocks is not None and not self._blocks.take(request.computed, request.computed + chunk):
+        if self._blocks is not None and not self._blocks.extend(request, request.computed + chunk):
             return 0
         request.computed += chunk
         chunks.append((chunk, request.computed))
@@ -224,10 +229,10 @@ class MixedBudget(BatchFormation[Request]):
     def _end(self, request: Request, now: float) -> None:
         del self._running[request]
         if self._blocks is not None:
-            self._blocks.give_back(request.computed)
+            self._blocks.release(request)
         self._owner.end(request, now)
 
-    def _preempt_last(self, blocks: KVBlocks, now: float) -> None:
+    def _preempt_last(self, blocks: KVBlocks[Request], now: float) -> None:
         request, _ = self._running.popitem()
         if request is self._prefilling:
             self._prefilling = None
@@ -235,7 +240,7 @@ class MixedBudget(BatchFormation[Request]):
             request.num_output_tokens = request.output - self.batch.remove(request)
             request.computed = request.prompt + request.num_output_tokens - 1
             blocks.leave(request.computed)
-        blocks.give_back(request.computed)
+        blocks.release(request)
         request.computed = 0
         request.num_preemptions += 1
         self._queue.appendleft(request)

@@ -5,6 +5,7 @@ there where something is.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -216,3 +217,15 @@ def test_prefixes_of_a_tenant_that_are_dropped_are_found_no_more():
     assert vllm.answer(asked(tokens, {8: "5m"}))[0].hit == 8
     assert vllm.answer(asked(tokens, {8: "5m"}, 1))[0].hit == 8
     assert vllm.ledger.left["device", "dropped"] == 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_has_outlived_its_ttl_is_not_read_because_vllm_tells_of_a_block_behind_it(late: bool):
+    vllm = Vllm()
+    vllm.answer(asked([1] * 6))
+    vllm.now += 301.0
+    reading, found = vllm.answer(asked([1] * 10), late)
+    assert (found, reading.cached_tokens) == (SIZE, 0)
+    assert len(vllm.directory) == 2
+    reading, found = vllm.answer(asked([1] * 14), late)
+    assert (found, reading.cached_tokens) == (2 * SIZE, 2 * SIZE)
