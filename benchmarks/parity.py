@@ -19,7 +19,7 @@ if not __package__:  # started as a file
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure
-    from warmkv.simulator.studies.verify import Verdict
+    from warmkv.simulator.studies.replays.verify import Verdict
 
 POLICIES = ("full", "snapkv@0.3", "streaming_llm@0.5")
 
@@ -69,9 +69,9 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
     from benchmarks.live import service, traffic
     from warmkv.config import parse
     from warmkv.platform.local import running
-    from warmkv.simulator.studies import step_times
-    from warmkv.simulator.studies.replay import recorded_policy
-    from warmkv.simulator.studies.verify import verify
+    from warmkv.simulator.studies.replays import step_times
+    from warmkv.simulator.studies.replays.replay import recorded_policy
+    from warmkv.simulator.studies.replays.verify import verify
     from warmkv.simulator.workload import access_log
 
     config = parse(
@@ -96,7 +96,7 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
 
 def _figures(verdict: Verdict, live: Mapping[str, Any]) -> list[Figure]:
     from benchmarks.report import figure
-    from warmkv.simulator.studies.verify import JUDGED, LEAST_EQUAL_HITS, MOST_HIT_ERROR, MOST_TIME_ERROR
+    from warmkv.simulator.studies.replays.verify import JUDGED, LEAST_EQUAL_HITS, MOST_HIT_ERROR, MOST_TIME_ERROR
 
     def off(simulated: float, key: str) -> float:
         return abs(simulated - sum(replica[key] for replica in live.values()))

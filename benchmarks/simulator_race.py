@@ -22,8 +22,8 @@ import numpy as np
 from warmkv.config import Config, load
 from warmkv.simulator import traces
 from warmkv.simulator.steps.costs import StepCost
-from warmkv.simulator.studies.replay import run as replay
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run as replay
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.traces import Trace
 from warmkv.simulator.workload.generator import generate
 from warmkv.simulator.workload.requests import Requests, of_trace

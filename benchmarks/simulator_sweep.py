@@ -22,8 +22,8 @@ from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 from warmkv.config import Config, load, parse
-from warmkv.simulator.studies.grid import GridPoint, point
-from warmkv.simulator.studies.sweep import Runner, SweepTask, processes, serial, tasks_of
+from warmkv.simulator.studies.sweeps.grid import GridPoint, point
+from warmkv.simulator.studies.sweeps.sweep import Runner, SweepTask, processes, serial, tasks_of
 from warmkv.simulator.workload.source import LoadedTrace, Source, read
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from warmkv.platform.local import start_ray, with_port
 from warmkv.platform.operator_key import with_operator
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepCost
-from warmkv.simulator.studies.replay import run
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload import access_log
 
 CONTESTANTS = ("prefix_cost", "power_of_two", "affinity")

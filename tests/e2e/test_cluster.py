@@ -25,7 +25,7 @@ from warmkv.platform.prefix_directory import directory_name
 from warmkv.policies.memory_plan import DeviceMemory
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies import sizing
+from warmkv.simulator.studies.plans import sizing
 from warmkv.simulator.workload import source
 
 pytestmark = pytest.mark.cluster

@@ -22,9 +22,9 @@ from tests.clients import anthropic_client
 from tests.e2e.conftest import Application, application
 from tests.polling import until
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies import step_times
-from warmkv.simulator.studies.replay import recorded_policy
-from warmkv.simulator.studies.verify import verify
+from warmkv.simulator.studies.replays import step_times
+from warmkv.simulator.studies.replays.replay import recorded_policy
+from warmkv.simulator.studies.replays.verify import verify
 from warmkv.simulator.workload import access_log
 
 pytestmark = pytest.mark.cluster

@@ -8,9 +8,9 @@ import pytest
 
 from warmkv.config import load
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies import grid, sweep
-from warmkv.simulator.studies.sweep_folder import SweepError
-from warmkv.simulator.studies.sweep_ray import on_ray
+from warmkv.simulator.studies.sweeps import grid, sweep
+from warmkv.simulator.studies.sweeps.sweep_folder import SweepError
+from warmkv.simulator.studies.sweeps.sweep_ray import on_ray
 from warmkv.simulator.workload.requests import Requests
 from warmkv.simulator.workload.source import LoadedTrace, Source, read
 

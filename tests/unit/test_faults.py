@@ -12,8 +12,8 @@ from warmkv.config import ConfigError
 from warmkv.faults import INTERNAL, UserError
 from warmkv.platform.local import StartError
 from warmkv.simulator.engine.mixed import BatchingError
-from warmkv.simulator.studies import compare, sweep
-from warmkv.simulator.studies.log_fit import LogFitError
+from warmkv.simulator.studies.replays.log_fit import LogFitError
+from warmkv.simulator.studies.sweeps import compare, sweep
 
 BRACKETS = "[/usr/lib] no [bold]such[/bold] thing"
 
@@ -52,18 +52,18 @@ def grid(tmp_path):
 def commands(log, grid, folder):
     point = ("--grid", grid, "--out", folder / "out", "--workers", 1)
     return {
-        "replay": ("warmkv.simulator.studies.step_times.choose_cost", ["replay", log]),
-        "verify": ("warmkv.simulator.studies.verify.verify", ["verify", log]),
-        "sweep": ("warmkv.simulator.studies.sweep.replay", ["sweep", log, *point]),
+        "replay": ("warmkv.simulator.studies.replays.step_times.choose_cost", ["replay", log]),
+        "verify": ("warmkv.simulator.studies.replays.verify.verify", ["verify", log]),
+        "sweep": ("warmkv.simulator.studies.sweeps.sweep.replay", ["sweep", log, *point]),
         "tune": (
-            "warmkv.simulator.studies.sweep.replay",
+            "warmkv.simulator.studies.sweeps.sweep.replay",
             ["tune", log, "--minimize", "ttft_p99", "--subject-to", "ttft_p99<9", *point],
         ),
         "calibrate": (
             "warmkv.simulator.latency.measured_requests.read",
             ["calibrate", log, "--max-num-seqs", 1, "--max-batched-tokens", 1],
         ),
-        "compare": ("warmkv.simulator.studies.compare.compare", ["compare", folder, folder]),
+        "compare": ("warmkv.simulator.studies.sweeps.compare.compare", ["compare", folder, folder]),
         "price": ("warmkv.policies.pricing.uncached", ["price", "--tokens", 100]),
     }
 

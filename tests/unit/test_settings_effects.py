@@ -27,7 +27,7 @@ from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.autoscaler import Scaling, decide
 from warmkv.simulator.cluster.stores import Stores
 from warmkv.simulator.steps.costs import StepKind
-from warmkv.simulator.studies.step_times import choose_cost
+from warmkv.simulator.studies.replays.step_times import choose_cost
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,7 +232,7 @@ EFFECTS = {
     "tests/unit/simulator/reports/test_run_folder.py": {
         "test_the_slo_is_counted_as_it_is_set": ["simulator.slo.ttft", "simulator.slo.tpot"],
     },
-    "tests/unit/simulator/studies/test_replay.py": {
+    "tests/unit/simulator/studies/replays/test_replay.py": {
         "test_a_disabled_cache_bills_everything_as_input": ["prefix_cache.enabled"],
     },
 }

@@ -36,7 +36,7 @@ from warmkv.replicas.engines.kv_events import BlocksStored, decode
 from warmkv.replicas.loading.load import load_model
 from warmkv.replicas.protocol import Constraint, Finished, Started, TokenLogprobs
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies.verify import verify
+from warmkv.simulator.studies.replays.verify import verify
 
 pytest.importorskip("vllm", reason="make test-vllm")
 

@@ -11,9 +11,9 @@ from benchmarks.served.load import Measured
 from warmkv import telemetry
 from warmkv.config import load
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies import log_fit
-from warmkv.simulator.studies.replay import replay
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays import log_fit
+from warmkv.simulator.studies.replays.replay import replay
+from warmkv.simulator.studies.replays.variants import Variant
 
 
 def measured(seconds: float, gateway: float, **more: float) -> Measured:

@@ -16,8 +16,8 @@ from warmkv.simulator.cluster.cluster import Outcome, simulate
 from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.steps.costs import Cost, PhaseCosts, Roofline, StepCost, StepTimes, UniformCosts
-from warmkv.simulator.studies.replay import prepare
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 ROOT = chain_root(b"test")
 BLOCK = 4

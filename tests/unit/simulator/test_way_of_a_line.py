@@ -10,9 +10,9 @@ from tests.unit.simulator.conversations import config, record
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cluster.replica import Job
-from warmkv.simulator.studies.replay import run
-from warmkv.simulator.studies.step_times import choose_cost
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run
+from warmkv.simulator.studies.replays.step_times import choose_cost
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.traces.columns import Row
 from warmkv.simulator.workload.source import Source, read
 

@@ -11,7 +11,7 @@ from warmkv.cli.options import JsonOptions
 from warmkv.terminal import console, plain_table, show_table
 
 if TYPE_CHECKING:
-    from warmkv.simulator.studies.compare import Comparison, Effect
+    from warmkv.simulator.studies.sweeps.compare import Comparison, Effect
 
 RunArgument = Annotated[
     str, typer.Argument(help="Folder of a run, or a point of a sweep as FOLDER:NUMBER.", show_default=False)
@@ -23,7 +23,7 @@ def compare(run_a: RunArgument, run_b: RunArgument, output: JsonOptions) -> None
 
     Examples: `warmkv compare runs/before runs/after`, `warmkv compare runs/sweep:1 runs/sweep:7 --json`
     """
-    from warmkv.simulator.studies import compare as comparing
+    from warmkv.simulator.studies.sweeps import compare as comparing
 
     result = comparing.compare(comparing.read(run_a), comparing.read(run_b))
     output.give({"a": run_a, "b": run_b, **result.to_json()}, lambda: _show(run_a, run_b, result))

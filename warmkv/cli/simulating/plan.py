@@ -20,7 +20,7 @@ from warmkv.extras import require
 from warmkv.terminal import bar, console
 
 if TYPE_CHECKING:
-    from warmkv.simulator.studies.sizing import Machine
+    from warmkv.simulator.studies.plans.sizing import Machine
 
 AICONFIGURATOR = "aiconfigurator"
 DTYPE_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -128,7 +128,8 @@ def plan(
     config = configure(())
 
     from warmkv.simulator.reports import plan_page
-    from warmkv.simulator.studies import grid, sizing, sweep, sweep_quality
+    from warmkv.simulator.studies.plans import sizing
+    from warmkv.simulator.studies.sweeps import grid, sweep, sweep_quality
 
     limits = sizing.limits_of(slo, config, quality is not None)
     profiles = _profiles(profile, gpus)
@@ -154,7 +155,7 @@ def plan(
         sized = search.run(machines, choices_of, lower or [sizing.UNMEASURED])
         peers = []
         if peer:
-            from warmkv.simulator.studies import peer_plan
+            from warmkv.simulator.studies.plans import peer_plan
 
             folder = path.parent if path.name == "config.json" else Path(model)
             peers = peer_plan.beside(search, sized, trace.requests, folder)

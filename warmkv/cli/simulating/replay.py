@@ -15,12 +15,12 @@ from warmkv.cli.command import fail, writing
 from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimeChoice
 from warmkv.config import Config
 from warmkv.extras import require
-from warmkv.simulator.studies import variants
+from warmkv.simulator.studies.replays import variants
 from warmkv.terminal import bar, console, errors
 
 if TYPE_CHECKING:
     from warmkv.simulator.steps.costs import StepTimes
-    from warmkv.simulator.studies.replay import Result
+    from warmkv.simulator.studies.replays.replay import Result
     from warmkv.simulator.workload.requests import Requests
 
 TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
@@ -83,8 +83,8 @@ def replay(
     arrivals = "turns follow the answers before them" if requests.turns else "arrivals as recorded"
 
     from warmkv.simulator.reports import table
-    from warmkv.simulator.studies import replay as replaying
-    from warmkv.simulator.studies.step_times import choose_cost, stand_ins
+    from warmkv.simulator.studies.replays import replay as replaying
+    from warmkv.simulator.studies.replays.step_times import choose_cost, stand_ins
 
     cost, source = choose_cost(requests.records, settings, replaying.recorded_policy(), machine.step_times.value)
     not_measured = stand_ins(cost, [variant.policy for variant in grid if variant.policy])
@@ -127,7 +127,7 @@ def _replay_with_bar(
     folders: Sequence[Path | None],
     meta: Mapping[str, Any],
 ) -> list[Result]:
-    from warmkv.simulator.studies.replay import run
+    from warmkv.simulator.studies.replays.replay import run
 
     count = len(requests.records)
     results: list[Result] = []

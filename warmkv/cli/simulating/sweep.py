@@ -14,11 +14,11 @@ from warmkv.cli.command import fail, resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.config import Config
 from warmkv.extras import require
-from warmkv.simulator.studies import grid as grids
+from warmkv.simulator.studies.sweeps import grid as grids
 from warmkv.terminal import bar, console
 
 if TYPE_CHECKING:
-    from warmkv.simulator.studies.sweep import Runner
+    from warmkv.simulator.studies.sweeps.sweep import Runner
     from warmkv.simulator.workload.source import LoadedTrace
 
 FRONT = "dollars,hit_rate_tokens,ttft_p99"
@@ -60,9 +60,9 @@ def sweep(
         fail("--as-recorded keeps each request's own policy, but the grid varies compression.policy")
 
     from warmkv.simulator.reports import sweep_page
-    from warmkv.simulator.studies import sweep as sweeping
-    from warmkv.simulator.studies import sweep_quality
-    from warmkv.simulator.studies.sweep_folder import SweepFolder
+    from warmkv.simulator.studies.sweeps import sweep as sweeping
+    from warmkv.simulator.studies.sweeps import sweep_quality
+    from warmkv.simulator.studies.sweeps.sweep_folder import SweepFolder
 
     requests = source.read(base)
     axes = [name.strip() for name in front.split(",") if name.strip()]
@@ -95,11 +95,11 @@ def sweep(
 
 def runner_of(asked: WorkerOptions, trace: LoadedTrace, base: Config, points: int) -> AbstractContextManager[Runner]:
     """Return what replays points: on Ray, in processes, or in this one where that is enough."""
-    from warmkv.simulator.studies import sweep as sweeping
+    from warmkv.simulator.studies.sweeps import sweep as sweeping
 
     if asked.on_ray:
         require("--ray", "ray")
-        from warmkv.simulator.studies import sweep_ray
+        from warmkv.simulator.studies.sweeps import sweep_ray
 
         return sweep_ray.on_ray(trace.requests, min(asked.workers or points, points))
     count = min(asked.workers or os.cpu_count() or 1, points)

@@ -13,11 +13,11 @@ from warmkv.cli.command import resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.cli.simulating.sweep import runner_of
 from warmkv.extras import require
-from warmkv.simulator.studies import grid as grids
+from warmkv.simulator.studies.sweeps import grid as grids
 from warmkv.terminal import bar, console, plain_table, show_table
 
 if TYPE_CHECKING:
-    from warmkv.simulator.studies.tune import Trial, TuneConstraint
+    from warmkv.simulator.studies.sweeps.tune import Trial, TuneConstraint
 
 ROOTS_NOT_TUNED = {
     "simulator": "it describes the machine, and is not a choice",
@@ -64,10 +64,10 @@ def tune(
             raise grids.GridError(f"{path}: {ROOTS_NOT_TUNED[root]}")
     alone = [configured({path: value}) for path, values in axes.items() for value in values]
 
-    from warmkv.simulator.studies import sweep as sweeping
-    from warmkv.simulator.studies import sweep_quality
-    from warmkv.simulator.studies import tune as tuning
-    from warmkv.simulator.studies.sweep_folder import SweepFolder
+    from warmkv.simulator.studies.sweeps import sweep as sweeping
+    from warmkv.simulator.studies.sweeps import sweep_quality
+    from warmkv.simulator.studies.sweeps import tune as tuning
+    from warmkv.simulator.studies.sweeps.sweep_folder import SweepFolder
 
     if tuning.size_of(axes) > trials:
         require("trying fewer choices than there are (--trials)", "optuna")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from warmkv.config import Config
     from warmkv.prefixes.record import RequestRecord
     from warmkv.prefixes.usage import Usage
-    from warmkv.simulator.studies.hosted import Comparison
-    from warmkv.simulator.studies.verify import Verdict
+    from warmkv.simulator.studies.replays.hosted import Comparison
+    from warmkv.simulator.studies.replays.verify import Verdict
 
 
 def verify(
@@ -68,9 +68,9 @@ def _verify_service(
     records: Sequence[RequestRecord], settings: Config, step_times: StepTimeChoice, output: JsonOptions
 ) -> list[str]:
     """Compare a log of warmkv with its replay; return what is too far off."""
-    from warmkv.simulator.studies.replay import recorded_policy
-    from warmkv.simulator.studies.step_times import choose_cost
-    from warmkv.simulator.studies.verify import verify as verified
+    from warmkv.simulator.studies.replays.replay import recorded_policy
+    from warmkv.simulator.studies.replays.step_times import choose_cost
+    from warmkv.simulator.studies.replays.verify import verify as verified
 
     times, source = choose_cost(records, settings, recorded_policy(), step_times.value)
     verdict = verified(records, settings, times)
@@ -82,7 +82,7 @@ def _verify_service(
 
 def _verify_hosted(records: Sequence[RequestRecord], settings: Config, output: JsonOptions) -> list[str]:
     """Compare what a hosted API reported with what its rules predict; return what is too far off."""
-    from warmkv.simulator.studies.hosted import compare
+    from warmkv.simulator.studies.replays.hosted import compare
 
     found = compare(records, settings)
     figures = {"equal_reads": found.equal_reads, "read_error": found.read_error, "bill_error": found.bill_error}
@@ -109,7 +109,7 @@ def _show(verdict: Verdict, source: str) -> None:
 
 
 def _show_hosted(found: Comparison) -> None:
-    from warmkv.simulator.studies.hosted import FINDINGS
+    from warmkv.simulator.studies.replays.hosted import FINDINGS
 
     print(f"{found.requests:,} requests with reported usage, {found.judged:,} of them judged\n")
     table = plain_table("", "reported", "predicted", "error")

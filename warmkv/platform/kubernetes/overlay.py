@@ -15,7 +15,7 @@ from warmkv.platform import manifest
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS, pod_memory
 from warmkv.platform.kubernetes.rendered import GPU
-from warmkv.simulator.studies.grid import Configure, Settings, point
+from warmkv.simulator.studies.sweeps.grid import Configure, Settings, point
 
 SETTINGS = "warmkv.yaml"
 ACCESS = {"host": "0.0.0.0", "tenants_file": "/etc/warmkv/tenants/tenants.yaml"}

@@ -26,7 +26,7 @@ from warmkv.platform.whatif.decision import (
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.sizes import Held
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies.whatif import Values, measure
+from warmkv.simulator.studies.replays.whatif import Values, measure
 
 log = logging.getLogger("ray.serve")
 

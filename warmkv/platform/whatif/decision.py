@@ -17,7 +17,7 @@ from pydantic import Field
 from warmkv.config import AutopilotConfig, Config, ConfigError, Section
 from warmkv.platform.live_config import LIVE, Version, changed, in_force, setting_of, values
 from warmkv.platform.whatif.candidates import NOW
-from warmkv.simulator.studies.whatif import COSTS, ENOUGH_IN_SLO, Values, differences
+from warmkv.simulator.studies.replays.whatif import COSTS, ENOUGH_IN_SLO, Values, differences
 
 AUTOPILOT = "autopilot"  # who, in the versions of the live configuration
 REQUESTS = 50  # that a measurement must rest on

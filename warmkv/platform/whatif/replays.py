@@ -17,10 +17,11 @@ from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check,
 from warmkv.platform.whatif.warm_start import Start
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepTimes
-from warmkv.simulator.studies import log_fit, sweep_quality
-from warmkv.simulator.studies.replay import recorded_policy
-from warmkv.simulator.studies.step_times import ENOUGH, choose_cost
-from warmkv.simulator.studies.whatif import Prediction, Values, differences, measure, predict, ranked, warm_up
+from warmkv.simulator.studies.replays import log_fit
+from warmkv.simulator.studies.replays.replay import recorded_policy
+from warmkv.simulator.studies.replays.step_times import ENOUGH, choose_cost
+from warmkv.simulator.studies.replays.whatif import Prediction, Values, differences, measure, predict, ranked, warm_up
+from warmkv.simulator.studies.sweeps import sweep_quality
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 SEARCHED = 6  # combinations of candidates that a round tries

@@ -24,8 +24,8 @@ from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies.step_times import ENOUGH
-from warmkv.simulator.studies.whatif import differences, pareto, ranked
+from warmkv.simulator.studies.replays.step_times import ENOUGH
+from warmkv.simulator.studies.replays.whatif import differences, pareto, ranked
 
 log = logging.getLogger("ray.serve")
 

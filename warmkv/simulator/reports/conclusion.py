@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from warmkv.simulator.studies.replay import Result
+from warmkv.simulator.studies.replays.replay import Result
 
 LEAST_POINTS = 0.01
 """Difference of hit rates from which on it is told; a replay of another hour differs by as much."""

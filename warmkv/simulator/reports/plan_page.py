@@ -13,10 +13,10 @@ from warmkv.policies.memory_plan import amount
 from warmkv.report_page import figure, page, table
 from warmkv.simulator.cluster import memory
 from warmkv.simulator.reports.figure_text import figure_text
-from warmkv.simulator.studies.grid import Configure, label, point
-from warmkv.simulator.studies.peer_plan import PeerPlan
-from warmkv.simulator.studies.sizing import Machine, Sized, SizingTrial, rows_of
-from warmkv.simulator.studies.tune import TuneConstraint
+from warmkv.simulator.studies.plans.peer_plan import PeerPlan
+from warmkv.simulator.studies.plans.sizing import Machine, Sized, SizingTrial, rows_of
+from warmkv.simulator.studies.sweeps.grid import Configure, label, point
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint
 from warmkv.simulator.workload.source import LoadedTrace
 from warmkv.terminal import plain_table, show_table
 

@@ -19,8 +19,8 @@ from warmkv.config import Prices
 from warmkv.faults import UserError
 from warmkv.policies.pricing import price
 from warmkv.simulator.reports import run_page
-from warmkv.simulator.studies.replay import Run
-from warmkv.simulator.studies.summary import figures
+from warmkv.simulator.studies.replays.replay import Run
+from warmkv.simulator.studies.replays.summary import figures
 
 POINTS = 500  # of the time series, evenly over the run
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from warmkv.chart_style import COLOURS, STYLE
 from warmkv.report_page import figure, page, svg, table
-from warmkv.simulator.studies.replay import Result, Run
+from warmkv.simulator.studies.replays.replay import Result, Run
 
 TENANTS = 20  # shown, those with the highest bills
 WINDOWS = 50  # in which the hit rate is taken over time

@@ -13,8 +13,8 @@ from matplotlib.ticker import EngFormatter, NullLocator
 
 from warmkv.chart_style import COLOURS, MARKERS, STYLE, Look, legend, looks
 from warmkv.report_page import svg
-from warmkv.simulator.studies.grid import label, shown
-from warmkv.simulator.studies.sweep import SweepRow
+from warmkv.simulator.studies.sweeps.grid import label, shown
+from warmkv.simulator.studies.sweeps.sweep import SweepRow
 
 PANELS = ("hit_rate_tokens", "dollars", "ttft_p50", "ttft_p99", "tpot_p50", "e2e_p99")
 MOST_LINES = 10  # with more of them a legend says nothing: they are drawn alike, under their mean

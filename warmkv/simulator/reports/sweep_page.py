@@ -16,8 +16,8 @@ from warmkv.report_page import Html, cell, facts, figure, page, table
 from warmkv.report_page import row as html_row
 from warmkv.simulator.reports import sweep_charts as charts
 from warmkv.simulator.reports.figure_text import figure_text
-from warmkv.simulator.studies.grid import short_names, shown
-from warmkv.simulator.studies.sweep import SweepRow, names_of
+from warmkv.simulator.studies.sweeps.grid import short_names, shown
+from warmkv.simulator.studies.sweeps.sweep import SweepRow, names_of
 from warmkv.terminal import ruled_table, show_table
 
 MOST_LINES = 40  # of the table in the terminal; with more points it shows those on the front

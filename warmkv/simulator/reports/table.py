@@ -12,8 +12,8 @@ from rich.table import Table
 from warmkv.simulator.cache.measures import Percentiles
 from warmkv.simulator.reports.conclusion import conclude, duration
 from warmkv.simulator.steps.costs import StepTimes
-from warmkv.simulator.studies.replay import Amount, Result
-from warmkv.simulator.studies.summary import figures
+from warmkv.simulator.studies.replays.replay import Amount, Result
+from warmkv.simulator.studies.replays.summary import figures
 from warmkv.terminal import plain_table, ruled_table, show_table
 
 MOST_ROWS = 10

@@ -15,7 +15,7 @@ from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, propos
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
 from warmkv.platform.whatif.warm_start import Start
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies.whatif import Prediction, measure, ranked, warm_up
+from warmkv.simulator.studies.replays.whatif import Prediction, measure, ranked, warm_up
 
 ALWAYS_FULL = [Default(0.0, "full")]
 TTL = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}

@@ -37,7 +37,7 @@ from warmkv.platform.whatif.warm_start import BLOCKS
 from warmkv.platform.whatif.window import BYTES, REQUESTS, RequestWindow, size_of
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies.whatif import Prediction
+from warmkv.simulator.studies.replays.whatif import Prediction
 
 FIGURES = {"hit_rate": 0.5, "resident_bytes": 10.0, "bytes": 10.0, "ttft_p50": 0.1, "ttft_p99": 0.2, "in_slo": 1.0}
 FIGURES |= {"dollars_per_million_tokens": 2.0, "gpu_dollars_per_million_tokens": 1.0}

@@ -25,7 +25,7 @@ from warmkv.simulator.cache.layout import layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
-from warmkv.simulator.studies.whatif import measure
+from warmkv.simulator.studies.replays.whatif import measure
 
 TTLS = {"5m": 300.0, "1h": 3600.0}
 MOST = 1000

@@ -9,8 +9,8 @@ from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, r
 from warmkv.policies.batching import PASSES, split
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepCost, batch_seconds
-from warmkv.simulator.studies.replay import prepare
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 LIMITS = st.sampled_from(
     [

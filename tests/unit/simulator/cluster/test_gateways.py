@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import config, logs, record, run
 from warmkv.simulator.cluster.gateways import TOLD_SECONDS, SimulatedGateway
-from warmkv.simulator.studies.replay import prepare
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 REPLICAS = ["a", "b", "c"]
 

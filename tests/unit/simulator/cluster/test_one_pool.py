@@ -16,8 +16,8 @@ from warmkv.replicas.engines.kv_events import BlocksRemoved, BlocksStored
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 from warmkv.simulator.cluster.cluster import mixed_limits, simulate
-from warmkv.simulator.studies.replay import prepare
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 VLLM = "engine.kind=vllm"
 LARGE = ("engine.kv_bytes=8KiB", "prefix_cache.memory_bytes=8KiB")

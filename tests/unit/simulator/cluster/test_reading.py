@@ -6,8 +6,8 @@ from hypothesis import given
 from tests.unit.simulator.conversations import EXACT, config, logs, record
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.cluster import simulate
-from warmkv.simulator.studies.replay import prepare
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 TIERS = ("prefix_cache.memory_bytes=16", "prefix_cache.host={memory_bytes: 64}", "prefix_cache.block_size=4")
 # A block of 4 tokens takes 8 bytes: two of them fit on the device.

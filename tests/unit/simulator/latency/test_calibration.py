@@ -17,8 +17,8 @@ from warmkv.simulator.latency.calibration import CalibrationError
 from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps import step_profile
 from warmkv.simulator.steps.costs import StepCost
-from warmkv.simulator.studies import step_times
-from warmkv.simulator.studies.replay import recorded_policy
+from warmkv.simulator.studies.replays import step_times
+from warmkv.simulator.studies.replays.replay import recorded_policy
 from warmkv.simulator.traces import TraceError
 
 TRUE = StepCost(0.012, 4e-5, 8e-8)

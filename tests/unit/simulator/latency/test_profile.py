@@ -9,8 +9,8 @@ from tests.unit.simulator.steps.test_step_profile import profile
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.steps import step_profile
 from warmkv.simulator.steps.costs import StepCost, batch_seconds
-from warmkv.simulator.studies import step_times
-from warmkv.simulator.studies.replay import Variant, recorded_policy, replay
+from warmkv.simulator.studies.replays import step_times
+from warmkv.simulator.studies.replays.replay import Variant, recorded_policy, replay
 
 FULL = ((2**-6, 2**-10, 2**-14, 2**-16), (2**-5, 2**-9, 2**-13), (2**-8, 2**-12, 2**-15))
 SNAP = ((2**-6, 2**-10, 2**-14, 2**-16), (2**-4, 2**-8, 2**-12), (2**-7, 2**-11, 2**-14))

@@ -14,9 +14,9 @@ from tests.unit.simulator.conversations import EXACT, config, record  # noqa: E4
 from warmkv.config import load  # noqa: E402
 from warmkv.policies.pricing import price  # noqa: E402
 from warmkv.simulator.reports import run_folder  # noqa: E402
-from warmkv.simulator.studies.replay import run  # noqa: E402
-from warmkv.simulator.studies.summary import figures  # noqa: E402
-from warmkv.simulator.studies.variants import Variant  # noqa: E402
+from warmkv.simulator.studies.replays.replay import run  # noqa: E402
+from warmkv.simulator.studies.replays.summary import figures  # noqa: E402
+from warmkv.simulator.studies.replays.variants import Variant  # noqa: E402
 
 SETTINGS = config("engine.max_context=64", "cluster.replicas=2", "prefix_cache.host.memory_bytes=1MB")
 

@@ -10,8 +10,8 @@ from tests.unit.simulator.published import published
 from warmkv.simulator import traces
 from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies import cachesim
-from warmkv.simulator.studies.replay import run
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.traces import TraceError
 from warmkv.simulator.traces.columns import Builder, Row
 from warmkv.simulator.workload.requests import FollowUp, of_trace, turns

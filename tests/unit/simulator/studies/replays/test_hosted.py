@@ -8,7 +8,7 @@ from tests.unit.simulator.test_traces import claude_code, lines
 from warmkv.config import Config
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.studies.hosted import HostedError, compare
+from warmkv.simulator.studies.replays.hosted import HostedError, compare
 from warmkv.simulator.traces.reader import Rows
 
 CONFIG = Config()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from warmkv.cli import app
 from warmkv.config import load
-from warmkv.simulator.studies.tune import TuneConstraint, TuneError, best_of, constraints_of, nearest_of, search
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint, TuneError, best_of, constraints_of, nearest_of, search
 
 KNOWN = ["dollars", "ttft_p99", "quality"]
 

@@ -15,7 +15,7 @@ from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
 from warmkv.simulator.steps import roofline, step_profile
 from warmkv.simulator.steps.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, StepTimes, UniformCosts
-from warmkv.simulator.studies import log_fit
+from warmkv.simulator.studies.replays import log_fit
 
 ENOUGH = 20  # measured requests below which a fit says little
 

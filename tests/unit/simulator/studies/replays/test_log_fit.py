@@ -8,9 +8,9 @@ import pytest
 from tests.unit.simulator.conversations import config, record, run, with_timings
 from warmkv.config import load
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies import log_fit
-from warmkv.simulator.studies.replay import recorded_policy, replay
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays import log_fit
+from warmkv.simulator.studies.replays.replay import recorded_policy, replay
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload import generator
 from warmkv.simulator.workload.sessions import Workload
 

@@ -7,9 +7,9 @@ from warmkv.config import load
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.steps.roofline import OVERHEAD_SECONDS, roofline
-from warmkv.simulator.studies import step_times
-from warmkv.simulator.studies.replay import recorded_policy, replay
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays import step_times
+from warmkv.simulator.studies.replays.replay import recorded_policy, replay
+from warmkv.simulator.studies.replays.variants import Variant
 
 TRUE = StepCost(0.005, 1e-4, 5e-7)
 

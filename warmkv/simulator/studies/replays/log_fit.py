@@ -27,8 +27,8 @@ from warmkv.simulator.latency.calibration import Times, distance_to, times_of
 from warmkv.simulator.latency.spread_evenly import during
 from warmkv.simulator.latency.step_fit import least_squares
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies.replay import run
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 Floats = NDArray[np.float64]

@@ -18,12 +18,12 @@ from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.cluster.memory import gpus_per_replica, plan
-from warmkv.simulator.studies import sweep, sweep_quality
-from warmkv.simulator.studies.grid import Configure, GridPoint, Settings, digest, point
 from warmkv.simulator.studies.pareto import front
-from warmkv.simulator.studies.sweep import SweepRow, prompt_lengths
-from warmkv.simulator.studies.sweep_quality import Quality
-from warmkv.simulator.studies.tune import TuneConstraint, constraints_of
+from warmkv.simulator.studies.sweeps import sweep, sweep_quality
+from warmkv.simulator.studies.sweeps.grid import Configure, GridPoint, Settings, digest, point
+from warmkv.simulator.studies.sweeps.sweep import SweepRow, prompt_lengths
+from warmkv.simulator.studies.sweeps.sweep_quality import Quality
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint, constraints_of
 from warmkv.simulator.workload.source import LoadedTrace
 
 HOURS = 730  # of a month

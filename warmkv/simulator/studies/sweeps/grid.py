@@ -23,7 +23,7 @@ from warmkv.config import Config, ConfigError
 from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.studies import quantities
-from warmkv.simulator.studies.variants import Variant, VariantError
+from warmkv.simulator.studies.replays.variants import Variant, VariantError
 
 TTL = "ttl"
 MAX_POINTS = 10_000

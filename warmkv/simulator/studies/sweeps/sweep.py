@@ -21,15 +21,16 @@ from warmkv.config import Config, parse
 from warmkv.faults import UserError
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.steps.costs import StepCost, StepTimes
-from warmkv.simulator.studies import step_times, sweep_quality
-from warmkv.simulator.studies.figures import Figures, sense
-from warmkv.simulator.studies.grid import GridPoint, digest
 from warmkv.simulator.studies.pareto import front
-from warmkv.simulator.studies.replay import recorded_policy, replay
-from warmkv.simulator.studies.summary import figures
-from warmkv.simulator.studies.sweep_folder import SweepError, SweepFolder
-from warmkv.simulator.studies.sweep_quality import Quality
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays import step_times
+from warmkv.simulator.studies.replays.replay import recorded_policy, replay
+from warmkv.simulator.studies.replays.summary import figures
+from warmkv.simulator.studies.replays.variants import Variant
+from warmkv.simulator.studies.sweeps import sweep_quality
+from warmkv.simulator.studies.sweeps.figures import Figures, sense
+from warmkv.simulator.studies.sweeps.grid import GridPoint, digest
+from warmkv.simulator.studies.sweeps.sweep_folder import SweepError, SweepFolder
+from warmkv.simulator.studies.sweeps.sweep_quality import Quality
 from warmkv.simulator.workload.requests import Requests
 from warmkv.simulator.workload.source import LoadedTrace, Source, file_digest, read
 

@@ -12,10 +12,10 @@ import pytest
 from warmkv.gpus import Gpu
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.reports import plan_page
-from warmkv.simulator.studies import peer_plan
-from warmkv.simulator.studies.peer_plan import Means, PeerPlan, beside, means_of, plan
-from warmkv.simulator.studies.sizing import Machine, Search
-from warmkv.simulator.studies.tune import TuneConstraint
+from warmkv.simulator.studies.plans import peer_plan
+from warmkv.simulator.studies.plans.peer_plan import Means, PeerPlan, beside, means_of, plan
+from warmkv.simulator.studies.plans.sizing import Machine, Search
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint
 from warmkv.simulator.workload.requests import Requests
 
 H100 = Gpu.model_validate("H100-SXM")

@@ -21,8 +21,8 @@ from warmkv.simulator.cache.measures import percentiles
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.pareto import front
-from warmkv.simulator.studies.replay import run, summarise
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import run, summarise
+from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 Values = dict[str, float | None]

@@ -11,7 +11,7 @@ from warmkv.config import Config, load
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
 from warmkv.simulator.reports import plan_page
-from warmkv.simulator.studies.sizing import (
+from warmkv.simulator.studies.plans.sizing import (
     LEAST_QUALITY,
     SLOTS,
     STORED,
@@ -25,8 +25,8 @@ from warmkv.simulator.studies.sizing import (
     machine,
     policies_of,
 )
-from warmkv.simulator.studies.sweep_quality import Curve
-from warmkv.simulator.studies.tune import TuneConstraint, TuneError
+from warmkv.simulator.studies.sweeps.sweep_quality import Curve
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint, TuneError
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=128256, dtype_bytes=2

@@ -12,8 +12,8 @@ from typing import Any
 
 from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
-from warmkv.simulator.studies.figures import sense
-from warmkv.simulator.studies.sweep_folder import changes
+from warmkv.simulator.studies.sweeps.figures import sense
+from warmkv.simulator.studies.sweeps.sweep_folder import changes
 
 _POLICY_KEYS = {"name", "budget", "decode", "storage"}
 _POINT = re.compile(r"(.+):([0-9]+)")

@@ -11,9 +11,9 @@ import ray
 from ray.util import ActorPool
 
 from warmkv.faults import UserError
-from warmkv.simulator.studies.figures import Figures
-from warmkv.simulator.studies.sweep import Runner, SweepTask, run_task
-from warmkv.simulator.studies.sweep_folder import SweepError
+from warmkv.simulator.studies.sweeps.figures import Figures
+from warmkv.simulator.studies.sweeps.sweep import Runner, SweepTask, run_task
+from warmkv.simulator.studies.sweeps.sweep_folder import SweepError
 from warmkv.simulator.workload.requests import Requests
 
 PATIENCE = 10.0  # seconds that a CPU may take to become free: that of an actor that just ended does not at once

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.gpus import Gpu
-from warmkv.simulator.studies.sizing import HOURS, Search, Sized, SizingTrial
-from warmkv.simulator.studies.tune import TuneConstraint
+from warmkv.simulator.studies.plans.sizing import HOURS, Search, Sized, SizingTrial
+from warmkv.simulator.studies.sweeps.tune import TuneConstraint
 from warmkv.simulator.workload.requests import Requests
 
 COMMAND = "aiconfigurator"

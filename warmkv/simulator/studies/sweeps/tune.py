@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from warmkv.faults import UserError
-from warmkv.simulator.studies.grid import Settings, digest
+from warmkv.simulator.studies.sweeps.grid import Settings, digest
 
 ROUND = 8  # trials that are asked for before any of them is known
 PATIENCE = 20  # rounds in a row that bring nothing new, after which the search has settled

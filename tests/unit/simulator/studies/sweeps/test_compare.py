@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import load
-from warmkv.simulator.studies.compare import ComparedRun, CompareError, compare, read
+from warmkv.simulator.studies.sweeps.compare import ComparedRun, CompareError, compare, read
 
 FIGURES = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.just(0.0) | st.none()
 

@@ -26,7 +26,7 @@ from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
-from warmkv.simulator.studies.variants import Variant, VariantError, price_tier
+from warmkv.simulator.studies.replays.variants import Variant, VariantError, price_tier
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 from warmkv.simulator.workload.requests import FollowUp
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from warmkv.policy_spec import PolicySpec
-from warmkv.simulator.studies.sweep_quality import QualityError, curves, label_of, read, retention
+from warmkv.simulator.studies.sweeps.sweep_quality import QualityError, curves, label_of, read, retention
 
 
 def row(policy, share, score, kept, sample=0, task="needle", prompt=1000):

@@ -9,9 +9,9 @@ from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.latency.calibration import Judgement, judge
 from warmkv.simulator.steps.costs import StepTimes
-from warmkv.simulator.studies.log_fit import measured, measured_times, simulated_times
-from warmkv.simulator.studies.replay import run
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.log_fit import measured, measured_times, simulated_times
+from warmkv.simulator.studies.replays.replay import run
+from warmkv.simulator.studies.replays.variants import Variant
 
 LEAST_EQUAL_HITS, MOST_HIT_ERROR = 0.99, 0.005
 MOST_TIME_ERROR: Mapping[str, float] = {"p50": 0.10, "p90": 0.20}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from warmkv.simulator.studies.replay import Result
+from warmkv.simulator.studies.replays.replay import Result
 
 
 def figures(result: Result) -> dict[str, float]:

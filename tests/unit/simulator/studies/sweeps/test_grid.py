@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from warmkv.config import load
-from warmkv.simulator.studies import grid
-from warmkv.simulator.studies.grid import GridError
+from warmkv.simulator.studies.sweeps import grid
+from warmkv.simulator.studies.sweeps.grid import GridError
 
 
 def configure(flags):

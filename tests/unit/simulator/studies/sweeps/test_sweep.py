@@ -12,12 +12,12 @@ import pytest
 from tests.unit.simulator.conversations import record
 from warmkv.config import load
 from warmkv.simulator.steps.costs import StepCost
-from warmkv.simulator.studies import grid, sweep
-from warmkv.simulator.studies.figures import sense
-from warmkv.simulator.studies.replay import replay
-from warmkv.simulator.studies.summary import figures
-from warmkv.simulator.studies.sweep_folder import SweepError, SweepFolder, changes, flat
-from warmkv.simulator.studies.variants import Variant
+from warmkv.simulator.studies.replays.replay import replay
+from warmkv.simulator.studies.replays.summary import figures
+from warmkv.simulator.studies.replays.variants import Variant
+from warmkv.simulator.studies.sweeps import grid, sweep
+from warmkv.simulator.studies.sweeps.figures import sense
+from warmkv.simulator.studies.sweeps.sweep_folder import SweepError, SweepFolder, changes, flat
 from warmkv.simulator.traces import mooncake
 from warmkv.simulator.traces.warmkv import trace_of
 from warmkv.simulator.workload import generator

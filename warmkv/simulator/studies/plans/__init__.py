@@ -1,0 +1,1 @@
+"""Sizes of a service that hold its objectives."""

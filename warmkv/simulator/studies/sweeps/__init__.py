@@ -1,0 +1,1 @@
+"""Many points of a configuration: grids and searches, their folders, and two of them compared."""
