@@ -6,29 +6,51 @@ import sys
 import pytest
 
 from tests.polling import PATIENCE
-from warmkv.replicas.engines.orphans import kill_with_this_process
+from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 
-WAITING = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+# Starts another one like it when it is told to, and says so; what it has inherited as output is open while both live.
+WAITING = """
+import subprocess, sys
+for line in sys.stdin:
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], stdin=subprocess.DEVNULL)
+    print("started", flush=True)
+"""
 STARTER = """
 import os, signal, subprocess, sys
-from warmkv.replicas.engines.orphans import kill_with_this_process
-kill_with_this_process([int(sys.argv[1])])
+from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
+when, waiting = sys.argv[1:]
+if when == "starting":
+    child = subprocess.Popen([sys.executable, "-S", "-c", waiting], stdin=subprocess.PIPE)
+    watcher = children_end_with_this_process()
+else:
+    watcher = children_end_with_this_process()
+    child = subprocess.Popen([sys.executable, "-S", "-c", waiting], stdin=subprocess.PIPE)
+    settled(watcher)
+child.stdin.write(b"start\\n")
+child.stdin.flush()
+sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
 
 
-def test_what_a_killed_process_had_started_is_killed():
-    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as child:
-        assert subprocess.run([sys.executable, "-c", STARTER, str(child.pid)], check=False).returncode == -9
-        assert child.wait(PATIENCE) == -9
+@pytest.mark.parametrize("when", ["starting", "settled"])
+def test_what_a_killed_process_had_started_is_killed_and_what_that_had_started(when):
+    """Its output ends when all that have it are gone; a child that is not watched itself is found by its parent."""
+    command = [sys.executable, "-c", STARTER, when, WAITING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == b"started\n"
+        rest, _ = starter.communicate(b"\n", timeout=PATIENCE)
+        assert (rest, starter.returncode) == (b"", -9)
 
 
 def test_what_is_let_go_lives_on():
-    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as child:
-        watcher = kill_with_this_process([child.pid, 1 << 22])
+    with subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE) as child:
+        watcher = children_end_with_this_process()
+        settled(watcher)
         watcher.kill()
         watcher.communicate()
-        child.communicate(b"")
+        child.communicate()
         assert child.returncode == 0

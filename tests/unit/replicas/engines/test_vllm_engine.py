@@ -16,10 +16,11 @@ from warmkv.config import EngineConfig, PrefixCacheConfig, parse
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
-from warmkv.replicas.engines import vllm_engine
+from warmkv.replicas.engines import vllm_engine, vllm_start
 from warmkv.replicas.engines.ledger import PrefixLedger
-from warmkv.replicas.engines.vllm_engine import Model, Steps, VllmEngine
+from warmkv.replicas.engines.vllm_engine import VllmEngine
 from warmkv.replicas.engines.vllm_requests import sampling_fields, structured_fields
+from warmkv.replicas.engines.vllm_start import Model, Steps
 from warmkv.replicas.loading.load import TINY
 from warmkv.replicas.protocol import (
     Constraint,
@@ -267,21 +268,21 @@ def test_constraints_are_fields_of_vllm():
 
 def test_what_vllm_is_started_with_follows_from_the_settings_and_the_model():
     config = parse({"engine": {"kind": "vllm", "max_context": 512}})
-    model = vllm_engine.read_model(config)
+    model = vllm_start.read_model(config)
     assert (model.folder, model.dtype, model.max_context) == (TINY, torch.float32, 512)
     assert model.sizes.shape.token_bytes == 6 * 2 * 32 * 2 * 4
     with pytest.raises(ValueError, match="exceeds the model's"):
-        vllm_engine.read_model(parse({"engine": {"max_context": 1 << 20}}))
+        vllm_start.read_model(parse({"engine": {"max_context": 1 << 20}}))
     odd = parse({"prefix_cache": {"block_size": 48}, "engine": {"kind": "vllm"}})
     with pytest.raises(ValueError, match="block_size 48 must be a multiple of 32"):
-        vllm_engine.start_llm(odd, model, None, 1, Path("/gone"), None)  # type: ignore[arg-type]
+        vllm_start.start_llm(odd, model, None, 1, Path("/gone"), None)  # type: ignore[arg-type]
 
 
 def test_a_cache_in_fp8_takes_a_byte_a_number():
     config = parse(
         {"engine": {"kind": "vllm"}, "prefix_cache": {"storage": "fp8"}, "compression": {"policy": "full+fp8"}}
     )
-    model = vllm_engine.read_model(config)
+    model = vllm_start.read_model(config)
     assert (model.storage, model.token_bytes) == ("fp8", 6 * 2 * 32 * 2)
 
 
@@ -293,9 +294,9 @@ def test_fp8_on_a_cpu_is_refused_by_what_it_lacks(avx512, head_dim, lacking, mon
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     cpu = torch.device("cpu")
-    vllm_engine.check_storage("model", cpu, head_dim)
-    vllm_engine.check_storage("fp8", torch.device("cuda"), head_dim)
+    vllm_start.check_storage("model", cpu, head_dim)
+    vllm_start.check_storage("fp8", torch.device("cuda"), head_dim)
     with (
         pytest.raises(ValueError, match=rf"prefix_cache\.storage: fp8 .* needs {lacking}") if lacking else nullcontext()
     ):
-        vllm_engine.check_storage("fp8", cpu, head_dim)
+        vllm_start.check_storage("fp8", cpu, head_dim)

@@ -1,0 +1,164 @@
+"""Starting vLLM in a replica: the model that it serves, the settings as its arguments, what it tells of its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warmkv.config import Config, ConfigError
+from warmkv.config.engine import VLLM_STORAGES
+from warmkv.model_shape import ModelShape
+from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
+from warmkv.policies.tiers import weight
+from warmkv.replicas.loading.load import fetch, load_max_context, resolve_device, resolve_dtype
+
+CPU_BLOCK, GPU_BLOCK = 32, 16
+"""Tokens of which vLLM's blocks are multiples."""
+
+FP8_HEAD = 32
+"""Of which the size of a head is a multiple where attention on a CPU reads fp8."""
+
+CPU_WORKER = "warmkv.replicas.engines.vllm_cpu_worker.CpuWorker"
+
+TOPIC = "kv"
+REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What must be known of the model that vLLM serves."""
+
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    sizes: ModelSizes
+    max_context: int
+    eos_ids: frozenset[int]
+    storage: str = "model"  # of its KV cache
+
+    @property
+    def token_bytes(self) -> int:
+        """Return what a token takes in the KV cache."""
+        shape = self.sizes.shape
+        return weight(self.storage, shape)(shape.token_bytes, 1)
+
+
+def read_model(config: Config) -> Model:
+    """Read the model's sizes from its folder. Raises OSError, or ModelShapeError where they cannot be told."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = fetch(config.model)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    try:
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        eos = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+    most = load_max_context(config.model)
+    wanted = config.engine.max_context
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"engine.max_context {wanted} exceeds the model's {most} tokens")
+    return Model(
+        folder,
+        device,
+        dtype,
+        ModelSizes.of(ModelShape.model_validate({"path": folder}), dtype.itemsize),
+        wanted or most,
+        frozenset([eos] if isinstance(eos, int) else eos or ()),
+        config.prefix_cache.storage,
+    )
+
+
+def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, folder: Path, steps: Steps) -> Any:
+    """Start vLLM's asynchronous engine. For the thread of the event loop. Raises ConfigError for what it cannot do."""
+    on_gpu, block = model.device.type == "cuda", config.prefix_cache.block_size
+    multiple = GPU_BLOCK if on_gpu else CPU_BLOCK
+    if block % multiple:
+        raise ConfigError(f"prefix_cache.block_size {block} must be a multiple of {multiple} with engine.kind vllm")
+    check_storage(model.storage, model.device, model.sizes.shape.head_dim)
+    engine, cluster = config.engine, config.cluster
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # else it closes the handlers that this process logs by
+    from vllm.config import StructuredOutputsConfig
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    auto = on_gpu and plan.kv.auto and plan.stored.auto
+    arguments = AsyncEngineArgs(
+        model=str(model.folder),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=model.max_context,
+        max_num_seqs=engine.max_slots,
+        max_num_batched_tokens=engine.tokens_per_step(on_gpu=on_gpu),
+        enable_chunked_prefill=True,
+        enforce_eager=engine.compile == "off" or (engine.compile == "auto" and not on_gpu),
+        enable_prefix_caching=config.prefix_cache.enabled,
+        block_size=block,
+        tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
+        gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
+        kv_cache_dtype=VLLM_STORAGES[model.storage],
+        kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
+        disable_log_stats=True,
+        worker_extension_cls="" if on_gpu else CPU_WORKER,
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=config.prefix_cache.enabled,
+            publisher="zmq" if config.prefix_cache.enabled else "null",
+            endpoint=endpoint(folder, "events"),
+            replay_endpoint=endpoint(folder, "replay"),
+            buffer_steps=REPLAYED,
+            topic=TOPIC,
+        ),
+    )
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda vllm_config, index=0: steps])
+
+
+def check_storage(storage: str, device: torch.device, head_dim: int) -> None:
+    """Raise ConfigError where vLLM's attention on a CPU cannot read a cache in a format."""
+    if device.type != "cpu" or storage == "model":
+        return
+    lacking = ""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        lacking = "a CPU with AVX-512 or AMX"
+    elif head_dim % FP8_HEAD:
+        lacking = f"heads of a multiple of {FP8_HEAD}: the model's have {head_dim}"
+    if lacking:
+        raise ConfigError(f"prefix_cache.storage: {storage} on a CPU with engine.kind vllm needs {lacking}")
+
+
+def endpoint(folder: Path, name: str) -> str:
+    """Return the address of a socket that only this machine can reach."""
+    return f"ipc://{folder / name}"
+
+
+class Steps:
+    """What vLLM tells of its steps: how many requests run and wait, and when the last one was."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.turns, self.turned, self.running, self.waiting, self.usage = 0, clock(), 0, 0, 0.0
+        self.preempted = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Take note of a step. Called by vLLM's front end."""
+        self.turns, self.turned = self.turns + 1, self._clock()
+        if scheduler_stats is not None:
+            self.running, self.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+            self.usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing; vLLM calls it."""
+
+    def log(self) -> None:
+        """Do nothing; vLLM calls it."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Do nothing; vLLM calls it."""
