@@ -62,7 +62,7 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
     steps, watcher = Steps(time.monotonic), children_end_with_this_process()
     try:
         llm = start_llm(config, model, plan, place.threads, folder, steps)
-    except BaseException:
+    except Exception:  # not for an exit: then this process ends
         watcher.kill()
         watcher.communicate()
         raise
