@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -208,6 +209,16 @@ class BlockStore:
         warm.read.clear()
         warm.reused = sum(warm.tiers.values())
         return warm.reused, None if sums is None else unpack(sums, self._dtype).to(keys.device)
+
+    def on_device(self, hashes: Sequence[bytes]) -> list[Tensor]:
+        """Return the leading blocks [2, layers, kv_heads, tokens, head_dim] that the device has as they were computed.
+
+        Nobody writes to them, and whoever holds on to one may read it for as long.
+        """
+        blocks = self.places[0].blocks if self.places and self.places[0].tier.name == "device" else {}
+        held = itertools.takewhile(lambda packed: packed is not None, map(blocks.get, hashes))
+        plain = itertools.takewhile(lambda packed: packed.storage == "model", (p for p in held if p is not None))
+        return [packed.parts[0] for packed in plain]
 
     def release(self, warm: WarmPrefix) -> None:
         """Let what a request read go; once for each `match`."""

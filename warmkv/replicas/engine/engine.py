@@ -86,7 +86,7 @@ class Engine:
         self.store = BlockStore(
             self.memory.sized(prefix_cache), identity, model.device, clock, publish, wake=lambda: self._inbox.wake()
         )
-        self.pool = SlotPool(model.kv_shape, model.dtype, model.device)
+        self.pool = SlotPool(model.kv_shape, model.dtype, model.device, prefix_cache.block_size)
         self.scheduler = Scheduler(
             engine,
             model.kv_shape,
@@ -207,7 +207,7 @@ class Engine:
     # --- in the engine's thread
 
     def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
-        """Compute a short prompt and a few tokens before `run`, so that no request pays for first-time set-up.
+        """Compute short prompts and a few tokens before `run`, so that no request pays for first-time set-up.
 
         What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
         `say` is told what is done next. Raises RuntimeError if the prompt fails.
@@ -221,9 +221,11 @@ class Engine:
                 log.exception("decoding cannot be compiled here: it stays eager")
                 self._step_forward = self._forward
         say("computing a first prompt")
-        tokens = tuple(range(min(16, self.max_context // 2)))
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-        self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
+        in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any
+        for length in sorted({16, max(16, in_pages)}):
+            tokens = tuple(at % self.model.vocabulary for at in range(min(length, self.max_context // 2)))
+            self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
 
     def finish(self, request: GenerateRequest, *beside: GenerateRequest) -> None:
         """Compute a request and others to their end before `run`, in the caller's thread.

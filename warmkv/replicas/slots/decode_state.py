@@ -57,6 +57,8 @@ class DecodeState:
                 for slab, span in self._spans()
             ]
             self._done = advance(state, active)
+            for slab, span in self._spans():
+                slab.make_room(self._done.entries[span], active[span])
             self._plan(slots, {})
         except BaseException:
             state.restore(before)

@@ -18,6 +18,7 @@ from torch import Tensor
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import STORAGES
+from warmkv.replicas.slots.paged import PagedSlab
 from warmkv.replicas.slots.rows import ARGMIN, Advance, Bools, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
@@ -47,6 +48,7 @@ FACTS = (
     "alike",  # whether it is summed over the KV heads of a sequence
     "aged",
     "rebased",  # whether sinks are rotated on
+    "page_size",  # entries of the pages that it lies in: `keys` and `values` list their addresses; 0: in none
 )
 """What else is known of a row, behind these."""
 
@@ -98,6 +100,7 @@ class RowBatch:
     paged: bool
     rebased: bool
     windowed: bool
+    page_size: int  # of rows that lie in pages; 0: none does
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ class RowTables:
             "paged": bool(page.any()),
             "rebased": bool((fact("rebased") * fact("sinks")).any()),
             "windowed": bool(fact("window").any()),
+            "page_size": int(fact("page_size").max()),
         }
         return _Layout(index, facts)
 
@@ -288,9 +292,15 @@ def _facts(slab: Slab) -> Ints:
     row = np.arange(slab.rows)
     addresses = [part.data_ptr() + row * part.stride(1) * part.element_size() for part in parts]
     strides = [np.full(slab.rows, part.stride(0) * part.element_size()) for part in parts]
+    capacity, page_size = np.full(slab.rows, kind.packed), 0
+    if isinstance(slab, PagedSlab):
+        capacity, page_size = slab.state.limit, slab.size
+        for part, table in zip(("keys", "values"), slab.table, strict=True):
+            addresses[PARTS.index(part)] = table.data_ptr() + row * table.stride(0) * table.element_size()
+            strides[PARTS.index(part)] = np.full(slab.rows, slab.layer_bytes)
     facts = (
         slab.layers[0],
-        kind.packed,
+        capacity,
         kind.front,
         kind.front + kind.tail,
         kind.sinks,
@@ -301,6 +311,7 @@ def _facts(slab: Slab) -> Ints:
         kind.alike,
         kind.aged,
         kind.rebased,
+        page_size,
     )
     return np.stack([*addresses, *strides, *(np.full(slab.rows, fact) for fact in facts)]).astype(np.int64)
 

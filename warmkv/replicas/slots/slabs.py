@@ -56,6 +56,10 @@ class Slab:
     def is_empty(self) -> bool:
         return bool((self.state.owner == FREE).all())
 
+    def tensors(self) -> list[Tensor]:
+        """Return everything that its rows hold."""
+        return self.memory.tensors()
+
     def free_rows(self) -> list[int]:
         return np.flatnonzero(self.state.owner == FREE).tolist()
 
@@ -108,6 +112,9 @@ class Slab:
         self.memory.rebase(torch.tensor(rows, device=self._device), angles)
 
     # --- a decode step
+
+    def make_room(self, entries: Ints, active: Bools) -> None:
+        """Allocate what active rows lack for a new token at `entries`, in a slab that is not allocated at once."""
 
     def plan(
         self,

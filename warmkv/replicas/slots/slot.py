@@ -9,6 +9,7 @@ from torch import Tensor
 from warmkv.policies import budgets, sliding
 from warmkv.policies.slot_sizes import RowKind, layer_row_kind
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots.paged import SwappedPages
 from warmkv.replicas.slots.rows import RowTable
 from warmkv.replicas.slots.slabs import Slab
 
@@ -40,11 +41,12 @@ class SlotRequest:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's rows, or before its hand-off the bytes set aside for them."""
+    """A request's rows, or before its hand-off the bytes set aside for them, of one in pages also behind it."""
 
     id: int
     slot_request: SlotRequest
     reserved: int = 0  # bytes
+    paged: bool = False
     limit: int = 0  # bytes that all slabs may take once it is filled
     places: list[tuple[Slab, list[int]]] = field(default_factory=list)  # slabs and its rows in them
     tokens: int = 0  # of the sequence, what has been evicted included; 0 until its hand-off
@@ -63,6 +65,11 @@ class SlotPiece:
     kind: RowKind
     state: RowTable
     tensors: list[Tensor]  # in host memory
+    pages: SwappedPages | None = None  # instead of them
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.pages.tensors if self.pages else self.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +84,4 @@ class SwappedSlot:
 
     @property
     def host_bytes(self) -> int:
-        return sum(tensor.nbytes for piece in self.pieces for tensor in piece.tensors)
+        return sum(piece.host_bytes for piece in self.pieces)

@@ -1,7 +1,8 @@
 """Decode slots: what a request keeps while it decodes, in every layer and KV head, known in size at admission.
 
 A slot is a row for each layer and KV head. Where all of them are alike they lie side by side in one slab that spans
-all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own.
+all layers; where a policy gives layers or heads different budgets, each layer has slabs of its own. Where kernels
+attend, rows that only append lie in pages instead (`paged.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, slot_bytes
+from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.layout import Row, Wanted, alike, wanted_rows
+from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page
 from warmkv.replicas.slots.row_tables import RowTables
 from warmkv.replicas.slots.rows import FREE, RowTable
 from warmkv.replicas.slots.slabs import Slab
@@ -27,10 +30,14 @@ SLAB_SLOTS = 4
 
 
 class SlotPool:
-    """All slabs of a replica, allocated when first needed and given back when another size needs the room."""
+    """All slabs of a replica, allocated when first needed and given back when another size needs the room.
 
-    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
+    Pages have `page_size` tokens, as many as blocks of the prefix cache; 0 is for none.
+    """
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
+        self.page_size = page_size if kernels.reads_pages(dtype, device) else 0
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
@@ -55,11 +62,15 @@ class SlotPool:
         """Return the bytes of all slabs, and those set aside."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
+    def tensors(self) -> list[Tensor]:
+        """Return everything that is held; pages that slots share occur as often as they are."""
+        return [tensor for slab in self.slabs for tensor in slab.tensors()]
+
     def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
         """Claim a slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
-        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off.
-        Empty slabs of other sizes are given back before the answer is None.
+        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off; where
+        it lies in pages, until it is released. Empty slabs of other sizes are given back before the answer is None.
         """
         slot = self._new_slot(slot_request)
         claimed = False
@@ -78,19 +89,25 @@ class SlotPool:
     def _claim(self, slot: Slot, limit: int) -> bool:
         slot_request = slot.slot_request
         if budgets.follows_content(slot_request.spec, slot_request.prompt_tokens):
-            needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
-            if not self.fit(limit - needed):
-                return False
-            slot.reserved, slot.limit = needed, limit
-            return True
+            return self._set_aside(slot, limit)
         layers = budgets.layer_budgets(slot_request.spec, slot_request.prompt_tokens, self.shape.layers)
         rows = [
             self._row(slot_request, layer, slot_request.in_window(kept, self.shape.window(layer)))
             for layer, kept in enumerate(layers)
         ]
         if len(set(rows)) == 1:
-            return self._claim_uniform(slot, rows[0][0], limit)
+            slot.paged = can_page(rows[0][0], self.page_size)
+            return self._set_aside(slot, limit) if slot.paged else self._claim_uniform(slot, rows[0][0], limit)
         return self._claim_ragged(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
+
+    def _set_aside(self, slot: Slot, limit: int) -> bool:
+        """Set aside the bytes that a slot may need, and claim nothing yet."""
+        slot_request = slot.slot_request
+        needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
+        if not self.fit(limit - needed):
+            return False
+        slot.reserved, slot.limit = needed, limit
+        return True
 
     def _row(self, slot_request: SlotRequest, layer: int, kept: int) -> Row:
         return *slot_request.row(kept, self.shape.window(layer)), kept
@@ -198,7 +215,11 @@ class SlotPool:
 
     def swap_out(self, slot: Slot) -> SwappedSlot:
         """Copy a slot that decodes to host memory, and free it."""
-        pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+        if slot.paged:
+            slab, rows = self._in_pages(slot)
+            pieces = [SlotPiece(slab.layers, slab.kind, slab.state.chosen(rows), [], slab.swap_out_pages(rows[0]))]
+        else:
+            pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
         swapped = SwappedSlot(slot.slot_request, slot.tokens, slot.shift, pieces, slot.resident_bytes)
         self.release(slot)
         return swapped
@@ -208,9 +229,11 @@ class SlotPool:
         slot = self._new_slot(swapped.slot_request)
         resumed = False
         try:
-            resumed = self._claim_again(slot, swapped.pieces, limit)
-            if resumed:
+            if (pages := swapped.pieces[0].pages) is not None:
+                resumed = self._resume_in_pages(slot, swapped, pages, limit)
+            elif resumed := self._claim_again(slot, swapped.pieces, limit):
                 self._put_back(slot, swapped)
+            slot.tokens, slot.shift = swapped.tokens, swapped.shift
         finally:
             if not resumed:
                 self.release(slot)
@@ -226,7 +249,6 @@ class SlotPool:
                     if mine:  # rows of one kind and layer may come from several slabs, and return to others
                         which = [heads.index(slab.state.head[row]) for row in mine]
                         slab.put_in(mine, piece.state, piece.tensors, which)
-        slot.tokens, slot.shift = swapped.tokens, swapped.shift
 
     def _claim_again(self, slot: Slot, pieces: Sequence[SlotPiece], limit: int) -> bool:
         if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
@@ -249,8 +271,16 @@ class SlotPool:
             slab.rebase(rows, back * inv_freq)
         slot.shift += back
 
-    def fill(self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection]) -> None:
-        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on."""
+    def fill(
+        self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor] = ()
+    ) -> None:
+        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on.
+
+        `stored` are the leading blocks of the prompt that the prefix cache holds on the device, which may be shared.
+        """
+        if slot.paged:
+            self._fill_pages(slot, prompt, selections, stored)
+            return
         slot_request = slot.slot_request
         counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
         if slot.reserved:
@@ -294,3 +324,42 @@ class SlotPool:
     def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
         one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
         return self._claim_uniform(slot, kind, self.allocated_bytes + one)
+
+    # --- slots in pages
+
+    def _take_rows(self, slot: Slot) -> tuple[PagedSlab, list[int]]:
+        """Claim a paged slot's rows."""
+        slab = next((slab for slab in self.slabs if isinstance(slab, PagedSlab)), None)
+        if slab is None:
+            slab = PagedSlab(self.shape, self.page_size, self._dtype, self._device)
+            self.slabs.append(slab)
+        self._rows = None
+        rows = slab.take_rows(slot.id)
+        slot.places.append((slab, rows))
+        return slab, rows
+
+    @staticmethod
+    def _in_pages(slot: Slot) -> tuple[PagedSlab, list[int]]:
+        """Return where a paged slot lies."""
+        ((slab, rows),) = slot.places
+        assert isinstance(slab, PagedSlab)
+        return slab, rows
+
+    def _fill_pages(
+        self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor]
+    ) -> None:
+        slab, rows = self._take_rows(slot)
+        kept = int((selections[0].positions[0] >= 0).sum())
+        _, limit = slot.slot_request.row(kept, 0)
+        for row in rows:
+            slab.state.start(row, slab.kind, kept=kept, limit=limit, packed_limit=0, recent=0, protected=0)
+        slab.hand_over(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
+        slot.tokens = prompt.tokens
+
+    def _resume_in_pages(self, slot: Slot, swapped: SwappedSlot, pages: SwappedPages, limit: int) -> bool:
+        if not self.fit(limit - swapped.slot_bytes):
+            return False
+        slot.reserved, slot.paged = swapped.slot_bytes, True
+        slab, rows = self._take_rows(slot)
+        slab.swap_in_pages(rows[0], pages, swapped.pieces[0].state)
+        return True

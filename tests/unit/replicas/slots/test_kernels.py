@@ -480,6 +480,16 @@ if "model" in sys.argv:
     Rows(Case("model", torch.float16, 2, 4, 128, 128, (128, 96)), cpu, 0.0).attend()
     assert "v4.b32" in compiled["attend_split"].asm["ptx"], "rows are aligned, so 16 bytes are loaded at once"
     print("pages", *(kernel.metadata.shared for kernel in compiled.values()))
+if "fp8" in sys.argv:
+    from tests.unit.replicas.slots import test_paged_kernels
+    from warmkv.policies.slot_sizes import KVShape
+    from warmkv.policy_spec import PolicySpec
+
+    test_paged_kernels.SHAPE = KVShape(layers=2, kv_heads=2, head_dim=128, dtype_bytes=2)
+    test_paged_kernels.INV_FREQ = torch.ones(64, dtype=torch.float64)
+    test_paged_kernels.attended([PolicySpec()], 1, 64, torch.float16, cpu)
+    assert "v4.b32" in compiled["attend_split"].asm["ptx"], "pages are aligned, too"
+    print("in-pages", *(compiled[name].metadata.shared for name in ("put", "attend_split")))
 wanted = {"put", "choose_entries", "attend_split", "combine", "sum_received"}
 assert set(compiled) == wanted - ({"choose_entries"} if "model" not in sys.argv else set()), compiled
 """

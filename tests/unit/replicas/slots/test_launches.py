@@ -81,6 +81,8 @@ class Grid(dict[Any, Any]):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # or kernels that are first imported here are interpreted nowhere
     from warmkv.replicas.slots.kernels import launch
 
     counted = Calls()
@@ -110,8 +112,8 @@ def filled(pool: SlotPool, spec: PolicySpec, tokens: int, new: int) -> Any:
     return slot
 
 
-def decoding(spec: PolicySpec, lengths: list[int], new: int) -> tuple[SlotPool, list[Any]]:
-    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
+def decoding(spec: PolicySpec, lengths: list[int], new: int, page_size: int = 0) -> tuple[SlotPool, list[Any]]:
+    pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"), page_size)
     return pool, [filled(pool, spec, tokens, new) for tokens in lengths]
 
 
@@ -181,6 +183,19 @@ def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
     mixed = [filled(pool, PolicySpec.model_validate(policy), 60 + 20 * at, 6) for at, policy in enumerate(policies)]
     launched, _ = step(calls, pool, mixed)
     assert launched == [4] * SHAPE.layers
+
+
+def test_rows_in_pages_take_as_few_launches_and_one_upload_for_all_new_pages(calls):
+    pool, slots = decoding(PolicySpec.model_validate("full"), [90, 140, 500, 75], new=40, page_size=16)
+    assert all(slot.paged for slot in slots)
+    step(calls, pool, slots)
+    steps = [step(calls, pool, slots) for _ in range(32)]
+    assert max(max(launched) for launched, _ in steps) <= MOST - 1
+    alone = [ahead for _, ahead in steps if ahead > 1]
+    assert len(alone) == 8  # each of four comes to two pages, none of them in one step
+    together = decoding(PolicySpec.model_validate("full"), [79, 159, 479], new=40, page_size=16)
+    assert [step(calls, *together)[1] for _ in range(3)][1:] == [alone[0], 1]
+    assert set(alone) == {alone[0]}
 
 
 @pytest.mark.parametrize("policy", ["full+kivi4", "streaming_llm@90+kivi2", "h2o@90+kivi4"])

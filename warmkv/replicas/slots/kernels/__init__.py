@@ -17,6 +17,7 @@ from torch import Tensor
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policies.compression.triton_support import is_available
+from warmkv.policy_spec import STORAGES
 
 if TYPE_CHECKING:
     from warmkv.replicas.slots.row_tables import RowBatch, RowTables
@@ -35,6 +36,11 @@ class LaunchProgress:
 def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the kernels read and write a storage format, for a model's type, on that device."""
     return storage.kernel is not None and dtype in _TYPES and is_available(device) and _writes(storage)
+
+
+def reads_pages(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if rows may lie in pages."""
+    return reads(STORAGES["model"], dtype, device)
 
 
 @lru_cache(maxsize=64)

@@ -31,7 +31,7 @@ def attend_split(
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     CHOSEN: tl.constexpr, GROUPED: tl.constexpr, REBASED: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr,
+    CAPPED: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a row, named by `tasks` [programs]; those of a row follow each other from `first_parts`
     [n + 1] on. WHOLE: every row has one, and `out` [places, G, d] takes the result.
@@ -79,6 +79,10 @@ def attend_split(
     if WINDOWED:
         window = table.number(facts, count, row, table.WINDOW)
         oldest = table.number(numbers, count, row, table.AGE) - window
+    if PAGE_SIZE > 0:
+        in_pages = table.number(facts, count, row, table.PAGE_SIZE) != 0
+        keys_base, keys_further = table.location(facts, count, row, layer, table.KEYS)
+        values_base, values_further = table.location(facts, count, row, layer, table.VALUES)
     scored = False
     uncompressed = table.number(facts, count, row, table.UNCOMPRESSED)
     width = capacity + uncompressed
@@ -98,6 +102,10 @@ def attend_split(
         if WINDOWED:
             known = seen & (window > 0)
             seen &= (window == 0) | (tl.load(ages + entries, mask=known, other=0) > oldest)
+        if PAGE_SIZE > 0:  # a tile lies in one page
+            keys = table.page_pointer(keys_base, keys_further, in_pages, start // PAGE_SIZE, FIRST, ALIGNED)
+            values = table.page_pointer(values_base, values_further, in_pages, start // PAGE_SIZE, FIRST, ALIGNED)
+            entries = tl.where(in_pages, entries % PAGE_SIZE, entries)
         k = LOAD_KEYS(keys, keys_second, keys_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
         v = LOAD_VALUES(values, values_second, values_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
         k, v = k.to(wide.dtype), v.to(wide.dtype)

@@ -61,7 +61,7 @@ def attend(
         *rows, tables.taken[layer], int(progress.put), int(progress.counted), levels, rotation, tables.inv_freq, turned,
         PUT=reader.put, BITS=storage.bits, **types, ALIGNED=batch.aligned, **sizes, BLOCK=_LEAST_BLOCK,
         EVICTS=batch.evicts, AGED=batch.aged, PAGED=batch.paged, REBASED=batch.rebased, GROUPED=storage.group > 1,
-        ROTATED=storage.rotated,
+        ROTATED=storage.rotated, PAGE_SIZE=batch.page_size,
     )  # fmt: skip
     progress.put, query = True, turned
     chosen, counts = absent, absent
@@ -80,6 +80,8 @@ def attend(
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if batch.scored else absent
     block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
+    if batch.page_size:
+        block = min(block, batch.page_size)
     decode.attend_split[programs,](
         query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
         chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
@@ -89,6 +91,7 @@ def attend(
         ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=batch.rebased,
         WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=batch.scored, WHOLE=whole,
+        PAGE_SIZE=batch.page_size,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     sinks = absent if softmax.sinks is None else softmax.sinks

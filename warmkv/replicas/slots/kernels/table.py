@@ -13,6 +13,7 @@ _COUNT = tl.constexpr(len(PARTS))
 ) = map(tl.constexpr, range(len(PARTS)))  # fmt: skip
 (
     FIRST_LAYER, CAPACITY, FRONT, UNCOMPRESSED, SINKS, PAGE, WINDOW, SCORED, REPLACED, ALIKE, AGED, REBASED,
+    PAGE_SIZE,
 ) = map(tl.constexpr, range(2 * len(PARTS), 2 * len(PARTS) + len(FACTS)))  # fmt: skip
 (
     ENTRY, BEFORE, PACKED, AGE, OLDEST, EARLY, REROTATED, READS, CHANNELS, EVICTS,
@@ -27,11 +28,31 @@ def number(table, count, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def location(facts, count, row, layer, PART: tl.constexpr):
+    """Return where a part of a row lies, or the list of its pages, and how many bytes further a layer begins."""
+    stride = tl.load(facts + (_COUNT + PART) * count + row)
+    return tl.load(facts + PART * count + row), (layer - number(facts, count, row, FIRST_LAYER)) * stride
+
+
+@triton.jit
 def pointer(facts, count, row, layer, PART: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to a part of a row in a layer."""
-    base = tl.load(facts + PART * count + row)
-    stride = tl.load(facts + (_COUNT + PART) * count + row)
-    address = base + (layer - number(facts, count, row, FIRST_LAYER)) * stride
+    base, further = location(facts, count, row, layer, PART)
+    return _pointer(base + further, TYPE, ALIGNED)
+
+
+@triton.jit
+def page_pointer(base, further, in_pages, page, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to one of the pages of a row, to the row itself where that does not lie in pages.
+
+    base, further: as of `location`.
+    """
+    listed = tl.load(base.to(tl.pointer_type(tl.int64)) + page, mask=in_pages, other=0)
+    return _pointer(tl.where(in_pages, listed, base) + further, TYPE, ALIGNED)
+
+
+@triton.jit
+def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     return address.to(tl.pointer_type(TYPE))

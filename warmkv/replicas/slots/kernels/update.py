@@ -20,7 +20,7 @@ def put(
     PUT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr,
     ALIGNED: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, EVICTS: tl.constexpr, AGED: tl.constexpr, PAGED: tl.constexpr, REBASED: tl.constexpr,
-    GROUPED: tl.constexpr, ROTATED: tl.constexpr,
+    GROUPED: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put the new token of each row in its place: grid (n,). Where it goes is left in `places_taken` [count].
 
@@ -56,6 +56,13 @@ def put(
         keys_second = table.pointer(facts, count, row, layer, table.KEYS_SECOND, OTHERS, ALIGNED)
         values = table.pointer(facts, count, row, layer, table.VALUES, FIRST, ALIGNED)
         values_second = table.pointer(facts, count, row, layer, table.VALUES_SECOND, OTHERS, ALIGNED)
+        if PAGE_SIZE > 0:
+            in_pages = table.number(facts, count, row, table.PAGE_SIZE) != 0
+            base, further = table.location(facts, count, row, layer, table.KEYS)
+            keys = table.page_pointer(base, further, in_pages, entry // PAGE_SIZE, FIRST, ALIGNED)
+            base, further = table.location(facts, count, row, layer, table.VALUES)
+            values = table.page_pointer(base, further, in_pages, entry // PAGE_SIZE, FIRST, ALIGNED)
+            entry = tl.where(in_pages, entry % PAGE_SIZE, entry)
         sinks = tl.zeros([], tl.int64)
         if REBASED:
             rebased = table.number(facts, count, row, table.REBASED) != 0
