@@ -42,7 +42,7 @@ def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
     for _ in range(setting.sequences):
         if pool.claim(slot_request, PLENTY) is None:
             raise RuntimeError(f"no slot for {spec.label}")
-    counted = [pool.allocated_bytes, sum(tensor.nbytes for slab in pool.slabs for tensor in slab.memory.tensors())]
+    counted = [pool.allocated_bytes, sum(tensor.nbytes for tensor in pool.tensors())]
     if device.type == "cuda":
         counted.append(torch.cuda.memory_allocated(device) - before)
     return max(counted)
