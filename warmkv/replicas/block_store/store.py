@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -16,7 +15,6 @@ from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.entry import Entry
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache, Span, spans
 from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
-from warmkv.prefixes.index import TIERS
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
 from warmkv.replicas.block_store.disk import Folder
@@ -24,6 +22,7 @@ from warmkv.replicas.block_store.formats import Packed, pack, unpack
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
+from warmkv.replicas.block_store.published import PublishedBlocks
 from warmkv.replicas.block_store.reads import FileReads, WarmPrefix
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
@@ -57,12 +56,11 @@ class BlockStore:
     ) -> None:
         self.enabled, self.block_size = config.enabled, config.block_size
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
-        self.clock, self._publish, self._wait_seconds = clock, publish, wait_seconds
+        self.clock, self._wait_seconds = clock, wait_seconds
         self._wall_clock = wall_clock
         self._jobs = Jobs(io_threads or Threads(), wake)
         self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self._published: dict[bytes, str] = {}  # full blocks, and the fastest tier that has them
         self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
         self.left = {(tier.name, why): 0 for tier in tiers for why in LEFT}  # blocks and tails so far; keys are fixed
@@ -79,10 +77,7 @@ class BlockStore:
         self._moves = Moves(self.places, indexes, limit, self._jobs, self._not_moved, clock, wall_clock)
         for path in config.packs if config.enabled else ():
             self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.indexes)
-        for tier_index in self._cache.tiers.indexes:
-            for key in tier_index.keys_of():
-                if (tier := self._cache.tiers.fastest(key)) and self._is_full_block(key):
-                    self._published[key] = tier
+        self._published = PublishedBlocks(self._cache.tiers, self.block_size, publish)
 
     def _device_of(self, tier: str) -> torch.device:
         return self._device if tier == "device" else torch.device("cpu")
@@ -131,10 +126,7 @@ class BlockStore:
 
     def full_blocks(self) -> dict[str, list[bytes]]:
         """Return keys of the full blocks by the fastest tier that has them, for a snapshot."""
-        found: dict[str, list[bytes]] = {tier: [] for tier in TIERS}
-        for key, tier in self._published.items():
-            found[tier].append(key)
-        return found
+        return self._published.by_tier()
 
     def contents(self, most: int) -> Contents:
         """Return what at most `most` blocks are, of all tiers together, by recency."""
@@ -147,9 +139,7 @@ class BlockStore:
 
     def leading(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Return leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
-        tier_of = self._published.get
-        memory = bisect_left(hashes, True, key=lambda key: tier_of(key, "disk") == "disk")
-        return memory, bisect_left(hashes, True, lo=memory, key=lambda key: tier_of(key) is None)
+        return self._published.leading(hashes)
 
     # --- a request's way
 
@@ -342,7 +332,7 @@ class BlockStore:
                 case Left(key, tier, expired, entry):
                     self._count(key, tier, entry, expired=expired)
                     self._remove(key, tier)
-        self._tell(changed)
+        self._published.tell(changed)
         if failure is not None:
             raise failure
 
@@ -355,31 +345,6 @@ class BlockStore:
         why = "expired" if expired else "demoted" if any(key in tier_index for tier_index in below) else "evicted"
         self.left[name, why] += 1
         self.residency.left(entry, name, self.clock(), evicted=not expired)
-
-    def _tell(self, changed: Sequence[bytes]) -> None:
-        """Publish which of these keys are full blocks that came to another tier, or left the replica."""
-        known, gone = self._published, []
-        came: dict[str, list[bytes]] = {}
-        for key in dict.fromkeys(changed):
-            tier = self._cache.tiers.fastest(key)
-            if tier == known.get(key):
-                continue
-            if tier is None:
-                del known[key]
-                gone.append(key)
-            elif key in known or self._is_full_block(key):
-                known[key] = tier
-                came.setdefault(tier, []).append(key)
-        if gone:
-            self._publish((), gone, TIERS[0])
-        for tier, keys in came.items():
-            self._publish(keys, (), tier)
-
-    def _is_full_block(self, key: bytes) -> bool:
-        return any(
-            key in tier_index and (entry := tier_index.entry(key)) is not None and entry.tokens == self.block_size
-            for tier_index in self._cache.tiers.indexes
-        )
 
     def _put(self, key: bytes, tier: int, packed: Packed) -> None:
         if tier == 0:
@@ -409,14 +374,14 @@ class BlockStore:
     def _not_moved(self, key: bytes, tier: int) -> None:
         """Take note of a block that could not be brought into a tier."""
         self._lose(key, tier)
-        self._tell([key])
+        self._published.tell([key])
 
     def _damaged(self, key: bytes) -> None:
         """Take note of a file that cannot be read."""
         tier = next(at for at, place in enumerate(self.places) if place.folder is not None)
         self._lose(key, tier)
         self._remove(key, tier)
-        self._tell([key])
+        self._published.tell([key])
 
     # --- what to attach
 
