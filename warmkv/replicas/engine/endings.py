@@ -1,4 +1,6 @@
-"""How requests end: with their answer, by a failure of their own, for want of memory, or with the device."""
+"""What requests are told, and how they end: with their answer, by a failure of their own, for want of memory, or with
+the device.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,34 @@ class Endings:
     device: torch.device
     clock: Callable[[], float]
     probe: Callable[[], bool]
+
+    def deliver(self, sequence: Sequence, token: int) -> None:
+        """Report a drawn token, and end the sequence where it ends.
+
+        Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
+        then: the slot, what a policy evicts from it and the random numbers come out as they were.
+        """
+        sequence.number = None
+        if (given := sequence.given) is not None:
+            token = given
+        sequence.last_token = token
+        sequence.num_output_tokens += 1
+        sampling, processor = sequence.request.sampling, sequence.processor
+        if processor is not None and (fault := processor.take(token)):
+            self.end(sequence, Failed(f"its constraint cannot be followed: {fault}", "request"))
+            return
+        if token in self.prompts.model.eos_ids and not sampling.ignore_eos:
+            told = sequence.logprobs if sequence.is_scored else None
+            self.finish(sequence, "end", () if told is None else (told,))
+            return
+        if token in sampling.stop_token_ids:
+            self.finish(sequence, "stop")
+            return
+        self.tell(sequence, token if sequence.logprobs is None else sequence.logprobs)
+        if processor is not None and processor.is_complete:
+            self.finish(sequence, "end")
+        elif sequence.num_output_tokens == sampling.max_tokens:
+            self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
         """End an answer that is complete, or that nobody wants any more; `logprobs` are those of what ended it."""

@@ -24,7 +24,6 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
-from warmkv.policies import budgets, compression
 from warmkv.policies.compression.prefill_state import TokenClasses
 from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan
@@ -34,7 +33,7 @@ from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
-from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
+from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compiles
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.passes import Pass, run
@@ -127,17 +126,7 @@ class Engine:
         Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
         where the engine has ended.
         """
-        policy = compression.build(
-            budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
-        )
-        if policy.rotates and not self.model.fixed_rotation:
-            raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
-        multiple = policy.spec.storage_format.head_dim_multiple
-        if self.model.kv_shape.head_dim % multiple:
-            raise UnservableRequestError(
-                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
-                f"this model has {self.model.kv_shape.head_dim}"
-            )
+        policy = self._prompts.policy_of(request)
         if request.sampling.constraint is not None and matcher is None:
             raise UnservableRequestError("this replica does not constrain answers")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
@@ -162,21 +151,7 @@ class Engine:
 
     def between_steps(self, action: Callable[[], T]) -> Future[T]:
         """Run an action between steps and return its future; a cancelled future is not run."""
-        result: Future[T] = Future()
-
-        def act() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(action())
-            except Exception as error:
-                result.set_exception(error)
-
-        try:
-            self._inbox.put(act)
-        except ClosedError as error:
-            result.set_exception(error)
-        return result
+        return self._inbox.result_of(action)
 
     def drop_prefixes(self, tenant: str) -> Future[int]:
         """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
@@ -357,7 +332,7 @@ class Engine:
             self.faults.succeeded()
         for sequence, token in outcome.tokens:
             if sequence.prefill is None:
-                self._deliver(sequence, token)
+                self._endings.deliver(sequence, token)
         if any(sequence.workspace.is_computed for sequence, _ in computed):
             self.flush()  # tokens wait for no hand-off of others
         for sequence, token in computed:
@@ -416,7 +391,7 @@ class Engine:
         if sequence.request.sampling.max_tokens == 0:
             self._endings.finish(sequence, "length")
         else:
-            self._deliver(sequence, token)
+            self._endings.deliver(sequence, token)
 
     def _begin_masks(self, sequences: Items[Sequence]) -> Future[Tensor] | None:
         """Begin to compute what constraints rule out, beside the model; None if no sequence has one."""
@@ -430,38 +405,5 @@ class Engine:
             self.watch_logits(sequences, logits)
         return draw(sequences, logits, masks)
 
-    def _deliver(self, sequence: Sequence, token: int) -> None:
-        """Report a drawn token, and end the sequence where it ends.
-
-        Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
-        then: the slot, what a policy evicts from it and the random numbers come out as they were.
-        """
-        sequence.number = None
-        if (given := sequence.given) is not None:
-            token = given
-        sequence.last_token = token
-        sequence.num_output_tokens += 1
-        sampling, processor = sequence.request.sampling, sequence.processor
-        if processor is not None and (fault := processor.take(token)):
-            self._endings.end(sequence, Failed(f"its constraint cannot be followed: {fault}", "request"))
-            return
-        if token in self.model.eos_ids and not sampling.ignore_eos:
-            told = sequence.logprobs if sequence.is_scored else None
-            self._endings.finish(sequence, "end", () if told is None else (told,))
-            return
-        if token in sampling.stop_token_ids:
-            self._endings.finish(sequence, "stop")
-            return
-        self._endings.tell(sequence, token if sequence.logprobs is None else sequence.logprobs)
-        if processor is not None and processor.is_complete:
-            self._endings.finish(sequence, "end")
-        elif sequence.num_output_tokens == sampling.max_tokens:
-            self._endings.finish(sequence, "length")
-
     def _works(self) -> bool:
         return works(self.model, self.pool, self._forward, self._step_forward, self.scheduler.room)
-
-
-def compiles(config: EngineConfig, device: torch.device) -> bool:
-    """Return True if decode steps are compiled on a device."""
-    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from warmkv.config import EngineConfig
 from warmkv.policies.compression.hook import StepState
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.loading.last_layer import DrawnOnly
@@ -51,6 +52,11 @@ class ModelRunner:
         )
         logits: Tensor = output.logits
         return logits
+
+
+def compiles(config: EngineConfig, device: torch.device) -> bool:
+    """Return True if decode steps are compiled on a device."""
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
 
 
 class CompiledForward:

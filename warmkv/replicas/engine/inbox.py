@@ -6,11 +6,13 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+T = TypeVar("T")
 Action = Callable[[], None]
 
 
@@ -52,6 +54,24 @@ class Inbox(Generic[Item]):
             if self._closed:
                 raise ClosedError("the engine has ended")
             self._queue.put(action)
+
+    def result_of(self, action: Callable[[], T]) -> Future[T]:
+        """Have an action run and return its future; one that is cancelled before is not run."""
+        result: Future[T] = Future()
+
+        def act() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        try:
+            self.put(act)
+        except ClosedError as error:
+            result.set_exception(error)
+        return result
 
     def wake(self) -> None:
         """End a `wait`."""

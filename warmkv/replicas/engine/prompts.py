@@ -9,12 +9,14 @@ import logging
 import operator
 from dataclasses import astuple, dataclass, field
 
-from warmkv.policies import budgets
+from warmkv.policies import budgets, compression
+from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.prefix_cache import sum_positions
 from warmkv.replicas.block_store import BlockStore, WarmPrefix
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.protocol import GenerateRequest, UnservableRequestError
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,21 @@ class Prompts:
     pool: SlotPool
     classes: TokenClasses | None = None
     compressed: dict[str, Compressions] = field(default_factory=dict)  # by the name of the policy
+
+    def policy_of(self, request: GenerateRequest) -> Method:
+        """Return what compresses a request. Raises UnservableRequestError if the model does not go with it."""
+        policy = compression.build(
+            budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
+        )
+        if policy.rotates and not self.model.fixed_rotation:
+            raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
+        multiple = policy.spec.storage_format.head_dim_multiple
+        if self.model.kv_shape.head_dim % multiple:
+            raise UnservableRequestError(
+                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
+                f"this model has {self.model.kv_shape.head_dim}"
+            )
+        return policy
 
     def look_up(self, sequence: Sequence, now: float) -> None:
         """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""

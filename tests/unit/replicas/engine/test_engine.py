@@ -130,13 +130,7 @@ def test_ends_at_eos_and_at_max_tokens(models, driver):
     tokens = prompt(10)
     free = driver().run(make_request(tokens, new=12))[0]
     stop_at = next(i for i, token in enumerate(free) if token not in free[:i] and i > 2)
-    ending = Driver(models["llama"])
-    ending.engine.model = type(models["llama"])(
-        **{
-            **{name: getattr(models["llama"], name) for name in models["llama"].__slots__},
-            "eos_ids": frozenset([free[stop_at]]),
-        }
-    )
+    ending = Driver(dataclasses.replace(models["llama"], eos_ids=frozenset([free[stop_at]])))
     assert ending.run(make_request(tokens, new=12)) == [free[:stop_at]]
     assert ending.finished("request").reason == "end"
     assert ending.finished("request").output_tokens == stop_at + 1

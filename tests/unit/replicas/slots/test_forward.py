@@ -10,8 +10,7 @@ import torch
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
-from warmkv.replicas.engine.engine import compiles
-from warmkv.replicas.engine.forward import CompiledForward
+from warmkv.replicas.engine.forward import CompiledForward, compiles
 from warmkv.replicas.loading import packed_weights
 from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import GenerateRequest
