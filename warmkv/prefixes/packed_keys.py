@@ -28,8 +28,10 @@ class Page:
         self._packed = bytearray()
         self._distinct, self._numbers = b"", array("i")
 
-    def __len__(self) -> int:
-        return len(self._numbers) or len(self._packed) // DIGEST_BYTES
+    @property
+    def is_full(self) -> bool:
+        """Return True if the next keys belong into another page."""
+        return bool(self._numbers) or len(self._packed) >= PAGE * DIGEST_BYTES
 
     def add(self, packed: bytes) -> Keys:
         """Add the keys of a prompt."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from warmkv.prefixes.hashing import DIGEST_BYTES
-from warmkv.prefixes.packed_keys import PAGE, Page
+from warmkv.prefixes.packed_keys import Page
 from warmkv.prefixes.usage import Usage
 
 VERSION = 1
@@ -59,7 +59,7 @@ class Known:
             if count and max(map(len, keys)) == 2 * DIGEST_BYTES:
                 packed = bytes.fromhex("".join(keys))  # which skips blanks
                 if len(packed) == count * DIGEST_BYTES:
-                    if len(self.page) >= PAGE:
+                    if self.page.is_full:
                         self.page.close()
                         self.page = Page()
                     return self.page.add(packed)

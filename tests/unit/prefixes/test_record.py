@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warmkv.prefixes.packed_keys import number
 from warmkv.prefixes.record import Candidate, Known, Mark, RecordError, RequestRecord
 from warmkv.prefixes.usage import Usage
 
@@ -63,12 +64,15 @@ def test_lines_share_their_marks_and_reads():
 
 
 def test_hashes_of_a_full_page_stay_the_same(monkeypatch):
-    monkeypatch.setattr("warmkv.prefixes.record.PAGE", 3)
+    monkeypatch.setattr("warmkv.prefixes.packed_keys.PAGE", 3)
     lines = [replace(GOOD, hashes=(bytes([at]) * 16, bytes([at % 2]) * 16)) for at in range(7)]
     known = Known()
     found = [RequestRecord.from_json(record.to_json(), known) for record in lines]
     assert found == lines
     assert len({id(record.hashes.page) for record in found}) == 4
+    number(record.hashes for record in found)
+    assert [*found, RequestRecord.from_json(GOOD.to_json(), known)] == [*lines, GOOD]
+    assert found == lines
 
 
 @pytest.mark.parametrize(
