@@ -40,6 +40,7 @@ FOLLOW_UP = "follow_up"
 """The multi-key family with a second question after the first one was answered; chat form only."""
 PROMISED, PROMISED_LENGTH = ("single", "multi", FOLLOW_UP), 2048
 """The cells that the model is shipped for: measured with more samples."""
+PROMISED_SAMPLES = 250
 WINDOW = 1024
 SINK_WINDOW = 512
 CARD_START, CARD_END = "<!-- figures: written by training/evaluate.py -->", "<!-- end of figures -->"
@@ -159,7 +160,7 @@ def first_token_mass(model: Any, ids: Ids, windows: int) -> list[dict[str, float
 
 
 def evaluate(folder: Path, quick: bool = False, samples: int = 30) -> dict[str, Any]:
-    """All figures of the model in `folder`, as they are written to JSON; `samples` a cell, 100 in the promised ones."""
+    """All figures of the model in `folder`, as they are written to JSON; `samples` a cell, 250 in the promised ones."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -176,7 +177,7 @@ def evaluate(folder: Path, quick: bool = False, samples: int = 30) -> dict[str, 
     rows = []
     for cell in track(cells, description="recall"):
         promised = cell[0] in PROMISED and cell[2] == PROMISED_LENGTH
-        rows += recall(logits, encode, [cell], 4 if quick else 100 if promised else samples)
+        rows += recall(logits, encode, [cell], 4 if quick else PROMISED_SAMPLES if promised else samples)
     train, test = stream(encode, "train"), stream(encode, "heldout")
     if quick:
         test = test[:20_000]

@@ -103,11 +103,22 @@ class TinyNet(nn.Module):
             h = h + F.linear(F.silu(gate) * up, down[i]).float()
         return F.linear(self._normed(h, self.norm), self.embed.to(self.dtype)).float()
 
-    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss, and how many answer tokens were right, of how many; ids and weights [rows, tokens]."""
+    def forward(
+        self, ids: Tensor, weights: Tensor, taught: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss, and how many answer tokens were right, of how many; ids and weights [rows, tokens].
+
+        `share` [rows] of the loss is the cross-entropy with the predictions of another model, whose logits are
+        `taught` [rows, tokens, vocabulary] (Hinton, Vinyals and Dean, 2015, section 2, at temperature 1).
+        """
         logits = self.logits(ids)[:, :-1].reshape(-1, VOCAB_SIZE)
         target, weight = ids[:, 1:].reshape(-1), weights[:, 1:].reshape(-1)
         loss = F.cross_entropy(logits, target, reduction="none")
+        if taught is not None and share is not None:
+            likely = taught[:, :-1].reshape(-1, VOCAB_SIZE).softmax(-1)
+            soft = F.cross_entropy(logits, likely, reduction="none")
+            part = share[:, None].expand(-1, ids.shape[1] - 1).reshape(-1)
+            loss = loss.lerp(soft, part)
         answers = weight > ANSWER_WEIGHT
         right = ((logits.argmax(-1) == target) & answers).sum()
         return (loss * weight).sum() / weight.sum(), right, answers.sum()

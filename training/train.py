@@ -3,7 +3,8 @@
 Example:
 
     python -m training.train --minutes 145 --out runs/tiny --seed 0 --device auto
-    python -m training.train --start runs/tiny --tokens 1500000 --warmth 0.5 --seed 1 --out runs/tools
+    python -m training.train --start runs/tiny --tokens 6400000 --warmth 0.5 --seed 1 --out runs/tools
+    python -m training.train --start runs/tools --keep runs/tiny --tokens 3000000 --warmth 0.3 --seed 2 --out runs/both
 
 The folder given by --out holds a loadable model from the first save on; a run that was stopped goes on with --resume.
 """
@@ -38,19 +39,23 @@ FILLER = 0.3
 MUON_RATE = 0.01
 ADAM_RATE = 2e-3
 FINAL_RATE_SHARE = 0.05
+SHORT = 512
+KEPT_SHARE = 0.5  # of the loss of a row that is kept: what another model says of it, beside what it says itself
 WARMUP_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained up to the share `until` of the time: row lengths and families with their odds, how many
-    rows are plain text, and how many samples use only key words of one token."""
+    """What is trained up to the share `until` of the time: row lengths and families with their odds (other ones for
+    rows of up to `SHORT` tokens, if given), how many rows are plain text, and how many samples use only key words of
+    one token."""
 
     until: float
     lengths: dict[int, float]
     families: dict[str, float]
     language: float = 0.35
     easy: float = 0.0
+    short: dict[str, float] | None = None
 
 
 # Looking something up is learnt suddenly, and soonest from short rows that are full of questions and repetitions; once
@@ -75,9 +80,27 @@ PHASES = (
 _KEPT = {family: 0.5 * odds for family, odds in _LAST.items()}
 _SPELT = _KEPT | {"spelling": 0.2, "tool_call": 0.15, "tool_result": 0.1, "tool_not_needed": 0.05}
 _TOOLS = _KEPT | {"spelling": 0.02, "tool_call": 0.2, "tool_result": 0.16, "tool_not_needed": 0.12}
+# What long rows of the other families lost by then comes back last.
+_BOTH = {"single": 0.04, "multi": 0.38, "two_hop": 0.03, "copying": 0.03, "scratch": 0.1, "passages": 0.04}
+_BOTH |= {"spelling": 0.03, "tool_call": 0.18, "tool_result": 0.11, "tool_not_needed": 0.06}
 WITH_TOOLS = (
-    Phase(0.35, {256: 0.4, 512: 0.6}, _SPELT, language=0.15),
-    Phase(1.0, {256: 0.1, 512: 0.25, 1024: 0.2, 2048: 0.4, 4096: 0.05}, _TOOLS, language=0.4),
+    Phase(0.23, {256: 0.4, 512: 0.6}, _SPELT, language=0.15),
+    Phase(0.65, {256: 0.1, 512: 0.25, 1024: 0.2, 2048: 0.4, 4096: 0.05}, _TOOLS, language=0.4),
+    Phase(1.0, {256: 0.1, 512: 0.2, 1024: 0.15, 2048: 0.5, 4096: 0.05}, _BOTH, language=0.3),
+)
+
+# What long rows of the other families lost by then is learnt again from the model that had it.
+_CALLS = {"tool_call": 0.34, "tool_result": 0.22, "tool_not_needed": 0.12, "spelling": 0.04}
+_LONG = {"single": 0.05, "multi": 0.43, "two_hop": 0.08, "copying": 0.08, "scratch": 0.08, "passages": 0.1}
+_LONG |= {"tool_call": 0.08, "tool_result": 0.06, "tool_not_needed": 0.04}
+KEEPING = (
+    Phase(
+        1.0,
+        {256: 0.1, 512: 0.22, 1024: 0.1, 2048: 0.53, 4096: 0.05},
+        _LONG,
+        language=0.2,
+        short=_CALLS | {family: 0.28 * odds for family, odds in _ALL.items()},
+    ),
 )
 
 
@@ -155,15 +178,18 @@ class Rows:
             weights += [FILLER] * left
         return ids[:length], weights[:length]
 
-    def batch(self, length: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor]:
-        """Ids (int64) and loss weights (float32), both [rows, length]."""
-        families = phase.families
+    def batch(self, length: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids (int64) and loss weights (float32), both [rows, length]; which rows are without tools, bool [rows]."""
+        families = phase.short if phase.short and length <= SHORT else phase.families
         # Plain rows are mostly short ones: long ones cost more attention and teach little that short ones do not.
-        language = phase.language if length <= 512 else phase.language / 5
-        drawn = []
+        language = phase.language if length <= SHORT else phase.language / 5
+        drawn: list[tuple[list[int], list[float]]] = []
+        kept = []
         for _ in range(rows):
             family = self.rng.choices(list(families), weights=list(families.values()))[0]
-            if self.rng.random() < language:
+            plain = self.rng.random() < language
+            kept.append(plain or (family != "spelling" and family not in tool_calls.TOOL_FAMILIES))
+            if plain:
                 drawn.append(self.language(length))
             elif family == "repeat":
                 drawn.append(self.repeat(length))
@@ -171,7 +197,8 @@ class Rows:
                 drawn.append(self.spelling(length))
             else:
                 drawn.append(self.task(family, length, phase.easy))
-        return torch.tensor([ids for ids, _ in drawn]), torch.tensor([weights for _, weights in drawn])
+        ids, weights = zip(*drawn, strict=True)
+        return torch.tensor(ids), torch.tensor(weights), torch.tensor(kept)
 
 
 def save_model(net: TinyNet, tokenizer: Tokenizer, out: Path, record: dict[str, Any]) -> None:
@@ -211,7 +238,11 @@ def train(args: argparse.Namespace) -> None:
         net.take(load_file(args.start / "model.safetensors"))
     else:
         tokenizer = vocabulary.build_tokenizer(corpus.texts("train"))
-    phases = WITH_TOOLS if args.start else PHASES
+    teacher = None
+    if args.keep:
+        teacher = TinyNet().to(device).requires_grad_(False)
+        teacher.take(load_file(args.keep / "model.safetensors"))
+    phases = KEEPING if args.keep else WITH_TOOLS if args.start else PHASES
     optimizers: list[torch.optim.Optimizer] = [
         Muon(net.matrices(), lr=MUON_RATE),
         torch.optim.AdamW(net.others(), lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
@@ -246,6 +277,9 @@ def train(args: argparse.Namespace) -> None:
 
     torch._dynamo.config.recompile_limit = 32
     run: Callable[..., tuple[Tensor, Tensor, Tensor]] = net if args.eager else torch.compile(net, dynamic=False)
+    taught = teacher.logits if teacher else None
+    if taught and not args.eager:
+        taught = torch.compile(taught, dynamic=False)
     print(
         f"{sum(p.numel() for p in net.parameters()):,} parameters on {device}; {len(rows.stream):,} tokens",
         flush=True,
@@ -261,8 +295,14 @@ def train(args: argparse.Namespace) -> None:
     while (share := share_done()) < 1:
         phase = next(p for p in phases if share < p.until)
         length = rows.rng.choices(list(phase.lengths), weights=list(phase.lengths.values()))[0]
-        ids, weights = rows.batch(length, tokens_per_step(length, device) // length, phase)
-        loss, got, of = run(ids.to(device), weights.to(device))
+        drawn = rows.batch(length, tokens_per_step(length, device) // length, phase)
+        ids, weights, kept = (tensor.to(device) for tensor in drawn)
+        if taught:
+            with torch.no_grad():
+                said = taught(ids)
+            loss, got, of = run(ids, weights, said, KEPT_SHARE * kept.float())
+        else:
+            loss, got, of = run(ids, weights)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         warmth = (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * share)) / 2
@@ -299,6 +339,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=145, help="training time (default 145)")
     parser.add_argument("--tokens", type=int, help="train on so many tokens, however long it takes")
     parser.add_argument("--start", type=Path, help="model folder to go on from: it learns to call tools besides")
+    parser.add_argument("--keep", type=Path, help="model folder whose predictions are learnt on rows without tools")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

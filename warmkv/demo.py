@@ -7,6 +7,7 @@ known depths, so it is known in advance which of them StreamingLLM's window stil
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,11 @@ POLICIES = ("full", "snapkv@0.2", "streaming_llm@0.4")
 DOCUMENT_TOKENS = 1800
 QUESTIONS = 3
 ANSWER_TOKENS = 8
+CALL_TOKENS = 64
 TOOL: dict[str, Any] = {
-    "name": "read_notes",
-    "description": "Read the notes in which codes, ports and numbers stand.",
-    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
+    "name": "look_up",
+    "description": "Look up the {noun} of a name.",
+    "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 }
 
 
@@ -88,15 +90,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ToolRound:
-    """A tool that was called for a document, and the questions that its result answers."""
+    """A tool that the model called by itself, and the questions that its result answers."""
 
-    called: str
+    called: str  # empty if it was not
+    key: str  # what it was called with
     right: list[bool]
     read: int  # prompt tokens of the last question, from the cache
 
     @property
     def passed(self) -> bool:
-        return self.called == TOOL["name"] and all(self.right) and self.read > 0
+        return self.called == TOOL["name"] and bool(self.right) and all(self.right) and self.read > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,38 +298,47 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
 
 
 def call_tool(url: str, config: Config, document: str, questions: Sequence[Question]) -> ToolRound:
-    """Have the model call a tool whose result is the document, and ask about it in two turns.
+    """Ask for what only a tool knows, run the call that the model writes, and ask about its result in two turns.
 
-    The small model has not learned to call tools: its call is constrained. What it answers by the result is its own.
+    Nothing constrains the call: the small model has learned to write it. What is found for a word of the document is
+    the document, for any other one nothing.
     """
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key="demo-tools", max_retries=0)
+    noun = next(noun for noun in tasks.NOUNS if f" {noun} " in questions[0].text)
+    tools: Any = [{**TOOL, "description": TOOL["description"].format(noun=noun)}]
+    history: list[Any] = [{"role": "user", "content": questions[0].text}]
 
-    def say(**options: Any) -> Any:
+    def say(tokens: int) -> Any:
         return client.messages.create(
-            model=config.model.name, messages=history, tools=tools, extra_body={"temperature": 0}, **options
+            model=config.model.name,
+            max_tokens=tokens,
+            messages=history,
+            tools=tools,
+            extra_body={"temperature": 0},
         )
 
-    tools: Any = [TOOL]
-    history: list[Any] = [{"role": "user", "content": questions[0].text}]
-    answer = say(max_tokens=64, tool_choice={"type": "any"})
-    call = next(block for block in answer.content if block.type == "tool_use")
+    answer = say(CALL_TOKENS)
+    call = next((block for block in answer.content if block.type == "tool_use"), None)
+    if call is None:
+        return ToolRound("", "", [], 0)
+    key = str(call.input.get("key"))
     result = {
         "type": "tool_result",
         "tool_use_id": call.id,
-        "content": document,
+        "content": document if key in re.findall(r"\w+", document) else "Nothing is known of it.",
         "cache_control": {"type": "ephemeral"},
     }
     history += [{"role": "assistant", "content": answer.content}]
     right, content = [], [result]
     for question in questions[:2]:
         history.append({"role": "user", "content": [*content, {"type": "text", "text": question.text}]})
-        answer, content = say(max_tokens=ANSWER_TOKENS), []
+        answer, content = say(ANSWER_TOKENS), []
         text = "".join(block.text for block in answer.content if block.type == "text")
         right.append(text.strip() == question.answer)
         history.append({"role": "assistant", "content": text})
-    return ToolRound(call.name, right, answer.usage.cache_read_input_tokens or 0)
+    return ToolRound(call.name, key, right, answer.usage.cache_read_input_tokens or 0)
 
 
 def show(result: DemoResult, config: Config, console: Console) -> None:
@@ -363,7 +375,10 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
     tools = result.tools
     answers = "both answers right" if all(tools.right) else "wrong answers"
     console.print(
-        f"Called the tool {tools.called}: {answers} by its result, {tools.read} tokens of it read from the cache."
+        f"Called the tool {tools.called} for {tools.key}: {answers} by its result, {tools.read} tokens of it read from "
+        "the cache."
+        if tools.called
+        else "Called no tool."
     )
     console.print("passed" if result.passed else "failed", style="green" if result.passed else "red")
 

@@ -88,5 +88,5 @@ def check(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         resident = {reply["details"]["resident_bytes"] for reply in row["replies"]}
         assert max(resident) > 0
-    assert result["tools"]["called"] == "read_notes"
+    assert result["tools"]["called"] == "look_up"
     assert result["tools"]["read"] > demo.DOCUMENT_TOKENS / 2

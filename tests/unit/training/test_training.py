@@ -275,12 +275,43 @@ def test_muon_steps_have_equal_size_in_every_direction() -> None:
 
 def test_training_rows_are_weighted_where_the_answers_are(tokenizer: Any) -> None:
     rows = train.Rows(tokenizer.backend_tokenizer, 0, corpus.texts("heldout")[:3])
-    ids, weights = rows.batch(256, 8, train.Phase(1.0, {256: 1.0}, {"multi": 1.0}, language=0.0))
+    ids, weights, without_tools = rows.batch(256, 8, train.Phase(1.0, {256: 1.0}, {"multi": 1.0}, language=0.0))
     assert ids.shape == weights.shape == (8, 256)
+    assert without_tools.all()
     answers = tokenizer.decode(ids[0][weights[0] == train.ANSWER])
     sample = tokenizer.decode(ids[0])
     assert answers.strip()
     assert all(value in sample for value in answers.replace(tasks.TURN_END, " ").split())
+
+
+@pytest.mark.parametrize(("length", "without_tools"), [(256, False), (1024, True)])
+def test_short_rows_are_drawn_from_families_of_their_own(tokenizer: Any, length: int, without_tools: bool) -> None:
+    rows = train.Rows(tokenizer.backend_tokenizer, 0, corpus.texts("heldout")[:3])
+    phase = train.Phase(1.0, {256: 1.0}, {"multi": 1.0}, language=0.0, short={"tool_call": 0.5, "spelling": 0.5})
+    assert (rows.batch(length, 4, phase)[2] == without_tools).all()
+
+
+@torch.no_grad()
+def test_a_kept_row_is_pulled_towards_what_the_other_model_says() -> None:
+    torch.manual_seed(0)
+    trained, other = net.TinyNet(torch.float32), net.TinyNet(torch.float32)
+    torch.nn.init.normal_(other.norm, std=3.0)
+    ids = torch.randint(0, vocabulary.VOCAB_SIZE, (2, 12))
+    weights = torch.ones(2, 12)
+    taught = other.logits(ids)
+
+    def loss(row: int, share: float) -> float:
+        kept = torch.zeros(2)
+        kept[row] = share
+        return float(trained(ids, weights, taught, kept)[0])
+
+    alone = float(trained(ids, weights)[0])
+    assert loss(0, 0.0) == pytest.approx(alone)
+    for row in range(2):
+        said, seen = trained.logits(ids)[row, :-1].log_softmax(-1), ids[row, 1:]
+        hard = -sum(float(said[at, token]) for at, token in enumerate(seen)) / 22
+        soft = -float((taught[row, :-1].softmax(-1) * said).sum()) / 22
+        assert loss(row, 0.25) == pytest.approx(alone + 0.25 * (soft - hard), rel=1e-4)
 
 
 # What the model can do
@@ -312,6 +343,12 @@ def test_answers_a_conversation_and_a_second_question(model: Any, tokenizer: Any
         sample = tasks.FAMILIES["multi"](worlds["heldout"], random.Random(seed), length=600, chat=True, turns=2)
         right += generated(model, tokenizer, sample.messages()) == sample.answer + tasks.TURN_END
     assert right >= 5
+
+
+@pytest.mark.parametrize("family", list(tool_calls.TOOL_FAMILIES))
+def test_calls_tools_for_what_only_they_know(model: Any, encode: evaluate.Encode, family: str) -> None:
+    row = evaluate.recall(lambda ids: model(input_ids=ids).logits, encode, [(family, "chat", 512)], 12)[0]
+    assert row["right"] >= 8
 
 
 def test_answers_a_document_and_a_question_in_two_blocks(model: Any, tokenizer: Any, worlds: Any) -> None:
@@ -372,7 +409,7 @@ def test_the_card_shows_the_measured_figures(figures: dict[str, Any]) -> None:
 )
 def test_the_measured_recall_reaches_its_target(figures: dict[str, Any], family: str, form: str) -> None:
     (cell,) = (r for r in figures["recall"] if (r["family"], r["form"], r["length"]) == (family, form, 2048))
-    assert cell["samples"] == 100
+    assert cell["samples"] == evaluate.PROMISED_SAMPLES
     assert cell["right"] / cell["samples"] >= 0.95
 
 
