@@ -96,6 +96,7 @@ class ToolRound:
     key: str  # what it was called with
     right: list[bool]
     read: int  # prompt tokens of the last question, from the cache
+    asked: int  # for how many words until then
 
     @property
     def passed(self) -> bool:
@@ -298,14 +299,23 @@ def converse(url: str, operator_key: str, config: Config, document: str, questio
 
 
 def call_tool(url: str, config: Config, document: str, questions: Sequence[Question]) -> ToolRound:
+    """Have the model call a tool by itself; it spells one word in ten wrongly, so the next one is asked for then."""
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key="demo-tools", max_retries=0)
+    for first in range(len(questions)):
+        found = _tool_round(client, config, document, [*questions[first:], *questions[:first]], first + 1)
+        if found.passed:
+            break
+    return found
+
+
+def _tool_round(client: Any, config: Config, document: str, questions: Sequence[Question], asked: int) -> ToolRound:
     """Ask for what only a tool knows, run the call that the model writes, and ask about its result in two turns.
 
     Nothing constrains the call: the small model has learned to write it. What is found for a word of the document is
     the document, for any other one nothing.
     """
-    import anthropic
-
-    client = anthropic.Anthropic(base_url=url, api_key="demo-tools", max_retries=0)
     noun = next(noun for noun in tasks.NOUNS if f" {noun} " in questions[0].text)
     tools: Any = [{**TOOL, "description": TOOL["description"].format(noun=noun)}]
     history: list[Any] = [{"role": "user", "content": questions[0].text}]
@@ -322,7 +332,7 @@ def call_tool(url: str, config: Config, document: str, questions: Sequence[Quest
     answer = say(CALL_TOKENS)
     call = next((block for block in answer.content if block.type == "tool_use"), None)
     if call is None:
-        return ToolRound("", "", [], 0)
+        return ToolRound("", "", [], 0, asked)
     key = str(call.input.get("key"))
     result = {
         "type": "tool_result",
@@ -338,7 +348,7 @@ def call_tool(url: str, config: Config, document: str, questions: Sequence[Quest
         text = "".join(block.text for block in answer.content if block.type == "text")
         right.append(text.strip() == question.answer)
         history.append({"role": "assistant", "content": text})
-    return ToolRound(call.name, key, right, answer.usage.cache_read_input_tokens or 0)
+    return ToolRound(call.name, key, right, answer.usage.cache_read_input_tokens or 0, asked)
 
 
 def show(result: DemoResult, config: Config, console: Console) -> None:
@@ -374,12 +384,9 @@ def show(result: DemoResult, config: Config, console: Console) -> None:
     )
     tools = result.tools
     answers = "both answers right" if all(tools.right) else "wrong answers"
-    console.print(
-        f"Called the tool {tools.called} for {tools.key}: {answers} by its result, {tools.read} tokens of it read from "
-        "the cache."
-        if tools.called
-        else "Called no tool."
-    )
+    call = f"Called the tool {tools.called} for {tools.key} (words asked for: {tools.asked})"
+    read = f"{answers} by its result, {tools.read} tokens of it read from the cache."
+    console.print(f"{call}: {read}" if tools.called else "Called no tool.")
     console.print("passed" if result.passed else "failed", style="green" if result.passed else "red")
 
 
