@@ -94,6 +94,8 @@ def test_a_replay_of_recorded_requests_finds_what_vllm_found(replica: Replica):
         answer = replica.answer(request)
         whole = [*tokens, *tokens_of(answer)]
         said.append((root, whole[:400]))
+        generated = hashing.block_hashes(whole[:-1], BLOCK, ROOTS[root])[len(request.hashes) :]
+        until(lambda keys={*request.hashes, *generated}: keys <= set(replica.directory), "vLLM has told of its blocks")
         records.append(
             RequestRecord(
                 id=request.id,
@@ -106,7 +108,7 @@ def test_a_replay_of_recorded_requests_finds_what_vllm_found(replica: Replica):
                 input_tokens=len(tokens),
                 output_tokens=len(whole) - len(tokens),
                 hashes=request.hashes,
-                generated=tuple(hashing.block_hashes(whole[:-1], BLOCK, ROOTS[root])[len(request.hashes) :]),
+                generated=tuple(generated),
                 replica="replica",
                 cached_tokens=started(answer).cached_tokens,
             )
