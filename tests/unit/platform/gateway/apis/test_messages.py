@@ -168,9 +168,10 @@ def test_prewarming_returns_nothing_and_writes(server):
 
 
 def test_stop_sequences_end_the_answer_before_them(server):
-    text = ask(server, "def main():", max_tokens=30).content[0].text
+    question = "# the code of harbor is 4821\nWhat is the code of harbor?"
+    text = ask(server, question, max_tokens=30).content[0].text
     stop = text[len(text) // 2 :][:3]
-    message = ask(server, "def main():", max_tokens=30, stop_sequences=[stop, "never in it"])
+    message = ask(server, question, max_tokens=30, stop_sequences=[stop, "never in it"])
     assert message.stop_reason == "stop_sequence"
     assert message.stop_sequence == stop
     assert message.content[0].text == text[: text.index(stop)]

@@ -88,9 +88,10 @@ def test_the_stream_helper_reads_the_events(server):
 
 def test_a_final_response_of_the_stream_helper(server):
     """It needs the event of an answer that the model itself ended."""
-    whole, model = ask(server, "Hello", max_output_tokens=400), server.config.model.name
+    question, model = "# the code of harbor is 4821\nWhat is the code of harbor?", server.config.model.name
+    whole = ask(server, question, max_output_tokens=400)
     assert whole.status == "completed"
-    with server.openai().responses.stream(model=model, input="Hello", max_output_tokens=400, temperature=0) as stream:
+    with server.openai().responses.stream(model=model, input=question, max_output_tokens=400, temperature=0) as stream:
         assert stream.get_final_response().output_text == whole.output_text
 
 
