@@ -53,7 +53,8 @@ for handle in watched.values():
 def children_end_with_this_process() -> subprocess.Popen[bytes]:
     """Start a process that kills all that this one has started when this one has ended, even by a signal.
 
-    It looks for what is started, by this process and by those, until it is `settled`. Kill it to let them live.
+    It looks for what is started, by this process and by those, until it is `settled`; what one of those starts and
+    leaves behind between two looks is not found. Kill it to let them live.
     """
     command = [sys.executable, "-S", "-c", WATCH, str(os.getpid()), str(LOOK_SECONDS)]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -8,12 +8,14 @@ import pytest
 from tests.polling import PATIENCE
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 
-# Starts another one like it when it is told to, and says so; what it has inherited as output is open while both live.
+# Starts another one when it is told to, says so and stays: what a process has started that ends before the watcher's
+# last look is not found by it. What both have inherited as output is open while they live.
 WAITING = """
-import subprocess, sys
+import subprocess, sys, time
 for line in sys.stdin:
     subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], stdin=subprocess.DEVNULL)
     print("started", flush=True)
+    time.sleep(1000)
 """
 STARTER = """
 import os, signal, subprocess, sys
