@@ -160,7 +160,7 @@ def first_token_mass(model: Any, ids: Ids, windows: int) -> list[dict[str, float
 
 
 def evaluate(folder: Path, quick: bool = False, samples: int = 30) -> dict[str, Any]:
-    """All figures of the model in `folder`, as they are written to JSON; `samples` a cell, 250 in the promised ones."""
+    """Measure the model in `folder`, as it is written to JSON; `samples` a cell, 250 in the promised ones."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -106,7 +106,7 @@ class TinyNet(nn.Module):
     def forward(
         self, ids: Tensor, weights: Tensor, taught: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss, and how many answer tokens were right, of how many; ids and weights [rows, tokens].
+        """Return the weighted loss, right answer tokens and all of them; ids and weights [rows, tokens].
 
         `share` [rows] of the loss is the cross-entropy with the predictions of another model, whose logits are
         `taught` [rows, tokens, vocabulary] (Hinton, Vinyals and Dean, 2015, section 2, at temperature 1).

@@ -46,9 +46,11 @@ WARMUP_STEPS = 60
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained up to the share `until` of the time: row lengths and families with their odds (other ones for
-    rows of up to `SHORT` tokens, if given), how many rows are plain text, and how many samples use only key words of
-    one token."""
+    """Describe what is trained up to the share `until` of the time.
+
+    Row lengths and families have odds (`short`: those of rows of up to `SHORT` tokens, if they differ); `language` is
+    the share of rows of plain text, `easy` the share of samples whose key words are single tokens.
+    """
 
     until: float
     lengths: dict[int, float]
@@ -179,7 +181,7 @@ class Rows:
         return ids[:length], weights[:length]
 
     def batch(self, length: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids (int64) and loss weights (float32), both [rows, length]; which rows are without tools, bool [rows]."""
+        """Draw ids (int64) and loss weights (float32), both [rows, length]; and which rows have no tools, bool."""
         families = phase.short if phase.short and length <= SHORT else phase.families
         # Plain rows are mostly short ones: long ones cost more attention and teach little that short ones do not.
         language = phase.language if length <= SHORT else phase.language / 5

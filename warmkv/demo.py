@@ -90,7 +90,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ToolRound:
-    """A tool that the model called by itself, and the questions that its result answers."""
+    """Record a tool that the model called by itself, and the answers by its result."""
 
     called: str  # empty if it was not
     key: str  # what it was called with

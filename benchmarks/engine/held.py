@@ -35,7 +35,7 @@ ROOT = hashing.chain_root(b"held", "synthetic")
 
 @dataclass(slots=True)
 class Ratio:
-    """Bytes held and needed, summed over moments, and the most that was held."""
+    """Sum bytes held and needed over moments, and keep the most that was held."""
 
     held: int = 0
     needed: int = 0
@@ -48,7 +48,7 @@ class Ratio:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One that decodes: its prompt, its slot and the tokens that it is going to draw."""
+    """Hold a decoding request: its prompt, its slot and the tokens left to draw."""
 
     tokens: list[int]
     hashes: list[bytes]
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(slots=True)
 class Memory:
-    """A pool of slots and a prefix cache on one device, and who decodes."""
+    """Drive a pool of slots and a prefix cache on one device."""
 
     shape: KVShape
     device: torch.device

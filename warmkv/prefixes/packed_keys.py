@@ -1,4 +1,4 @@
-"""Block hashes of many prompts in little memory: each distinct one once, and four bytes for each block.
+"""Pack the block hashes of many prompts: each distinct one once, and four bytes for each block.
 
 Keys are collected in pages. A full page numbers its keys, and `number` gives those of all pages common numbers, so
 that prompts with equal keys have equal numbers.
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Page:
-    """Keys one after the other, as they are or, once `close` was called, as numbers of distinct keys."""
+    """Store keys one after the other, as they are or, once `close` was called, as numbers of distinct keys."""
 
     __slots__ = ("_distinct", "_numbers", "_packed")
 
@@ -74,7 +74,7 @@ class Page:
 
 
 class Keys(Sequence[bytes]):
-    """The keys of a prompt in a page; equal to any sequence of the same keys."""
+    """View the keys of a prompt in a page; equal to any sequence of the same keys."""
 
     __slots__ = ("_page", "_start", "_stop")
 

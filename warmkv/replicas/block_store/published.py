@@ -1,4 +1,4 @@
-"""What others are told of a replica's blocks: the full ones, and the fastest tier that has each."""
+"""Publish a replica's full blocks to routers, each with the fastest tier that holds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Publish = Callable[[Sequence[bytes], Sequence[bytes], str], None]
 
 
 class PublishedBlocks:
-    """The full blocks of a replica as they were published last; what there is at the beginning is not."""
+    """Track the full blocks that were published; those that are there at the start count as published."""
 
     def __init__(self, tiers: Tiers, block_size: int, publish: Publish) -> None:
         self._tiers, self._block_size, self._publish = tiers, block_size, publish

@@ -1,6 +1,4 @@
-"""What requests are told, and how they end: with their answer, by a failure of their own, for want of memory, or with
-the device.
-"""
+"""Deliver tokens and end requests: finished, failed by themselves, out of memory, or with the device."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 LOOK_SECONDS = 0.5
-"""Between two looks for processes that have been started."""
+"""Seconds between two looks for processes that have been started."""
 
 WATCH = """
 import contextlib, os, select, signal, sys

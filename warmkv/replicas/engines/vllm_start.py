@@ -1,4 +1,4 @@
-"""Starting vLLM in a replica: the model that it serves, the settings as its arguments, what it tells of its steps."""
+"""Start vLLM in a replica: read the model's sizes, map settings to its arguments, count its steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPLAYED = 10_000  # batches of events that vLLM keeps for who has missed some
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What must be known of the model that vLLM serves."""
+    """Hold the sizes of the model that vLLM serves."""
 
     folder: Path
     device: torch.device
@@ -138,7 +138,7 @@ def endpoint(folder: Path, name: str) -> str:
 
 
 class Steps:
-    """What vLLM tells of its steps: how many requests run and wait, and when the last one was."""
+    """Count running and waiting requests and note the last step, as vLLM reports them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

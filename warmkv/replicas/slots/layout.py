@@ -1,4 +1,4 @@
-"""Which rows a slot asks for, layer by layer and head by head, and which of its rows can be filled together."""
+"""Plan the rows of a slot by layer and head, and group those that are filled together."""
 
 from __future__ import annotations
 

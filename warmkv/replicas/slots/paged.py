@@ -1,4 +1,4 @@
-"""Rows in pages: where kernels attend, slots that only append lie in pages, and share those of a stored prefix.
+"""Keep rows in pages: where kernels attend, slots that only append lie in pages, and share those of a stored prefix.
 
 A page is a tensor of its own, laid out like a block of the prefix cache, which it may be: whoever reads a page holds
 it, so it lives on when the cache evicts the block, and is free when its last reader has ended. A row writes behind the
@@ -32,7 +32,7 @@ _TABLE_ROWS, _TABLE_PAGES = 64, 64  # of the first table
 
 @dataclass(slots=True)
 class Pages:
-    """The pages of a slot in their order; the first `shared` are blocks of the prefix cache, which nobody writes to."""
+    """List a slot's pages in order; the first `shared` are blocks of the prefix cache, which nobody writes to."""
 
     tensors: list[Tensor] = field(default_factory=list)  # [2, layers, kv_heads, size, head_dim] each
     shared: int = 0
@@ -40,7 +40,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class SwappedPages:
-    """Pages in host memory, and those of them that were shared, for as long as somebody else holds these."""
+    """Hold pages in host memory, and weak references to those that were shared."""
 
     tensors: list[Tensor]
     shared: list[weakref.ref[Tensor]]
@@ -53,7 +53,7 @@ def can_page(kind: RowKind, size: int) -> bool:
 
 
 class PagedSlab(Slab):
-    """All rows in pages: a slab over all layers in which every slot has neighbouring rows, one for each KV head."""
+    """Hold all rows in pages: a slab over all layers; a slot has neighbouring rows, one for each KV head."""
 
     def __init__(self, shape: KVShape, size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(KIND, range(shape.layers), 0, shape, dtype, device)

@@ -1,4 +1,4 @@
-"""A decode slot: what a request asks of it, where it lies, and what it is while it has given up its rows."""
+"""Describe a decode slot: its request, its rows, and its copy in host memory while it is preempted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warmkv.replicas.slots.slabs import Slab
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """What a request asks of a slot: its policy, the prompt's length and the tokens it may draw."""
+    """Hold what sizes a slot: its policy, the prompt's length and the tokens that may be drawn."""
 
     spec: PolicySpec
     prompt_tokens: int
@@ -41,7 +41,7 @@ class SlotRequest:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's rows, or before its hand-off the bytes set aside for them, of one in pages also behind it."""
+    """Hold a request's rows and the bytes set aside: all of them before the hand-off, in pages until the release."""
 
     id: int
     slot_request: SlotRequest
@@ -59,7 +59,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotPiece:
-    """Rows of a slot that were taken out of a slab."""
+    """Hold rows that were copied out of a slab."""
 
     layers: range
     kind: RowKind
@@ -74,7 +74,7 @@ class SlotPiece:
 
 @dataclass(frozen=True, slots=True)
 class SwappedSlot:
-    """A slot that gave up its rows, and goes on when it has others."""
+    """Hold a preempted slot, which goes on in other rows."""
 
     slot_request: SlotRequest
     tokens: int

@@ -1,4 +1,4 @@
-"""vLLM's block pool: running requests and the prefixes of those that ended share one set of blocks.
+"""Simulate vLLM's block pool: running requests and the prefixes of those that ended share one set of blocks.
 
 A free block keeps its content until it is taken: first those without any, then those that were released first, of a
 request the last ones first. Only full blocks have a content that is found, and never all of a prompt: vLLM computes the
@@ -14,7 +14,7 @@ from warmkv.simulator.engine.kv_blocks import KVBlocks, Request
 
 
 class _Block:
-    """A block with a content. Without `users` it is free."""
+    """Hold one block's content; without `users` it is free."""
 
     __slots__ = ("key", "users")
 
@@ -23,7 +23,7 @@ class _Block:
 
 
 class BlockPool(KVBlocks[Request]):
-    """Blocks of `size` tokens, with what is in them.
+    """Allocate blocks of `size` tokens and find them by content.
 
     `keys` returns names of the leading full blocks of a request, which tell equal prefixes; those behind them can be
     found by the request alone, if it is preempted. `evicted` is told of names that no block has any more.
