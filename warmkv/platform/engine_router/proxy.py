@@ -1,18 +1,33 @@
-"""The router's HTTP: requests pass unchanged to the server that is ranked first (`recording/proxy.py`)."""
+"""The router's HTTP: requests pass to the server that is ranked first, unchanged but for a salt (`recording/proxy.py`)."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from warmkv.platform.engine_router.event_feed import EventFeed
+from warmkv.platform.engine_router.prompts import (
+    SALT_FIELD,
+    Prompt,
+    prompt_of,
+    read_body,
+    root_of,
+    salt_of,
+    tenant_salt,
+    with_salt,
+)
 from warmkv.platform.engine_router.router import EngineRouter
+from warmkv.platform.engine_router.tokens import Tokenizers, poster
 from warmkv.platform.recording.exchange import Exchange, api_of
 from warmkv.platform.recording.proxy import LONGEST_BODY, Proxy, Recorder
 from warmkv.policies.breaker import Outcome
+from warmkv.prefixes import hashing
 
 STATUS_PATH = "/v1/warmkv/route"
 READY_PATH = "/readyz"
@@ -20,17 +35,52 @@ UNAVAILABLE = (502, 503, 504)
 
 
 class RoutingProxy(Proxy):
-    """Forwards each request to one of several servers, and to another where that one cannot be reached."""
+    """Forwards each request to one of several servers, and to another where that one cannot be reached.
 
-    def __init__(self, router: EngineRouter, recorder: Recorder | None) -> None:
+    With `feeds`, by server, it knows what these hold by their KV events, and asks them for the tokens of each prompt,
+    within `token_seconds`. With a `secret`, each API key has a prefix cache of its own in the servers.
+    """
+
+    def __init__(
+        self,
+        router: EngineRouter,
+        recorder: Recorder | None,
+        *,
+        feeds: Mapping[str, EventFeed] | None = None,
+        secret: str | None = None,
+        token_seconds: float = 1.0,
+    ) -> None:
         super().__init__("", recorder)
         self._router, self._numbers = router, itertools.count()
+        self._feeds, self._secret, self._token_seconds = feeds or {}, secret, token_seconds
+        self._tokenizers = Tokenizers()
+
+    @asynccontextmanager
+    async def running(self, host: str, port: int) -> AsyncIterator[int]:
+        """Listen, and follow the servers' events, while the context is entered; yield the port. Raises OSError."""
+        following = [asyncio.create_task(feed.follow()) for feed in self._feeds.values()]
+        try:
+            async with super().running(host, port) as bound:
+                yield bound
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of each server, and why requests went where they did."""
+        figures = self._router.figures()
+        for name, feed in self._feeds.items():
+            figures["engines"][name]["events"] = feed.figures
+        if self._feeds:
+            figures["tokenized"] = {"asked": self._tokenizers.asked, "failed": self._tokenizers.failed}
+        return figures
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == STATUS_PATH:
-            return web.json_response(self._router.figures())
+            return web.json_response(self.figures())
         if request.path == READY_PATH:
-            taking = self._router.taking()
+            taking = len(self._router.taking())
             return web.json_response({"servers": taking}, status=200 if taking else 503)
         return await super()._forward(request)
 
@@ -40,10 +90,11 @@ class RoutingProxy(Proxy):
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         data = await _whole(body)
         number, router = next(self._numbers), self._router
+        data, prompt = await self._prompt(request, data)
         engine = ""
         outcome: Outcome = "none"
         try:
-            order = router.choose(number, data if api_of(request.method, request.raw_path) else b"")
+            order = router.choose(number, prompt)
             for engine in order:
                 router.sent(number, engine)
                 try:
@@ -66,6 +117,27 @@ class RoutingProxy(Proxy):
                 outcome = "failed" if answer.status in UNAVAILABLE else "ok"
         finally:
             router.ended(number, engine, outcome)
+
+
+    async def _prompt(self, request: web.BaseRequest, data: bytes) -> tuple[bytes, Prompt]:
+        """Return a body as it is sent on, and its prompt."""
+        api = api_of(request.method, request.raw_path)
+        if api is None or (asked := read_body(data)) is None:
+            return data, Prompt()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        if self._secret is not None:
+            salt = tenant_salt(self._secret, headers, asked)
+            data = with_salt(data, asked, salt)
+            asked = asked | {SALT_FIELD: salt}
+        size = self._router.block_size
+        prompt = prompt_of(asked, size)
+        if not self._feeds or any(asked.get("model") in feed.loras for feed in self._feeds.values()):
+            return data, prompt
+        assert self._session is not None
+        post = poster(self._session, self._token_seconds)
+        servers = self._router.taking()
+        ids = await self._tokenizers.tokens(post, servers, api, request.raw_path, asked, headers)
+        return data, prompt._replace(tokens=hashing.block_hashes(ids, size, root_of(salt_of(asked))))
 
 
 async def _whole(body: AsyncIterator[bytes]) -> bytes:

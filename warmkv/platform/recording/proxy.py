@@ -218,10 +218,13 @@ class Proxy:
 
     async def _sent(self, address: str, request: web.BaseRequest, body: Any) -> aiohttp.ClientResponse:
         assert self._session is not None
+        headers = _end_to_end(_decoded(request.raw_headers))
+        if isinstance(body, bytes) and "Content-Length" in headers:
+            headers["Content-Length"] = str(len(body))
         return await self._session.request(
             request.method,
             URL(address + request.raw_path, encoded=True),
-            headers=_end_to_end(_decoded(request.raw_headers)),
+            headers=headers,
             data=body,
             allow_redirects=False,
         )

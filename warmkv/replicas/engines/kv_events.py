@@ -38,6 +38,8 @@ class BlocksStored:
     medium: str | None = None
     group: int = 0
     kind: str | None = None
+    lora: str | None = None
+    plain: int | None = None  # leading blocks that their tokens name; behind them are images, say. None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,12 @@ class Cleared:
     """Every block is gone."""
 
 
-KVEvent = BlocksStored | BlocksRemoved | Cleared
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was told before does not count any more. Blocks may be held of which nothing tells."""
+
+
+KVEvent = BlocksStored | BlocksRemoved | Cleared | Forgotten
 
 
 def cache_salt(root: bytes, generation: int = 0) -> str:
@@ -85,6 +92,14 @@ def decode(payload: bytes) -> list[KVEvent]:
         raise ValueError(f"no batch of KV events: {error}") from error
 
 
+def sent_at(payload: bytes) -> float:
+    """Return when a batch was sent, in seconds by the engine's clock. Raises ValueError where it is no batch."""
+    try:
+        return float(msgpack.unpackb(payload, strict_map_key=False)[0])
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"no batch of KV events: {error}") from error
+
+
 def _event(event: Mapping[str, Any]) -> KVEvent | None:
     if event["type"] == "AllBlocksCleared":
         return Cleared()
@@ -92,16 +107,18 @@ def _event(event: Mapping[str, Any]) -> KVEvent | None:
         return BlocksRemoved(tuple(event["block_hashes"]), event.get("medium"), event.get("group_idx") or 0)
     if event["type"] != "BlockStored":
         return None
-    extra = (event.get("extra_keys") or [None])[0] or ()
+    extra, lora = event.get("extra_keys") or (), event.get("lora_name")
     return BlocksStored(
         tuple(event["block_hashes"]),
         event["parent_block_hash"],
         tuple(event["token_ids"]),
         event["block_size"],
-        next((key for key in extra if isinstance(key, str) and key != event.get("lora_name")), None),
+        next((key for key in (extra[0] if extra else None) or () if isinstance(key, str) and key != lora), None),
         event.get("medium"),
         event.get("group_idx") or 0,
         event.get("kv_cache_spec_kind"),
+        lora,
+        next((at for at, keys in enumerate(extra) if not all(isinstance(key, str) for key in keys or ())), None),
     )
 
 
@@ -134,7 +151,8 @@ class VllmBlocks:
 
     `block_size` is warmkv's, a multiple of vLLM's: a key is held while all of vLLM's blocks of it are. vLLM may hold a
     block twice on its device, so it is gone when it was removed as often as it was stored. `root_of` returns the chain
-    that a salt stands for; None for others, whose blocks are left out.
+    that a salt stands for; None for others, whose blocks are left out, as are those of adapters (LoRA) and those of
+    images, of which more than tokens tells, with all behind them.
     """
 
     def __init__(self, block_size: int, root_of: Callable[[str | None], bytes | None] = root_of) -> None:
@@ -144,6 +162,8 @@ class VllmBlocks:
         self._keys_of: defaultdict[VllmHash, set[bytes]] = defaultdict(set)
         self._tiers: dict[bytes, str] = {}
         self._group: int | None = None  # of KV caches, that is followed
+        self.whole = True
+        """Whether every block that vLLM holds is known."""
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -169,7 +189,8 @@ class VllmBlocks:
     def apply(self, event: KVEvent) -> Changes:
         """Take an event; return what changed. Raises MissingEventsError."""
         touched: dict[bytes, None] = {}
-        if isinstance(event, Cleared):
+        if isinstance(event, Cleared | Forgotten):
+            self.whole = isinstance(event, Cleared)
             touched = dict.fromkeys(self._tiers)
             for held in (self._blocks, self._keys, self._keys_of):
                 held.clear()
@@ -209,13 +230,17 @@ class VllmBlocks:
     def _store(self, event: BlocksStored, touched: dict[bytes, None]) -> None:
         parent: _Block | None = None
         if event.parent is not None and (parent := self._blocks.get(event.parent)) is None:
-            raise MissingEventsError(f"a block follows {event.parent!r}, of which no event told")
+            if self.whole:
+                raise MissingEventsError(f"a block follows {event.parent!r}, of which no event told")
+            parent = _Block(b"", b"")
         tier, size = TIER_OF.get(event.medium, "disk"), event.block_size
         for at, name in enumerate(event.hashes):
             own = event.token_ids[at * size : (at + 1) * size]
             block = self._blocks.get(name)
             if block is None or not block.root:
-                block = self._blocks[name] = self._behind(parent, event.salt, own, name)
+                plain = event.lora is None and (event.plain is None or at < event.plain)
+                behind = self._behind(parent, event.salt, own, name) if plain else _Block(b"", b"")
+                block = self._blocks[name] = behind
             block.copies[tier] = block.copies[tier] + 1 if tier == TIERS[0] else 1
             if block.key and block.key not in self._keys:
                 self._keys[block.key] = block.before, block.parts

@@ -24,12 +24,13 @@ from warmkv.replicas import device_memory
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
-from warmkv.replicas.engines.event_stream import Batch, EventStream
+from warmkv.replicas.engines.event_stream import EventStream
 from warmkv.replicas.engines.interface import Parts, Place, Publish
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 from warmkv.replicas.engines.vllm_requests import check, sampling_fields, structured_fields
 from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, read_model, start_llm
+from warmkv.replicas.engines.zmq_events import batches, replayed
 from warmkv.replicas.protocol import (
     LEAST_LOGPROB,
     BlocksWanted,
@@ -46,7 +47,6 @@ from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REPLAY_SECONDS = 5.0  # within which they come, or are taken for lost
 EXPIRE_SECONDS = 0.5  # between two looks at TTLs
 
 
@@ -279,32 +279,15 @@ class VllmEngine:
             socket.set_hwm(0)
             socket.connect(endpoint(self._folder, "events"))
             socket.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
-            self.stream = stream = EventStream(self.store.take, partial(self._replayed, context), self._reset)
-            while True:
-                _, number, payload = await socket.recv_multipart()
+            replay = partial(replayed, context, endpoint(self._folder, "replay"))
+            self.stream = stream = EventStream(self.store.take, replay, self._reset)
+            async for number, payload in batches(socket):
                 try:
-                    await stream.arrived(int.from_bytes(number, "big"), payload)
+                    await stream.arrived(number, payload)
                 except Exception:
                     if self._llm.errored:  # of which the health check tells
                         return
                     log.exception("KV events could not be followed")
-
-    async def _replayed(self, context: Any, first: int) -> Sequence[Batch]:
-        import zmq
-
-        found: list[Batch] = []
-        with context.socket(zmq.DEALER) as socket:  # one question, many answers
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint(self._folder, "replay"))
-            await socket.send_multipart([b"", first.to_bytes(8, "big")])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REPLAY_SECONDS):
-                    while True:
-                        *_, number, payload = await socket.recv_multipart()
-                        if (at := int.from_bytes(number, "big", signed=True)) < 0:
-                            break
-                        found.append((at, payload))
-        return found
 
     async def _reset(self) -> None:
         await self._llm.reset_prefix_cache(reset_running_requests=True)

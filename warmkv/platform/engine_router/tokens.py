@@ -1,0 +1,90 @@
+"""Token ids of a prompt, asked of the servers themselves: they render it as they will when they answer."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import aiohttp
+
+log = logging.getLogger(__name__)
+
+PASSED_ON = ("authorization", "x-api-key")
+MISSING = (404, 405, 501)
+IMAGES = frozenset(("image", "image_url", "input_image", "input_audio", "audio_url", "video_url", "document", "input_file"))
+"""Content of which servers store blocks under more than their tokens."""
+
+
+class Post(Protocol):
+    """Sends a JSON body to an address; returns the status and the answer. Raises ClientError, OSError or ValueError."""
+
+    async def __call__(self, url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]: ...
+
+
+def poster(session: aiohttp.ClientSession, seconds: float) -> Post:
+    """Return what posts by a session, each time for so many seconds at most."""
+
+    async def post(url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with session.post(url, json=body, headers=dict(headers), timeout=timeout) as answer:
+            return answer.status, await answer.json(content_type=None) if answer.status == 200 else None
+
+    return post
+
+
+class Tokenizers:
+    """Asks servers in turn for token ids; of those that lack an endpoint, once."""
+
+    def __init__(self) -> None:
+        self._turn = itertools.count()
+        self._lacking: set[tuple[str, str]] = set()  # servers, and APIs whose prompts they do not tokenize
+        self.asked = self.failed = 0
+
+    async def tokens(
+        self, post: Post, engines: Sequence[str], api: str, path: str, asked: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Sequence[int]:
+        """Return the token ids of a request's prompt; () where they cannot be had in time.
+
+        `path` is that of the request, with what stands before `/v1` where it is served.
+        """
+        if api == "completions" and _are_ids(prompt := asked.get("prompt")):
+            return prompt
+        if has_images(asked) or (api == "completions" and not isinstance(asked.get("prompt"), str)):
+            return ()
+        able = [engine for engine in engines if (engine, api) not in self._lacking]
+        if not able:
+            return ()
+        engine = able[next(self._turn) % len(able)]
+        path = path.partition("?")[0].rstrip("/")
+        if api in ("chat", "completions"):
+            path = f"{path.rpartition('/v1/')[0]}/tokenize"
+        else:
+            path += "/render"  # vLLM has it with --enable-scale-out
+        self.asked += 1
+        try:
+            status, answer = await post(
+                engine + path, asked, {name: headers[name] for name in PASSED_ON if name in headers}
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            self.failed += 1
+            return ()
+        if status in MISSING:
+            self._lacking.add((engine, api))
+            log.warning("%s has no %s: prompts of %s are routed by what servers were sent", engine, path, api)
+        if isinstance(answer, dict) and _are_ids(found := answer.get("tokens", answer.get("token_ids"))):
+            return found
+        self.failed += 1
+        return ()
+
+
+def has_images(value: Any) -> bool:
+    """Tell if content of other kinds than text is anywhere in a body."""
+    if isinstance(value, dict):
+        return value.get("type") in IMAGES or any(has_images(item) for item in value.values())
+    return isinstance(value, list) and any(has_images(item) for item in value)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
