@@ -9,6 +9,7 @@ from warmkv.faults import UserError
 EXTRAS = {
     "serve": ("fastapi", "jinja2", "ray", "safetensors", "tokenizers", "torch", "transformers", "uvicorn"),
     "record": ("aiohttp", "brotli", "zstandard"),
+    "route": ("zmq", "msgpack"),
     "vllm": ("vllm", "msgpack", "zmq"),
     "demo": ("anthropic", "openai"),
     "dashboards": ("grafana_api", "grafana_foundation_sdk"),

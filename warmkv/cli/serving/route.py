@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +16,10 @@ from warmkv.cli.command import fail, make_folder_of
 from warmkv.cli.options import JsonOptions, SettingsOptions
 from warmkv.cli.serving.record import check_address, serve_until_stopped
 from warmkv.extras import require
+
+if TYPE_CHECKING:
+    from warmkv.platform.engine_router.event_feed import EventFeed
+    from warmkv.platform.engine_router.router import EngineRouter
 
 
 def route(
@@ -29,6 +35,28 @@ def route(
     ttl: Annotated[
         float, typer.Option(min=1, help="Seconds after its last use for which a prefix is taken to be there.")
     ] = 3600.0,
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KV events of each --engine, in their order: tcp://HOST:PORT, or tcp://HOST:PORT,tcp://HOST:PORT with "
+            "their replay; none for a server without.",
+            show_default="none",
+        ),
+    ] = None,
+    tenant_salts: Annotated[
+        bool | None,
+        typer.Option(
+            "--tenant-salts/--shared-prefixes",
+            help="Keep the prefixes of each API key apart by `cache_salt`, or let all keys share them.",
+            show_default="apart with --events",
+        ),
+    ] = None,
+    salt: Annotated[
+        str, typer.Option(envvar="WARMKV_SALT", help="Secret that salts of keys are derived from.", show_default="none")
+    ] = "",
+    token_seconds: Annotated[
+        float, typer.Option(min=0.01, help="Seconds that a server may take to tokenize a prompt before it is routed.")
+    ] = 1.0,
     log: Annotated[
         Path | None, typer.Option(help="Access log to write, as `warmkv record` does.", show_default="none")
     ] = None,
@@ -38,11 +66,13 @@ def route(
 ) -> None:
     """Route requests to servers that run already, such as vLLM's, by longest warm prefix and load.
 
-    Bytes pass unchanged. The decision is that of the service (`routing.*`, `engine.max_slots`); what a server holds is
-    what it was sent. A server that cannot be reached is passed over. Ends at Ctrl-C.
+    The decision is that of the service (`routing.*`, `engine.max_slots`). What a server holds is known by its KV events
+    (`--events`), or else taken to be what it was sent. Bytes pass unchanged but for `cache_salt`. A server that cannot
+    be reached is passed over. Ends at Ctrl-C.
 
     Examples: `warmkv route --engine http://gpu-1:8000 --engine http://gpu-2:8000 --kv-tokens 420000`,
-    `warmkv route --engine http://gpu-1:8000 --engine http://gpu-2:8000 --log access.jsonl --set routing.load_weight=2`
+    `warmkv route --engine http://gpu-1:8000 --engine http://gpu-2:8000 --log access.jsonl --set routing.load_weight=2`,
+    `warmkv route --engine http://gpu-1:8000 --events tcp://gpu-1:5557,tcp://gpu-1:5558`
     """
     settings = options.read()
     require("route", "aiohttp", "brotli", "zstandard")
@@ -64,14 +94,27 @@ def route(
         written = AccessLog(log, 1 << 30, lambda lines: lost[0].lost(lines))
         recorder = Recorder(written, analyst)
         lost.append(recorder)
-    router = EngineRouter(engines, settings, kv_tokens=kv_tokens, ttl=ttl, random=Random(), clock=time.monotonic)
+    router = EngineRouter(
+        engines,
+        settings,
+        kv_tokens=kv_tokens,
+        ttl=ttl,
+        random=Random(),
+        clock=time.monotonic,
+        events=bool(events),
+    )
+    feeds = _feeds(engines, events, router) if events else {}
+    apart = bool(feeds) if tenant_salts is None else tenant_salts
+    proxy = RoutingProxy(router, recorder, feeds=feeds, secret=salt if apart else None, token_seconds=token_seconds)
     try:
         told = f"listening at {{}}, routing to {len(engines)} servers ({{}}{STATUS_PATH}); Ctrl-C ends it"
-        asyncio.run(serve_until_stopped(RoutingProxy(router, recorder), host, port, told))
+        if feeds and (silent := [name for name in engines if name not in feeds]):
+            told += f"\n  without KV events, by what they are sent: {', '.join(silent)}"
+        asyncio.run(serve_until_stopped(proxy, host, port, told))
     finally:
         if written is not None:
             written.close()
-    figures = router.figures()
+    figures = proxy.figures()
     if recorder is not None:
         figures["log"] = recorder.figures
 
@@ -81,3 +124,20 @@ def route(
         print("why: " + (", ".join(f"{why} {count:,}" for why, count in figures["routed"].items()) or "none came"))
 
     output.give(figures, show)
+
+
+def _feeds(engines: Sequence[str], events: Sequence[str], router: EngineRouter) -> dict[str, EventFeed]:
+    """Return what follows the events of each server that has some."""
+    require("route --events", "zmq", "msgpack")
+    from warmkv.platform.engine_router.event_feed import EventFeed, endpoints_of
+
+    if len(events) != len(engines):
+        fail(f"--events: {len(events)} for {len(engines)} servers; give one for each, none for a server without")
+    try:
+        found = {name: endpoints_of(text) for name, text in zip(engines, events, strict=True) if text != "none"}
+    except ValueError as error:
+        fail(f"--events: {error}")
+    return {
+        name: EventFeed(name, endpoints, router.block_size, partial(router.changed, name))
+        for name, endpoints in found.items()
+    }

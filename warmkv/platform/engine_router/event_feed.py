@@ -19,6 +19,7 @@ MOST_WAITING = 10_000  # batches that have arrived; the publisher keeps or drops
 LARGEST = 64 << 20  # bytes of a batch
 HEARTBEAT_MS, SILENT_MS = 5_000, 15_000  # by which a host that is gone is noticed
 RETRY_SECONDS = 1.0
+SILENT_ANSWERS = 32  # of a server that told of no event meanwhile: it publishes none, or elsewhere
 
 Told = Callable[[Changes, bool], None]
 """What changed in a server's cache, and whether all of its cache is known now."""
@@ -56,6 +57,16 @@ class EventFeed:
         self.loras: set[str] = set()  # adapters, whose prompts have other blocks
         self.arrived = 0  # batches
         self.disconnects = 0
+        self._answers = 0
+
+    def answered(self) -> None:
+        """Note that the server answered a request; say once where it goes on without an event."""
+        self._answers += 1
+        if self._answers == SILENT_ANSWERS and not self.arrived:
+            log.warning(
+                "%s has answered %d requests and told of no KV event at %s: it is routed to by what it was sent",
+                *(self._engine, self._answers, self._endpoints.events),
+            )
 
     @property
     def figures(self) -> dict[str, int | bool]:
@@ -110,7 +121,9 @@ class EventFeed:
             await recv_monitor_message(monitor)
             async with self._lock:
                 self.disconnects += 1
-                log.warning("the connection to KV events of %s ended: what it holds is not known any more", self._engine)
+                log.warning(
+                    "the connection to KV events of %s ended: what it holds is not known any more", self._engine
+                )
                 self._stream.disconnected()
 
     async def _replay(self, first: int) -> Sequence[Batch]:

@@ -1,4 +1,4 @@
-"""The router's HTTP: requests pass to the server that is ranked first, unchanged but for a salt (`recording/proxy.py`)."""
+"""The router's HTTP: requests pass to the server that is ranked first, unchanged but for a salt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
 
-from warmkv.platform.engine_router.event_feed import EventFeed
 from warmkv.platform.engine_router.prompts import (
     SALT_FIELD,
     Prompt,
@@ -28,6 +27,9 @@ from warmkv.platform.recording.exchange import Exchange, api_of
 from warmkv.platform.recording.proxy import LONGEST_BODY, Proxy, Recorder
 from warmkv.policies.breaker import Outcome
 from warmkv.prefixes import hashing
+
+if TYPE_CHECKING:  # which needs the packages of the extra `route`
+    from warmkv.platform.engine_router.event_feed import EventFeed
 
 STATUS_PATH = "/v1/warmkv/route"
 READY_PATH = "/readyz"
@@ -109,6 +111,8 @@ class RoutingProxy(Proxy):
                     exchange.replica = engine
                 if answer.status < 400:
                     router.began(number, engine)
+                    if engine in self._feeds:
+                        self._feeds[engine].answered()
                 try:
                     yield answer
                 except aiohttp.ClientError:
@@ -117,7 +121,6 @@ class RoutingProxy(Proxy):
                 outcome = "failed" if answer.status in UNAVAILABLE else "ok"
         finally:
             router.ended(number, engine, outcome)
-
 
     async def _prompt(self, request: web.BaseRequest, data: bytes) -> tuple[bytes, Prompt]:
         """Return a body as it is sent on, and its prompt."""

@@ -1,15 +1,15 @@
 """Which of several running servers a request goes to. Without HTTP.
 
 The decision is that of the gateways (`policies/dispatcher.py`): warm blocks, load, prompts in flight, failures. What a
-server holds is known by its KV events. Where it tells of none, or not of everything, it is remembered: the blocks of the
-prompts that it answered, the least recently used leave first, as in vLLM, beyond its capacity and after a time.
+server holds is known by its KV events. Where it tells of none, or not of everything, blocks of the prompts that it
+answered are remembered; the least recently used leave first, as in vLLM, beyond its capacity and after a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warmkv.config import Config
 from warmkv.platform.engine_router.memory import EngineMemory
@@ -17,7 +17,9 @@ from warmkv.platform.engine_router.prompts import Prompt
 from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.prefixes.index import Depths
-from warmkv.replicas.engines.kv_events import Changes
+
+if TYPE_CHECKING:
+    from warmkv.replicas.engines.kv_events import Changes
 
 
 class EngineRouter:
@@ -44,7 +46,7 @@ class EngineRouter:
         self._answered = dict.fromkeys(engines, 0)
         self._reasons: dict[str, int] = {}
 
-    def changed(self, engine: str, changes: Changes, *, whole: bool) -> None:
+    def changed(self, engine: str, changes: Changes, whole: bool) -> None:
         """Follow what a server tells of its cache; `whole` says that nothing is in it of which it has not told."""
         index = self._dispatcher.index
         index.remove(engine, changes.gone)

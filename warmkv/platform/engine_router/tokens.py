@@ -13,7 +13,9 @@ log = logging.getLogger(__name__)
 
 PASSED_ON = ("authorization", "x-api-key")
 MISSING = (404, 405, 501)
-IMAGES = frozenset(("image", "image_url", "input_image", "input_audio", "audio_url", "video_url", "document", "input_file"))
+IMAGES = frozenset(
+    ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url", "document", "input_file")
+)
 """Content of which servers store blocks under more than their tokens."""
 
 
@@ -43,7 +45,13 @@ class Tokenizers:
         self.asked = self.failed = 0
 
     async def tokens(
-        self, post: Post, engines: Sequence[str], api: str, path: str, asked: Mapping[str, Any], headers: Mapping[str, str]
+        self,
+        post: Post,
+        engines: Sequence[str],
+        api: str,
+        path: str,
+        asked: Mapping[str, Any],
+        headers: Mapping[str, str],
     ) -> Sequence[int]:
         """Return the token ids of a request's prompt; () where they cannot be had in time.
 

@@ -5,17 +5,21 @@ import contextlib
 import json
 import time
 from random import Random
+from types import SimpleNamespace
 
 from tests.unit.platform.recording.test_proxy import Upstream, answer, asked, request, run
 from warmkv.config import Config
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.engine_router import proxy as module
+from warmkv.platform.engine_router.prompts import root_of, tenant_salt
 from warmkv.platform.engine_router.proxy import STATUS_PATH, RoutingProxy
 from warmkv.platform.engine_router.router import EngineRouter
 from warmkv.platform.recording.exchange import Analyst
 from warmkv.platform.recording.proxy import Recorder
 from warmkv.platform.recording.state import State
+from warmkv.prefixes import hashing
 from warmkv.prefixes.record import RequestRecord
+from warmkv.replicas.engines.kv_events import Changes
 
 CHAT = "/v1/chat/completions"
 
@@ -124,5 +128,43 @@ def test_none_that_can_be_reached_is_a_bad_gateway_and_a_body_without_end_is_ref
             assert router.figures()["engines"]["http://127.0.0.1:9"]["in_flight"] == 0
         log.close()
         assert RequestRecord.from_json((tmp_path / "log").read_text()).error == "http_502"
+
+    run(scene())
+
+
+def test_tokens_are_asked_for_and_each_key_s_prompts_are_sent_with_its_salt():
+    """What a server told of goes before what it was sent, under the key that it was computed for."""
+    told = []
+
+    async def serve(reader, writer):
+        writer.write(answer(b'{"tokens": [' + b",".join([b"7"] * 1000) + b"]}"))
+
+    async def scene():
+        upstreams = [Upstream(serve), Upstream(serve)]
+        servers = [await asyncio.start_server(upstream.handle, "127.0.0.1", 0) for upstream in upstreams]
+        engines = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+        router = EngineRouter(
+            engines, Config(), kv_tokens=10**6, ttl=60, random=Random(0), clock=time.monotonic, events=True
+        )
+        salts = {key: tenant_salt("secret", {"x-api-key": key}, {}) for key in ("k", "l")}
+        for engine, key in zip(engines, salts, strict=True):
+            keys = hashing.block_hashes([7] * 1000, 64, root_of(salts[key]))
+            router.changed(engine, Changes(dict.fromkeys(keys, "device"), ()), True)
+        feed = SimpleNamespace(
+            loras=(), figures={"whole": True}, follow=asyncio.Event().wait, answered=lambda: told.append(1)
+        )  # of which the test has told
+        proxy = RoutingProxy(router, None, feeds=dict.fromkeys(engines, feed), secret="secret")
+        async with proxy.running("127.0.0.1", 0) as port:
+            for key in "kllk":
+                data = request(body("x"), CHAT).replace(b"X-Api-Key: k", b"X-Api-Key: " + key.encode())
+                await answered(port, data)
+            figures = await status(port)
+        for server in servers:
+            server.close()
+        sent = [[json.loads(data) for head, data in one.requests if b"POST /v1" in head] for one in upstreams]
+        assert [[asked["cache_salt"] for asked in one] for one in sent] == [[salts["k"]] * 2, [salts["l"]] * 2]
+        assert all(asked["messages"] == json.loads(body("x"))["messages"] for one in sent for asked in one)
+        assert figures["routed"] == {"warm": 4}
+        assert (figures["tokenized"], len(told)) == ({"asked": 4, "failed": 0}, 4)
 
     run(scene())

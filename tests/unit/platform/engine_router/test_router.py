@@ -1,6 +1,5 @@
 """Routing to servers that run already: by what they were sent, by load, and around those that fail."""
 
-import json
 from random import Random
 
 import pytest
@@ -8,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.config import Config
-from warmkv.platform.engine_router.router import BLOCK, EngineMemory, EngineRouter
+from warmkv.platform.engine_router.memory import EngineMemory
+from warmkv.platform.engine_router.prompts import Prompt, prompt_of, read_body
+from warmkv.platform.engine_router.router import EngineRouter
+from warmkv.prefixes import hashing
+from warmkv.replicas.engines.kv_events import Changes
 
+BLOCK = 64
 A, B, C = "http://a", "http://b", "http://c"
 
 
@@ -31,11 +35,11 @@ def router(clock):
 
 
 def body(name, length=20_000, **more):
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": name * length}]} | more).encode()
+    return prompt_of({"model": "m", "messages": [{"role": "user", "content": name * length}]} | more, BLOCK)
 
 
-def answered(router, number, data):
-    engine = router.choose(number, data)[0]
+def answered(router, number, prompt):
+    engine = router.choose(number, prompt)[0]
     router.sent(number, engine)
     router.began(number, engine)
     router.ended(number, engine, "ok")
@@ -81,7 +85,7 @@ def test_a_server_that_fails_is_left_out_and_forgotten(router, clock):
         router.figures()["engines"][engine] | {"taking": False, "remembered_tokens": 0}
         == router.figures()["engines"][engine]
     )
-    assert router.taking() == 2
+    assert len(router.taking()) == 2
     order = router.choose(99, body("x"))
     assert order[-1] == engine
     assert sorted(order) == [A, B, C]
@@ -89,8 +93,9 @@ def test_a_server_that_fails_is_left_out_and_forgotten(router, clock):
 
 @pytest.mark.parametrize("data", [b"", b"no json", b"[]", b'{"messages": 5}'])
 def test_requests_without_a_prompt_are_routed_by_load(router, data):
-    router.choose(0, data)
-    assert router.choose(1, data)[0] != router.choose(2, data)[0]
+    prompt = prompt_of(read_body(data) or {}, BLOCK)
+    router.choose(0, prompt)
+    assert router.choose(1, prompt)[0] != router.choose(2, prompt)[0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=20), st.integers(1, 20))
@@ -111,3 +116,38 @@ def test_capacity_is_in_tokens(clock):
     router = EngineRouter([A], Config(), kv_tokens=10 * BLOCK, ttl=60, random=Random(0), clock=clock)
     answered(router, 0, body("x"))
     assert router.figures()["engines"][A]["remembered_tokens"] == 10 * BLOCK
+
+
+def tokens(name, blocks):
+    """A prompt whose tokens are known, but not what it is as a text."""
+    return Prompt((), hashing.block_hashes([ord(name)] * blocks * BLOCK, BLOCK, b"root"))
+
+
+def test_what_servers_tell_goes_before_what_they_were_sent(router):
+    prompt = Prompt(body("x").text, tokens("x", 80).tokens)
+    first = answered(router, 0, prompt)
+    told = next(name for name in (A, B, C) if name != first)
+    router.changed(first, Changes({}, ()), True)  # and holds nothing any more
+    router.changed(told, Changes(dict.fromkeys(prompt.tokens[:70], "device"), ()), True)
+    assert answered(router, 1, prompt) == told
+    router.changed(told, Changes({}, prompt.tokens[:70]), True)
+    assert router.figures()["engines"][told]["known_tokens"] == 0
+    answered(router, 2, prompt)
+    assert router.figures()["routed"] == {"cold": 2, "warm": 1}
+
+
+def test_a_server_that_told_of_a_part_is_taken_to_hold_what_it_was_sent_as_well(router):
+    prompt = Prompt(body("x").text, tokens("x", 40).tokens)
+    first = answered(router, 0, prompt)
+    other = next(name for name in (A, B, C) if name != first)
+    router.changed(first, Changes(dict.fromkeys(prompt.tokens[:3], "device"), ()), False)
+    router.changed(other, Changes(dict.fromkeys(prompt.tokens[:20], "device"), ()), True)
+    assert answered(router, 1, prompt) == first
+    router.changed(first, Changes({}, ()), True)
+    assert answered(router, 2, prompt) == other
+
+
+def test_salts_keep_prompts_apart(router):
+    assert len(body("x").text) == len(body("x", cache_salt="a").text) > 50
+    assert not {*body("x").text} & {*body("x", cache_salt="a").text}
+    assert body("x", cache_salt="a") == body("x", cache_salt="a")

@@ -1,6 +1,7 @@
 """Batches that are lost, repeated or late: what is known is what the engine holds, whatever happens on the way."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import msgpack
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from warmkv.prefixes import hashing
 from warmkv.replicas.engines.event_stream import Batch, EventStream
-from warmkv.replicas.engines.kv_events import Cleared, KVEvent, VllmBlocks, cache_salt
+from warmkv.replicas.engines.kv_events import Cleared, Forgotten, KVEvent, VllmBlocks, cache_salt
 
 ROOT = hashing.chain_root(b"salt", "model")
 
@@ -21,10 +22,10 @@ class Engine:
     def __init__(self, buffer: int) -> None:
         self.held: list[int] = []  # a chain of tokens
         self.sent: list[Batch] = []
-        self.buffer = buffer
+        self.buffer, self.clock = buffer, itertools.count(1)
 
     def send(self, *events: dict[str, object]) -> Batch:
-        self.sent.append((len(self.sent), msgpack.packb([0.0, list(events), 0])))
+        self.sent.append((len(self.sent), msgpack.packb([float(next(self.clock)), list(events), 0])))
         return self.sent[-1]
 
     def name(self, length: int) -> bytes:
@@ -46,6 +47,9 @@ class Engine:
         self.held = []
         return self.send({"type": "AllBlocksCleared"})
 
+    def restart(self) -> None:
+        self.held, self.sent = [], []
+
     async def replay(self, first: int) -> Sequence[Batch]:
         return [batch for batch in self.sent[-self.buffer :] if batch[0] >= first] if self.buffer else []
 
@@ -54,10 +58,10 @@ class Engine:
 
 
 class Follower:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, resets: bool = True) -> None:
         self.engine, self.blocks, self.known = engine, VllmBlocks(1), set[bytes]()
         self.due = list[Batch]()  # of a reset: told behind what is on its way
-        self.stream = EventStream(self.take, engine.replay, self.reset)
+        self.stream = EventStream(self.take, engine.replay, self.reset if resets else None)
 
     def take(self, events: Sequence[KVEvent]) -> None:
         for event in events:
@@ -136,11 +140,65 @@ def test_only_what_comes_behind_the_clearing_counts():
         engine, stream = Engine(0), EventStream(taken.extend, nothing, reset)
         engine.grow(1)
         await stream.arrived(*engine.grow(2))
-        assert (taken, resets) == ([Cleared()], [True])
+        assert (taken, resets) == ([Forgotten()], [True])
         await stream.arrived(*engine.grow(3))
-        assert taken == [Cleared()]
+        assert taken == [Forgotten()]
         await stream.arrived(*engine.clear())
         await stream.arrived(*engine.grow(4))
+        assert taken[1] == Cleared()
         assert len(taken) == 3
+
+    asyncio.run(scenario())
+
+
+@given(st.data(), st.integers(0, 6))
+def test_of_an_engine_that_restarts_nothing_is_known_that_it_does_not_hold(data: st.DataObject, buffer: int) -> None:
+    """Without resets: what is known is a part of what is held, and all of it while nothing was lost for good."""
+
+    async def scenario() -> None:
+        engine = Engine(buffer)
+        follower = Follower(engine, resets=False)
+        follower.stream.disconnected()
+        for _ in range(data.draw(st.integers(1, 25))):
+            what = data.draw(st.sampled_from(["grow", "grow", "grow", "shrink", "clear", "restart"]))
+            certain = False
+            if what == "restart":
+                engine.restart()
+                if data.draw(st.booleans()):
+                    follower.stream.disconnected()
+                else:
+                    certain = True  # its number tells, as long as it is below the last one
+            batch = (
+                engine.grow(data.draw(st.integers(0, 2))) if what in ("grow", "restart") or not engine.held else None
+            )
+            batch = batch or getattr(engine, what)()
+            if not certain and data.draw(st.integers(0, 3)) == 0:
+                continue  # lost
+            await follower.stream.arrived(*batch)
+            assert follower.known <= engine.keys()
+            if follower.blocks.whole:
+                assert follower.known == engine.keys()
+        await follower.stream.arrived(*engine.clear())
+        await follower.stream.arrived(*engine.grow(1))
+        assert (follower.known, follower.blocks.whole) == (engine.keys(), True)
+
+    asyncio.run(scenario())
+
+
+def test_falling_numbers_are_a_restart_and_late_ones_are_not():
+    async def scenario() -> None:
+        engine = Engine(9)
+        follower = Follower(engine, resets=False)
+        batches = [engine.grow(token) for token in range(4)]
+        for batch in batches:
+            await follower.stream.arrived(*batch)
+        for batch in batches:
+            await follower.stream.arrived(*batch)
+        assert follower.known == engine.keys()
+        engine.restart()
+        engine.grow(8)
+        await follower.stream.arrived(*engine.grow(9))  # the one before it is replayed
+        assert follower.known == engine.keys() == set(hashing.block_hashes([8, 9], 1, ROOT))
+        assert follower.blocks.whole
 
     asyncio.run(scenario())

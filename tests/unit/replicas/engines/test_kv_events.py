@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -21,6 +22,7 @@ from warmkv.replicas.engines.kv_events import (
     cache_salt,
     decode,
     root_of,
+    sent_at,
 )
 
 ROOTS = [hashing.chain_root(name, "model") for name in (b"a", b"b")]
@@ -199,3 +201,34 @@ def test_batches_are_read_as_vllm_sends_them():
     for damaged in (b"", b"\x91\x01", batch({"type": "BlockStored"}), batch({})):
         with pytest.raises(ValueError, match="no batch of KV events"):
             decode(damaged)
+
+
+@pytest.mark.parametrize("extra", [{"lora": "adapter"}, {"plain": 1}])
+def test_blocks_of_adapters_and_images_are_left_out_with_all_behind_them(extra: dict[str, Any]):
+    vllm, blocks, tokens = SlowVllm(2), VllmBlocks(2), (1, 2, 3, 4, 5, 6)
+    whole, more = vllm.store(cache_salt(ROOTS[0]), tokens[:4], "GPU", 0), vllm.store("", tokens, "GPU", 2)
+    assert whole is not None
+    assert more is not None
+    more = replace(more, parent=whole.hashes[-1])
+    known = {**blocks.apply(replace(whole, **extra)).stored, **blocks.apply(more).stored}
+    assert list(known) == hashing.block_hashes(tokens, 2, ROOTS[0])[: 0 if "lora" in extra else 1]
+    assert list(blocks.apply(BlocksRemoved((*whole.hashes, *more.hashes), "GPU")).gone) == list(known)
+
+
+def test_extra_keys_tell_salt_adapter_and_images():
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [b"a", b"b", b"c"],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3],
+        "block_size": 1,
+        "lora_name": "adapter",
+        "extra_keys": [["adapter", "salt"], ["adapter"], ["adapter", ["image", 0]]],
+    }
+    (event,) = decode(msgpack.packb([1.0, [stored], 0]))
+    assert isinstance(event, BlocksStored)
+    assert (event.salt, event.lora, event.plain) == ("salt", "adapter", 2)
+    assert sent_at(msgpack.packb([1.5, [], 0])) == 1.5
+    for broken in (b"\x00", msgpack.packb([]), msgpack.packb({}), b""):
+        with pytest.raises(ValueError, match="no batch"):
+            sent_at(broken)

@@ -1,0 +1,72 @@
+"""Token ids of prompts: which server is asked for what, and what happens where it does not tell."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from warmkv.platform.engine_router.tokens import Tokenizers, has_images
+
+A, B = "http://a", "http://b"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+KEY = {"authorization": "Bearer k", "x-other": "no"}
+
+
+class Servers:
+    """Answers posts as it is told to; an exception is raised."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def post(self, url, body, headers):
+        self.asked.append((url, body, dict(headers)))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def tokens(servers, tokenizers, api="chat", path="/v1/chat/completions", asked=CHAT, engines=(A, B)):
+    return asyncio.run(tokenizers.tokens(servers.post, engines, api, path, asked, KEY))
+
+
+def test_servers_are_asked_in_turn_with_the_body_and_key_of_the_request():
+    servers, tokenizers = Servers((200, {"tokens": [1, 2]}), (200, {"tokens": [3], "count": 1})), Tokenizers()
+    assert tokens(servers, tokenizers) == [1, 2]
+    assert tokens(servers, tokenizers, path="/prefix/v1/chat/completions/?x=1") == [3]
+    key = {"authorization": "Bearer k"}
+    assert servers.asked == [(f"{A}/tokenize", CHAT, key), (f"{B}/prefix/tokenize", CHAT, key)]
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_other_apis_are_rendered_by_servers_that_can(api):
+    servers = Servers((404, None), (200, {"token_ids": [1]}), (200, {"token_ids": [2]}))
+    tokenizers = Tokenizers()
+    assert [tokens(servers, tokenizers, api, f"/v1/{api}") for _ in range(3)] == [(), [1], [2]]
+    assert [url for url, _, _ in servers.asked] == [f"{host}/v1/{api}/render" for host in (A, B, B)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(aiohttp.ClientConnectionError(), TimeoutError(), ValueError("no JSON"), (500, None), (200, None)),
+        *((200, {"tokens": answer}) for answer in ([], ["a"], [1.5], [-1], [True], [1 << 32], "12")),
+        (200, [1]),
+    ],
+)
+def test_what_cannot_be_had_is_done_without_and_asked_again(answer):
+    servers, tokenizers = Servers(answer, (200, {"tokens": [7]})), Tokenizers()
+    assert tokens(servers, tokenizers) == ()
+    assert tokens(servers, tokenizers) == [7]
+    assert (tokenizers.asked, tokenizers.failed) == (2, 1)
+
+
+def test_prompts_that_are_tokens_already_or_have_more_than_text_are_not_asked_for():
+    servers, tokenizers = Servers(), Tokenizers()
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}
+    assert tokens(servers, tokenizers, asked=image) == ()
+    assert has_images(image)
+    assert not has_images(CHAT)
+    for prompt, found in (([1, 2], [1, 2]), (["a", "b"], ()), ([[1], [2]], ()), (None, ())):
+        assert tokens(servers, tokenizers, "completions", "/v1/completions", {"prompt": prompt}) == found
+    assert tokens(servers, tokenizers, engines=()) == ()
