@@ -30,6 +30,10 @@ NOT_OF_VLLM = (
 """Settings of what vLLM does in its own way, or not at all: with it they keep their defaults."""
 
 
+NOT_OF_WARMKV = ("prefix_cache.keep_warm",)
+"""Settings that only vLLM needs."""
+
+
 VLLM_STORAGES = {"model": "auto", "fp8": "fp8_e4m3"}
 """Formats of `prefix_cache.storage` by vLLM's `kv_cache_dtype`."""
 

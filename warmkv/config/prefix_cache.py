@@ -59,6 +59,11 @@ class PrefixCacheConfig(Section):
     packs: tuple[Path, ...] = Field(
         (), description="folders of `warmkv packs build`, loaded at start and never evicted"
     )
+    keep_warm: ByteSize = Field(
+        ByteSize(0),
+        description="limit of prefixes with marks that a replica of vLLM keeps from being evicted before their TTL, by "
+        "touching them; 0: none. warmkv's own engine has no need of it and refuses it",
+    )
     ttls: dict[str, float] = Field({"5m": 300.0, "1h": 3600.0}, description="names a client may use, in seconds")
     default_ttl: str = Field("5m", description="TTL of automatic blocks and of marks that name none")
     min_tokens: int = Field(64, ge=0, description="a breakpoint before this many tokens is ignored")

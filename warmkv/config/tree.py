@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError, model_validator
@@ -15,7 +15,7 @@ from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.engine import NOT_OF_VLLM, VLLM_STORAGES, EngineConfig
+from warmkv.config.engine import NOT_OF_VLLM, NOT_OF_WARMKV, VLLM_STORAGES, EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import PrefixCacheConfig
@@ -29,7 +29,7 @@ OF_GROUPS: dict[str, frozenset[str]] = {
     "engine": frozenset(EngineConfig.model_fields),
     "model": frozenset(("device",)),
     "prefix_cache": frozenset(
-        ("memory_bytes", "eviction", "storage", "host", "disk", "moving_bytes", "tenant_share", "packs")
+        ("memory_bytes", "eviction", "storage", "host", "disk", "moving_bytes", "tenant_share", "packs", "keep_warm")
     ),
 }
 """Settings in which groups of replicas may differ: all others are of the model, or of the gateways."""
@@ -87,6 +87,7 @@ class Config(Section):
     def _check(self) -> Config:
         if self.engine.kind == "vllm":
             self._check_vllm()
+        self._check_defaults(NOT_OF_VLLM if self.engine.kind == "vllm" else NOT_OF_WARMKV)
         if fault := refusal(self.capabilities.values(), Needs(self.compression.policy)):
             raise ValueError(f"compression.policy: {fault}")
         if self.cluster.groups and self.control.whatif is not None:
@@ -133,11 +134,13 @@ class Config(Section):
             raise ValueError(
                 f"prefix_cache.storage: {storage} cannot be had from an engine of kind vllm, which has {known}"
             )
-        for dotted in NOT_OF_VLLM:
+
+    def _check_defaults(self, settings: Sequence[str]) -> None:
+        for dotted in settings:
             section, name = dotted.split(".")
             held = getattr(self, section)
             if getattr(held, name) != type(held).model_fields[name].get_default():
-                raise ValueError(f"{dotted} cannot be had from an engine of kind vllm: leave it out")
+                raise ValueError(f"{dotted} cannot be had from an engine of kind {self.engine.kind}: leave it out")
 
 
 def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:

@@ -25,6 +25,7 @@ def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefix
     for tier, limit in store.tier_limits.items():
         gauge(telemetry.PREFIX_LIMIT_BYTES, limit, tier=tier)
     counter(telemetry.PREEMPTED, stats.preempted, reason="fairness")
+    counter(telemetry.TOUCHED, stats.touched)
     for fault, failed in stats.failures.items():
         counter(telemetry.FAILED, failed, fault=fault)
     for (tier, why), blocks in store.left.items():

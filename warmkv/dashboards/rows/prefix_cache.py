@@ -59,6 +59,7 @@ STORED = PanelRow(
             BLOCKS_PER_SECOND,
             [
                 (rate(t.EVICTED_BLOCKS, ("tier", "reason")), "{{tier}} {{reason}}"),
+                (rate(t.TOUCHED), "touched prefixes"),
                 (rate(t.EXPIRED_BLOCKS, ("tier",)), "{{tier}} expired"),
             ],
             none="No block has left a tier",

@@ -32,6 +32,7 @@ class EngineStats:
     failures: Mapping[FailureKind, int]  # requests that failed so far, by cause
     slot_limit: int  # bytes that slots and workspaces may take
     compressed: Mapping[str, Compressions]  # prompts so far, by policy
+    touched: int = 0  # prefixes that were touched so far to keep them warm
     allocator_bytes: int | None = None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from warmkv.policies.contents import Contents, contents_of
+from warmkv.policies.keep_warm import KeepWarm, WarmPrefix
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
 from warmkv.policies.tiers import Left, Step, Tier
 from warmkv.prefixes import hashing
@@ -20,7 +21,7 @@ from warmkv.prefixes.index import TIERS
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.store import LEFT
 from warmkv.replicas.engines.interface import Publish
-from warmkv.replicas.engines.kv_events import KVEvent, VllmBlocks, cache_salt, root_of
+from warmkv.replicas.engines.kv_events import TIER_OF, BlocksStored, KVEvent, VllmBlocks, cache_salt, root_of
 from warmkv.replicas.protocol import GenerateRequest
 
 
@@ -37,7 +38,8 @@ class Reading:
 class PrefixLedger:
     """Blocks of a vLLM engine with the lives that requests gave them. For one thread.
 
-    `limit` are the bytes of vLLM's cache, `token_bytes` those of a token in it.
+    `limit` are the bytes of vLLM's cache, `token_bytes` those of a token in it, `keep_warm` those of prefixes that are
+    touched.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class PrefixLedger:
         lifetimes: Lifetimes,
         clock: Callable[[], float],
         publish: Publish,
+        keep_warm: int = 0,
     ) -> None:
         self._size, self._token_bytes, self._limit = block_size, token_bytes, limit
         self._lifetimes, self._clock, self._publish = lifetimes, clock, publish
@@ -59,6 +62,10 @@ class PrefixLedger:
         self._own: dict[bytes, bytes] = {}  # and the other way round
         self._tenants: dict[bytes, str] = {}  # by the root of their chains
         self._generations: dict[bytes, int] = {}  # of these, where prefixes were dropped
+        self._tails: defaultdict[bytes, set[bytes]] = defaultdict(set)  # by the block that they follow
+        self._before: dict[bytes, bytes] = {}  # and the other way round
+        self._warm = KeepWarm(keep_warm // (block_size * token_bytes))
+        self._stored = 0  # blocks that came to vLLM's cache so far
         self.left: dict[tuple[str, str], int] = {(tier, why): 0 for tier in TIERS for why in LEFT}
         self.residency = Residency()
 
@@ -118,8 +125,39 @@ class PrefixLedger:
         steps = self._cache.store(request.hashes, request.marks, size, now, request.tenant, match, begun, lifetimes)
         self._apply(step for step, _ in steps)
         self._cache.release(match)
+        self._follow_marks(request, now)
         written = self._cache.highest_mark(request.marks, now)
         return Reading(match.hit, written, min(found, match.tokens), match.ttl)
+
+    def _follow_marks(self, request: GenerateRequest, now: float) -> None:
+        """Note which tails go with their blocks, and which prefixes are to be kept warm."""
+        size, tokens = self._size, request.token_ids
+        chain = tuple(self._own.get(name, name) for name in request.hashes)
+        self._warm.used(chain, self._stored)
+        for mark in request.marks:
+            blocks, rest = divmod(mark.position, size)
+            if not blocks or not self._cache.tiers.has_mark(mark.key, now):
+                continue
+            if rest:
+                self._tails[request.hashes[blocks - 1]].add(mark.key)
+                self._before[mark.key] = request.hashes[blocks - 1]
+            asked = (*tokens[: blocks * size], tokens[min(blocks * size, len(tokens) - 1)])
+            self._warm.keep(WarmPrefix(mark.key, request.root, chain[:blocks], asked), self._stored)
+
+    def to_touch(self, usage: float) -> tuple[WarmPrefix, str] | None:
+        """Return a prefix that is to be touched now, and its `cache_salt`; None if none is.
+
+        `usage` is the share of vLLM's cache that running requests use. A touch is no request: it is not billed, and no
+        life is prolonged by it.
+        """
+        now, has_mark = self._clock(), self._cache.tiers.has_mark
+        room = int(self._limit // (self._size * self._token_bytes) * (1 - usage))
+
+        def alive(prefix: WarmPrefix) -> bool:
+            return has_mark(prefix.mark, now) and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
+
+        prefix = self._warm.due(self._stored, room, alive)
+        return None if prefix is None else (prefix, cache_salt(prefix.root, self._generations.get(prefix.root, 0)))
 
     # --- beside the requests
 
@@ -127,8 +165,11 @@ class PrefixLedger:
         """Follow vLLM's cache. Raises MissingEventsError."""
         for event in events:
             changes = self._blocks.apply(event)
+            if isinstance(event, BlocksStored) and TIER_OF.get(event.medium) == TIERS[0]:
+                self._stored += len(event.hashes)
             touched = [name for key in changes.gone for name in self._named(key)]
-            self._apply(self._cache.tiers.drop(touched))
+            tails = [tail for name in touched for tail in self._tails.get(name, ())]
+            self._apply(self._cache.tiers.drop([*tails, *touched]))
             for key in changes.gone:
                 for name in self._names.pop(key, ()):
                     self._own.pop(name, None)
@@ -183,6 +224,10 @@ class PrefixLedger:
         changed = []
         for step in steps:
             changed.append(step.key)
+            if isinstance(step, Left) and (before := self._before.pop(step.key, None)) is not None:
+                self._tails[before].discard(step.key)
+                if not self._tails[before]:
+                    del self._tails[before]
             if isinstance(step, Left):
                 self.left[TIERS[0], "expired" if step.expired else why] += 1
                 if step.entry is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import subprocess
 import tempfile
@@ -16,10 +17,11 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from warmkv.config import Config, EngineConfig
+from warmkv.config import Config, ConfigError, EngineConfig
 from warmkv.policies import memory_plan
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
@@ -62,6 +64,10 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
     steps, watcher = Steps(time.monotonic), children_end_with_this_process()
     try:
         llm = start_llm(config, model, plan, place.threads, folder, steps)
+        limit = llm.vllm_config.cache_config.num_gpu_blocks * cache.block_size * model.token_bytes
+        if cache.keep_warm > limit // 2:
+            llm.shutdown()
+            raise ConfigError(f"prefix_cache.keep_warm must not exceed half of vLLM's cache, which has {limit} bytes")
     except Exception:  # not for an exit: then this process ends
         watcher.kill()
         watcher.communicate()
@@ -70,10 +76,11 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
     ledger = PrefixLedger(
         cache.block_size,
         model.token_bytes,
-        llm.vllm_config.cache_config.num_gpu_blocks * cache.block_size * model.token_bytes,
+        limit,
         Lifetimes.of(cache),
         time.monotonic,
         publish,
+        cache.keep_warm,
     )
     engine = VllmEngine(llm, config.engine, model, ledger, steps, folder, place.replica, time.monotonic, watcher)
     return Parts(engine, plan.to_json(), None, lambda terms, ask, recorder: Alone())
@@ -101,9 +108,10 @@ class VllmEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beside: list[asyncio.Task[None]] = []
         self.stream: EventStream | None = None  # once it is followed
+        self._told = asyncio.Event()  # of blocks that came to vLLM's cache, or left it
         self._watcher = watcher  # which kills vLLM's processes if this one ends
         self._completions = Completions()
-        self._failed = 0
+        self._failed = self._touched = 0
 
     @property
     def turns(self) -> int:
@@ -113,7 +121,7 @@ class VllmEngine:
     def start(self) -> None:
         """Begin to follow the events of vLLM's cache."""
         loop = asyncio.get_running_loop()
-        self._beside = [loop.create_task(self._follow()), loop.create_task(self._expire())]
+        self._beside = [loop.create_task(work()) for work in (self._follow, self._expire, self._keep_warm)]
 
     def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
         """Queue a request; `emit` is called with Started, drawn tokens, and an end. Raises EngineError."""
@@ -179,6 +187,7 @@ class VllmEngine:
             failures={"device": self._failed},
             slot_limit=limit,
             compressed={},
+            touched=self._touched,
         )
 
     def stop(self) -> None:
@@ -284,6 +293,7 @@ class VllmEngine:
             async for number, payload in batches(socket):
                 try:
                     await stream.arrived(number, payload)
+                    self._told.set()
                 except Exception:
                     if self._llm.errored:  # of which the health check tells
                         return
@@ -296,6 +306,26 @@ class VllmEngine:
         while True:
             await asyncio.sleep(EXPIRE_SECONDS)
             self.store.expire()
+
+    async def _keep_warm(self) -> None:
+        numbers = itertools.count()
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            while (due := self.store.to_touch(self._steps.usage)) is not None:
+                prefix, salt = due
+                request = GenerateRequest(
+                    f"touch-{next(numbers)}", prefix.token_ids, (), SamplingParams(1, 0.0), PolicySpec()
+                )
+                try:
+                    async for _ in generate(self._llm, request, salt, ()):
+                        pass
+                    self._touched += 1
+                except Exception:
+                    if self._llm.errored:  # of which the health check tells
+                        return
+                    log.exception("a prefix could not be touched")
+                    break
 
 
 class Alone:

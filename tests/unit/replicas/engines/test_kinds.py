@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from warmkv.config import ConfigError, parse
 from warmkv.config.engine import NOT_OF_VLLM
 from warmkv.platform import live_config
 from warmkv.replicas.engines import build_engine, own, vllm_engine
+from warmkv.replicas.engines.interface import Parts, Place
 
 
 @pytest.mark.parametrize(("kind", "module"), [("warmkv", own), ("vllm", vllm_engine)])
@@ -40,6 +42,31 @@ def test_what_vllm_lacks_is_refused_by_its_setting(setting):
     parse(settings)
     with pytest.raises(ConfigError, match=f"{setting} cannot be had from an engine of kind vllm"):
         parse({**settings, "engine": {**settings.get("engine", {}), "kind": "vllm"}})
+
+
+def test_keeping_warm_is_refused_by_warmkv_s_own_engine_and_above_half_of_vllm_s_cache(monkeypatch):
+    with pytest.raises(ConfigError, match=r"prefix_cache\.keep_warm cannot be had from an engine of kind warmkv"):
+        parse({"prefix_cache": {"keep_warm": "1MiB"}})
+    model = SimpleNamespace(device=None, sizes=None, max_context=64, token_bytes=10)
+    llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=100)), shutdown=list)
+    plan = SimpleNamespace(summary="", check=list, to_json=dict)
+    watcher = SimpleNamespace(kill=list, communicate=list)
+    for name, made in (
+        ("read_model", model),
+        ("start_llm", llm),
+        ("children_end_with_this_process", watcher),
+        ("settled", None),
+    ):
+        monkeypatch.setattr(vllm_engine, name, lambda *arguments, made=made: made)
+    monkeypatch.setattr(vllm_engine.device_memory, "read", lambda *arguments: None)
+    monkeypatch.setattr(vllm_engine.memory_plan, "plan", lambda *arguments: plan)
+
+    def build(keep_warm: int) -> Parts:
+        config = parse({"engine": {"kind": "vllm"}, "prefix_cache": {"keep_warm": keep_warm, "block_size": 32}})
+        return vllm_engine.build(config, None, Place("r", 1, 1.0), lambda *_: None, lambda what: None)
+
+    with pytest.raises(ConfigError, match=r"keep_warm must not exceed half of vLLM's cache, which has 32000 bytes"):
+        build(16_001)
 
 
 def test_a_policy_that_vllm_lacks_cannot_be_put_in_force():

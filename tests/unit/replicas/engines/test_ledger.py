@@ -53,10 +53,10 @@ def asked(tokens: Sequence[int], marks: dict[int, str] | None = None, tenant: in
 class Vllm:
     """vLLM's cache with the ledger over it, and what the directory knows."""
 
-    def __init__(self, lifetimes: Lifetimes = LIFETIMES) -> None:
+    def __init__(self, lifetimes: Lifetimes = LIFETIMES, limit: int = 1 << 30, keep_warm: int = 0) -> None:
         self.now, self.cache = 0.0, SlowVllm(SIZE)
         self.directory: dict[bytes, str] = {}
-        self.ledger = PrefixLedger(SIZE, 1, 1 << 30, lifetimes, lambda: self.now, self.publish)
+        self.ledger = PrefixLedger(SIZE, 1, limit, lifetimes, lambda: self.now, self.publish, keep_warm)
 
     def publish(self, stored: Sequence[bytes], evicted: Sequence[bytes], tier: str) -> None:
         for key in evicted:
@@ -229,3 +229,62 @@ def test_what_has_outlived_its_ttl_is_not_read_because_vllm_tells_of_a_block_beh
     assert len(vllm.directory) == 2
     reading, found = vllm.answer(asked([1] * 14), late)
     assert (found, reading.cached_tokens) == (2 * SIZE, 2 * SIZE)
+
+
+@pytest.mark.parametrize("length", [8, 9, 11])
+def test_a_live_mark_is_touched_when_others_have_filled_half_of_the_room(length: int):
+    vllm = Vllm(limit=20 * SIZE, keep_warm=4 * SIZE)
+    tokens = list(range(length))
+    vllm.answer(asked(tokens, {length: "5m"}))
+    vllm.answer(asked([50] * 8, {8: "5m"}, tenant=1))
+    assert vllm.ledger.to_touch(0.0) is None
+    for number in range(8):
+        vllm.answer(asked([100 + number] * 4))
+    touched = [vllm.ledger.to_touch(0.0) for _ in range(3)]
+    assert touched[2] is None
+    found = {}
+    for prefix, salt in touched[:2]:  # type: ignore[misc]
+        found[salt] = prefix.token_ids
+        assert vllm.found(salt, prefix.token_ids) == 2 * SIZE  # a touch asks for one token more than these blocks
+    assert found[ROOTS[0].hex()][:8] == tuple(range(8))
+    assert found[ROOTS[1].hex()] == (50,) * 9
+    vllm.now = 301.0  # a touch has prolonged nothing
+    for number in range(10):
+        vllm.answer(asked([200 + number] * 4))
+    assert vllm.ledger.to_touch(0.0) is None
+    assert len(vllm.ledger._warm) == 0
+
+
+def test_the_less_room_running_requests_leave_the_sooner_a_mark_is_touched():
+    vllm = Vllm(limit=20 * SIZE, keep_warm=4 * SIZE)
+    vllm.answer(asked(list(range(9)), {9: "5m"}))
+    for number in range(4):
+        vllm.answer(asked([100 + number] * 4))
+    assert vllm.ledger.to_touch(0.0) is None
+    assert vllm.ledger.to_touch(0.8) is not None
+
+
+def test_what_is_evicted_or_dropped_is_not_touched():
+    for gone in ("evicted", "dropped"):
+        vllm = Vllm(limit=20 * SIZE, keep_warm=4 * SIZE)
+        vllm.answer(asked(list(range(9)), {9: "5m"}))
+        if gone == "evicted":
+            vllm.evict(vllm.ends()[0])
+        else:
+            vllm.ledger.drop("t0")
+        for number in range(20):
+            vllm.answer(asked([100 + number] * 4, tenant=1))
+        assert vllm.ledger.to_touch(0.0) is None
+
+
+def test_a_tail_goes_with_the_block_that_it_follows():
+    """Else it would be billed as read when others have computed its blocks again."""
+    vllm, tokens = Vllm(), list(range(11))
+    vllm.answer(asked(tokens, {10: "1h"}))
+    assert vllm.answer(asked(tokens, {10: "1h"}))[0].hit == 10
+    for end in (8, 4):
+        vllm.evict(("GPU", ROOTS[0].hex(), tuple(tokens[:end])))
+    assert (vllm.ledger._tails, vllm.ledger._before) == ({}, {})
+    vllm.answer(asked(tokens))
+    reading, found = vllm.answer(asked(tokens, {10: "1h"}))
+    assert (found, reading.hit, reading.cached_tokens, reading.written) == (8, 0, 8, 10)

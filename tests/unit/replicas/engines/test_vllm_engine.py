@@ -13,6 +13,7 @@ import torch
 
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
+from warmkv.policies.keep_warm import WarmPrefix
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
@@ -300,3 +301,29 @@ def test_fp8_on_a_cpu_is_refused_by_what_it_lacks(avx512, head_dim, lacking, mon
         pytest.raises(ValueError, match=rf"prefix_cache\.storage: fp8 .* needs {lacking}") if lacking else nullcontext()
     ):
         vllm_start.check_storage("fp8", cpu, head_dim)
+
+
+def test_a_prefix_is_touched_by_a_request_of_one_token_that_nobody_is_billed_for(monkeypatch):
+    async def scenario() -> None:
+        here = Setup(monkeypatch)
+        due = [(WarmPrefix(b"m", b"r", (b"k",), (3, 4, 5)), salt) for salt in ("first", "fails", "last")]
+        monkeypatch.setattr(here.engine.store, "to_touch", lambda usage: due.pop(0) if due else None)
+        here.put("touch-0", output(7, finish="length"))
+        here.put("touch-1", ValueError("no"))
+        here.put("touch-2", output(7, finish="length"))
+        work = asyncio.create_task(here.engine._keep_warm())
+        await turns()
+        assert here.sent == []
+        for touched in (1, 2):
+            here.engine._told.set()  # vLLM has told of blocks
+            await turns()
+            assert here.engine.stats().touched == touched
+        assert [(request.token_ids, salt) for request, salt in here.sent] == [
+            ((3, 4, 5), salt) for salt in ("first", "fails", "last")
+        ]
+        assert here.sent[0][0].sampling.max_tokens == 1
+        assert here.engine.stats().waiting == 0
+        assert not work.done()
+        work.cancel()
+
+    asyncio.run(scenario())

@@ -1,0 +1,88 @@
+"""Prefixes that are touched in time stay in a cache that evicts by recency, and nothing is touched for nothing."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmkv.policies.keep_warm import KeepWarm, WarmPrefix
+
+ROOM = 40
+
+
+class Lru:
+    """Blocks of an engine, least recently used first. A prompt takes what it finds and then the first ones; its own go
+    to the end, the last of them first."""
+
+    def __init__(self, blocks):
+        self.free, self.stored = [None] * blocks, 0
+
+    def ask(self, chain):
+        found = [key for at, key in enumerate(chain) if all(before in self.free for before in chain[: at + 1])]
+        self.free = [key for key in self.free if key not in found]
+        new = chain[len(found) :]
+        self.free = self.free[len(new) :] + list(chain)[::-1]
+        self.stored += len(new)
+        return len(found)
+
+
+def prefix(name, blocks, end=None):
+    chain = tuple(f"{name}{at}".encode() for at in range(blocks))
+    return WarmPrefix(f"mark {name} {end or blocks}".encode(), b"", chain[:end], ())
+
+
+ASKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=40)
+
+
+@given(ASKS, st.integers(1, 16), st.booleans())
+def test_what_is_kept_is_never_evicted_within_the_limit(asks, limit, ends_live):
+    """Prompts of up to 4 blocks that are marked at their end, among others, each as the engine computes one after another."""
+    engine, warm, touches = Lru(ROOM), KeepWarm(limit), 0
+    dead = set()
+    for number, (name, blocks, marked) in enumerate(asks):
+        asked = prefix(name if marked else f"x{number}.", blocks)
+        engine.ask(asked.chain)
+        warm.used(asked.chain, engine.stored)
+        if marked:
+            warm.keep(asked, engine.stored)
+            if ends_live and name == 0:
+                dead.add(asked.mark)
+        while (due := warm.due(engine.stored, ROOM, lambda one: one.mark not in dead)) is not None:
+            assert due.mark not in dead
+            assert engine.ask(due.chain) == len(due.chain)  # it is there still, so a touch computes nothing
+            touches += 1
+        kept = [one.prefix for one in warm._kept.values()]
+        assert warm.blocks == len({key for one in kept for key in one.chain}) <= limit
+        assert all(key in engine.free for one in kept if one.mark not in dead for key in one.chain)
+    assert touches <= engine.stored
+
+
+def test_the_longest_prefix_is_touched_for_those_that_it_begins_with():
+    warm = KeepWarm(10)
+    for end in (2, 6, 4):
+        warm.keep(prefix("a", 6, end), 0)
+    assert (len(warm), warm.blocks) == (3, 6)
+    assert warm.due(17, ROOM, lambda one: True) is None  # half of what others have room for
+    assert warm.due(18, ROOM, lambda one: True).chain == prefix("a", 6).chain
+    assert warm.due(18, ROOM, lambda one: True) is None
+    assert warm.due(36, ROOM, lambda one: True) is not None
+
+
+def test_the_least_recently_used_gives_way_and_what_exceeds_the_limit_is_not_kept():
+    warm = KeepWarm(5)
+    for name in "ab":
+        warm.keep(prefix(name, 2), 0)
+    warm.used(prefix("a", 2).chain, 3)
+    warm.keep(prefix("c", 3), 3)
+    assert [one.prefix.chain[0] for one in warm._kept.values()] == [b"a0", b"c0"]
+    warm.keep(prefix("d", 6), 3)
+    warm.keep(prefix("e", 0), 3)
+    assert (len(warm), warm.blocks) == (2, 5)
+    warm.forget(prefix("a", 2).mark)
+    warm.forget(b"never kept")
+    assert (len(warm), warm.blocks) == (1, 3)
+
+
+def test_without_a_limit_nothing_is_kept():
+    warm = KeepWarm(0)
+    warm.keep(prefix("a", 1), 0)
+    warm.used(prefix("a", 1).chain, 1)
+    assert (len(warm), warm.due(10**6, 1, lambda one: True)) == (0, None)
