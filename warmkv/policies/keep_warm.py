@@ -1,7 +1,7 @@
 """Which marked prefixes are touched so that an engine that evicts by recency keeps them for their TTL.
 
-A touch is a request for the prefix alone, which makes its blocks the most recently used ones. It is due before new blocks
-have gone through half of the room that the engine has for what no request is using.
+A touch is a request for the prefix alone, which makes its blocks the most recently used ones. It is due when new blocks
+have taken half of the room that running requests leave.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MARGIN = 0.5
-"""Share of the room that may fill anew until a touch is due: partial blocks are not counted, and a touch waits its turn."""
+"""Share of the room that new blocks take until a touch is due: partial ones are not counted, and a touch waits its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPrefix:
-    """The whole blocks before a mark, as the engine names them, and tokens that ask for them: one more than they have."""
+    """The whole blocks before a mark, by the engine's keys, and their tokens with one more, which ask for them all."""
 
     mark: bytes
     root: bytes

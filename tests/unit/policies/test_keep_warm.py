@@ -34,7 +34,7 @@ ASKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), 
 
 @given(ASKS, st.integers(1, 16), st.booleans())
 def test_what_is_kept_is_never_evicted_within_the_limit(asks, limit, ends_live):
-    """Prompts of up to 4 blocks that are marked at their end, among others, each as the engine computes one after another."""
+    """Prompts of up to 4 blocks, some of them marked at their end, computed one after the other."""
     engine, warm, touches = Lru(ROOM), KeepWarm(limit), 0
     dead = set()
     for number, (name, blocks, marked) in enumerate(asks):
