@@ -181,10 +181,10 @@ EFFECTS = {
         ],
         "test_one_tenant_cannot_evict_another_below_its_share": ["prefix_cache.tenant_share"],
     },
+    "tests/unit/replicas/engines/test_ledger.py": {
+        "test_a_live_mark_is_touched_when_others_have_filled_half_of_the_room": ["prefix_cache.keep_warm"],
+    },
     "tests/unit/replicas/engines/test_kinds.py": {
-        "test_keeping_warm_is_refused_by_warmkv_s_own_engine_and_above_half_of_vllm_s_cache": [
-            "prefix_cache.keep_warm"
-        ],
         "test_a_group_has_the_settings_of_the_others_but_for_those_it_names": ["cluster.groups"],
         "test_the_kind_decides_which_engine_is_built": ["engine.kind"],
     },
