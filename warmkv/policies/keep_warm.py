@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MARGIN = 0.5
-"""Share of the room that new blocks take until a touch is due. Partial ones are not counted, and a touch has to wait."""
+"""Share of the room that new blocks take until a touch is due. Partial ones are not counted, and a touch must wait."""
 
 
 @dataclass(frozen=True, slots=True)
