@@ -26,6 +26,9 @@ BLOCK = 32
 BLOCKS = 40
 """Of vLLM's cache: a few prompts fill it."""
 
+KEPT_WARM = 8
+"""Of these, blocks before marks that are touched."""
+
 TOKEN_BYTES = 6 * 2 * 32 * 2 * 4
 ROOTS = [hashing.chain_root(name, "model") for name in (b"a", b"b", b"c")]
 
@@ -126,7 +129,12 @@ def started_replica(storage: str = "model", policy: str = "full") -> Replica:
         config = parse(
             {
                 "engine": {"kind": "vllm", "max_context": 512, "kv_bytes": kv // 2, "max_slots": 4},
-                "prefix_cache": {"memory_bytes": kv // 2, "block_size": BLOCK, "storage": storage},
+                "prefix_cache": {
+                    "memory_bytes": kv // 2,
+                    "block_size": BLOCK,
+                    "storage": storage,
+                    "keep_warm": KEPT_WARM * BLOCK * TOKEN_BYTES,
+                },
                 "compression": {"policy": policy},
             }
         )

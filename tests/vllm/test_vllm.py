@@ -157,6 +157,22 @@ def test_tenants_find_nothing_of_each_other_and_marks_are_read_where_they_were_w
     assert (other.hit, other.cached_tokens) == (0, 0)
 
 
+def test_a_prefix_with_a_mark_is_kept_warm_and_another_is_evicted(replica: Replica):
+    """Five times what the cache holds comes between two requests for each."""
+    numbers = random.Random(23)
+    marked, other = (numbers.choices(range(5, 250), k=150) for _ in range(2))
+    replica.answer(replica.request(marked, 1, marks={150: "1h"}))
+    replica.answer(replica.request(other, 1))
+    touched = replica.engine.stats().touched
+    for _ in range(5 * BLOCKS // 6):
+        replica.answer(replica.request(numbers.choices(range(5, 250), k=5 * BLOCK), 1))
+        replica.run(replica.heard())
+    assert replica.engine.stats().touched > touched + 5
+    assert started(replica.answer(replica.request(other, 1))).cached_tokens == 0
+    again = started(replica.answer(replica.request(marked, 1, marks={150: "1h"})))
+    assert (again.hit, again.cached_tokens) == (150, 128)
+
+
 def test_prefixes_that_are_dropped_are_not_found(replica: Replica):
     tokens = random.Random(11).choices(range(5, 250), k=100)
     replica.answer(replica.request(tokens))

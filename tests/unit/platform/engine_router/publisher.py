@@ -36,8 +36,8 @@ class Publisher:
             client, empty, first = await self._replays.recv_multipart()
             for number, payload in self.sent[max(0, len(self.sent) - self._buffer) :]:
                 if number >= int.from_bytes(first, "big"):
-                    await self._replays.send_multipart([client, empty, number.to_bytes(8, "big"), payload])
-            await self._replays.send_multipart([client, empty, (-1).to_bytes(8, "big", signed=True), b""])
+                    await self._replays.send_multipart([client, empty, b"kv", number.to_bytes(8, "big"), payload])
+            await self._replays.send_multipart([client, empty, b"", (-1).to_bytes(8, "big", signed=True), b""])
 
 
 @contextlib.asynccontextmanager
