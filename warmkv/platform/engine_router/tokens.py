@@ -30,7 +30,8 @@ def poster(session: aiohttp.ClientSession, seconds: float) -> Post:
 
     async def post(url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
         timeout = aiohttp.ClientTimeout(total=seconds)
-        async with session.post(url, json=body, headers=dict(headers), timeout=timeout) as answer:
+        typed = {**headers, "Content-Type": "application/json"}  # a session that passes headers on adds none itself
+        async with session.post(url, json=body, headers=typed, timeout=timeout) as answer:
             return answer.status, await answer.json(content_type=None) if answer.status == 200 else None
 
     return post

@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 
 from warmkv.platform.engine_router.prompts import prompt_of, read_body, root_of, salt_of, tenant_salt, with_salt
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-)
-BODIES = st.dictionaries(st.sampled_from(["model", "messages", "cache_salt", "é"]) | st.text(), VALUES, max_size=5)
+VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.just({"a": [{}, "}"]})
+BODIES = st.dictionaries(st.sampled_from(["model", "messages", "cache_salt", "é", "}"]), VALUES, max_size=3)
 
 
 @given(BODIES, st.sampled_from(["utf-8", "utf-16", "utf-8-sig"]), st.booleans(), st.sampled_from(["", " \n"]))

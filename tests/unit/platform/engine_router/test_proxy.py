@@ -164,6 +164,8 @@ def test_tokens_are_asked_for_and_each_key_s_prompts_are_sent_with_its_salt():
         sent = [[json.loads(data) for head, data in one.requests if b"POST /v1" in head] for one in upstreams]
         assert [[asked["cache_salt"] for asked in one] for one in sent] == [[salts["k"]] * 2, [salts["l"]] * 2]
         assert all(asked["messages"] == json.loads(body("x"))["messages"] for one in sent for asked in one)
+        asked = [head for one in upstreams for head, _ in one.requests if b"POST /tokenize" in head]
+        assert all(b"content-type: application/json" in head.lower() for head in asked)
         assert figures["routed"] == {"warm": 4}
         assert (figures["tokenized"], len(told)) == ({"asked": 4, "failed": 0}, 4)
 

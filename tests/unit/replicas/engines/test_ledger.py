@@ -238,7 +238,7 @@ def test_a_live_mark_is_touched_when_others_have_filled_half_of_the_room(length:
     vllm.answer(asked(tokens, {length: "5m"}))
     vllm.answer(asked([50] * 8, {8: "5m"}, tenant=1))
     assert vllm.ledger.to_touch(0.0) is None
-    for number in range(8):
+    for number in range(10):
         vllm.answer(asked([100 + number] * 4))
     touched = [vllm.ledger.to_touch(0.0) for _ in range(3)]
     assert touched[2] is None
