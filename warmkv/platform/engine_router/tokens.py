@@ -58,8 +58,8 @@ class Tokenizers:
 
         `path` is that of the request, with what stands before `/v1` where it is served.
         """
-        if api == "completions" and _are_ids(prompt := asked.get("prompt")):
-            return prompt
+        if api == "completions" and (ids := _ids(asked.get("prompt"))):
+            return ids
         if has_images(asked) or (api == "completions" and not isinstance(asked.get("prompt"), str)):
             return ()
         able = [engine for engine in engines if (engine, api) not in self._lacking]
@@ -82,10 +82,9 @@ class Tokenizers:
         if status in MISSING:
             self._lacking.add((engine, api))
             log.warning("%s has no %s: prompts of %s are routed by what servers were sent", engine, path, api)
-        if isinstance(answer, dict) and _are_ids(found := answer.get("tokens", answer.get("token_ids"))):
-            return found
-        self.failed += 1
-        return ()
+        found = _ids(answer.get("tokens", answer.get("token_ids"))) if isinstance(answer, dict) else ()
+        self.failed += not found
+        return found
 
 
 def has_images(value: Any) -> bool:
@@ -95,5 +94,8 @@ def has_images(value: Any) -> bool:
     return isinstance(value, list) and any(has_images(item) for item in value)
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
+def _ids(value: Any) -> Sequence[int]:
+    """Return token ids as they are; () for what is none, or empty."""
+    if isinstance(value, list) and value and all(type(item) is int and 0 <= item < 1 << 32 for item in value):
+        return value
+    return ()
