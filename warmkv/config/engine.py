@@ -75,7 +75,7 @@ class EngineConfig(Section):
     parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="whether decode steps are compiled; auto: on a GPU, where a step is many small kernels. "
+        description="whether passes of the model are compiled; auto: on a GPU, where one is many small kernels. "
         "On a CPU packed weights, which cannot be compiled, are faster for all but small models",
     )
     self_check: bool = Field(

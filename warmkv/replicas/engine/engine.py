@@ -102,10 +102,7 @@ class Engine:
         self.faults = FailureCounts()
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
-        self._forward = ModelRunner(model)
-        self._step_forward: ModelRunner | CompiledForward = self._forward
-        if compiles(engine, model.device):
-            self._step_forward = CompiledForward(model)
+        self._forward = CompiledForward(model) if compiles(engine, model.device) else ModelRunner(model)
         self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
@@ -184,17 +181,17 @@ class Engine:
     def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
         """Compute short prompts and a few tokens before `run`, so that no request pays for first-time set-up.
 
-        What is to be compiled is compiled here. If that fails, decoding stays eager unless `engine.compile` is on.
+        What is to be compiled is compiled here. If that fails, passes stay eager unless `engine.compile` is on.
         `say` is told what is done next. Raises RuntimeError if the prompt fails.
         """
-        if isinstance(self._step_forward, CompiledForward):
+        if isinstance(self._forward, CompiledForward):
             try:
-                self._compile(self._step_forward, say)
+                self._compile(self._forward, say)
             except Exception:
                 if self.config.compile == "on":
                     raise
-                log.exception("decoding cannot be compiled here: it stays eager")
-                self._step_forward = self._forward
+                log.exception("the model cannot be compiled here: it stays eager")
+                self._forward = ModelRunner(self.model)
         say("computing a first prompt")
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any
@@ -221,8 +218,8 @@ class Engine:
     def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
         began = time.perf_counter()
         for part, what in enumerate(forward.build(), start=1):
-            say(f"compiling decode steps, {part} of 2: {what}")
-        log.info("decode steps were compiled in %.0f s", time.perf_counter() - began)
+            say(f"compiling, {part} of 3: {what}")
+        log.info("the model was compiled in %.0f s", time.perf_counter() - began)
 
     def start(self) -> None:
         """Begin to `run`, in a thread of its own."""
@@ -356,7 +353,7 @@ class Engine:
             ids = torch.tensor([[sequence.last_token] for sequence in batch.decoding], device=device)
             positions = torch.tensor(batch.state.positions, device=device)[:, None]
             drawing, masks = list(batch.decoding), self._begin_masks(batch.decoding)
-            return self._draw(drawing, self._step_forward(ids, positions, batch.state), masks)
+            return self._draw(drawing, self._forward(ids, positions, batch.state), masks)
         drawing = [*batch.ending, *batch.decoding]
         masks = self._begin_masks(drawing)
         ids, positions = batch.ids(device), batch.positions(device)
@@ -406,4 +403,4 @@ class Engine:
         return draw(sequences, logits, masks)
 
     def _works(self) -> bool:
-        return works(self.model, self.pool, self._forward, self._step_forward, self.scheduler.room)
+        return works(self.model, self.pool, self._forward, self.scheduler.room)

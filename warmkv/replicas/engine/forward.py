@@ -1,13 +1,15 @@
-"""Running the model: eagerly, or for steps that only decode as compiled code that batches of every size share."""
+"""Running the model: eagerly, or as compiled code that passes of every size share."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.config import EngineConfig
@@ -19,6 +21,9 @@ from warmkv.replicas.loading.packed_weights import packed_bytes
 
 LEAST_LEFT_OUT = 16
 """Positions of a pass as of which the last layer leaves them out: its queries are computed twice for the others."""
+
+BUILT_TOKENS = 48
+"""Tokens of the pass with which its graph is built, which holds for other numbers as well."""
 
 
 class ModelRunner:
@@ -35,13 +40,14 @@ class ModelRunner:
         By a `DrawnOnly` of a single row, those of its places: [drawn, vocabulary].
         """
         if not isinstance(state, DrawnOnly):
-            return self._logits(ids, positions, state, 1)[:, -1]
+            return self.logits(ids, positions, state, 1)[:, -1]
         few = ids.shape[1] - len(state.places) >= LEAST_LEFT_OUT
         if state.is_scored or not few or not self._leaves_at_drawn:
-            return self._logits(ids, positions, state.state, state.places)[0]
-        return self._logits(ids, positions, state, 0)[0]
+            return self.logits(ids, positions, state.state, state.places)[0]
+        return self.logits(ids, positions, state, 0)[0]
 
-    def _logits(self, ids: Tensor, positions: Tensor, state: StepState, keep: int | Tensor) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor, state: StepState, keep: int | Tensor) -> Tensor:
+        """Return logits [batch, kept, vocabulary] of the last `keep` positions, all for 0, or of those it names."""
         output = self._module(
             input_ids=ids,
             position_ids=positions,
@@ -55,45 +61,71 @@ class ModelRunner:
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
-    """Return True if decode steps are compiled on a device."""
+    """Return True if passes of the model are compiled on a device."""
     return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
 
 
 class CompiledForward:
-    """Decode steps through `torch.compile`; attention stays a call from the compiled code into a step's own state.
+    """The model through `torch.compile`; attention stays a call from the compiled code into a step's own state.
 
-    There are two graphs, for one sequence and for any number: requests come and go without a rebuild.
+    There are three graphs, for a sequence that decodes, for any number of them, and for passes with prompts: requests
+    come and go without a rebuild. Passes whose logits are wanted at more places than tokens are drawn from run eagerly.
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        """Compile the decode step.
+        """Prepare to compile the model.
 
         Raises ValueError if the model's weights are packed: a compiler cannot look into these.
         """
         if packed_bytes(model.module):
             raise ValueError("packed weights cannot be compiled: load the model with packed=False")
-        self._device = model.device
+        self._device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
         self._relay = _Relay()
-        self._compiled: Any = torch.compile(ModelRunner(model), fullgraph=True)
+        self._eager = ModelRunner(model)
+        self._decode: Any = torch.compile(self._eager, fullgraph=True)
+        self._pass: Any = torch.compile(self._logits_of_pass, fullgraph=True)
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
-        """Return logits [batch, vocabulary] of ids and positions [batch, 1]."""
+        """Return logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
+
+        By a `DrawnOnly` of a single row, those of its places: [drawn, vocabulary].
+        """
+        if isinstance(state, DrawnOnly):
+            if state.is_scored or ids.shape[1] == 1:
+                return self._eager(ids, positions, state)
+            return self._of_pass(ids, positions, state)
+        if ids.shape[1] > 1:
+            return self._eager(ids, positions, state)
         if len(ids) > 1:
             torch._dynamo.maybe_mark_dynamic(ids, 0)
             torch._dynamo.maybe_mark_dynamic(positions, 0)
-        self._relay.state = state
-        try:
-            logits: Tensor = self._compiled(ids, positions, self._relay)
-        finally:
-            self._relay.state = None
+        with self._relay.to(state):
+            logits: Tensor = self._decode(ids, positions, self._relay)
         return logits
 
+    def _of_pass(self, ids: Tensor, positions: Tensor, drawn: DrawnOnly) -> Tensor:
+        count = len(drawn.places)  # a graph for none or one would be another
+        places = F.pad(drawn.places, (0, max(0, 2 - count)))
+        for tensor, dimension in ((ids, 1), (positions, 1), (places, 0)):
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        with self._relay.to(drawn.state):
+            logits: Tensor = self._pass(ids, positions, places, self._relay)
+        return logits[:count]
+
+    def _logits_of_pass(self, ids: Tensor, positions: Tensor, places: Tensor, relay: _Relay) -> Tensor:
+        if self._leaves_at_drawn:
+            return self._eager.logits(ids, positions, DrawnOnly(_DrawnRelay(relay, places), places), 0)[0]
+        return self._eager.logits(ids, positions, relay, places)[0]
+
     def build(self) -> Iterator[str]:
-        """Compile both graphs; yields what is compiled next."""
-        for batch, what in ((1, "one sequence"), (2, "several sequences")):
+        """Compile all graphs; yields what is compiled next."""
+        for batch, what in ((1, "decoding of one sequence"), (2, "decoding of several sequences")):
             yield what
             ids = torch.zeros(batch, 1, dtype=torch.long, device=self._device)
             self(ids, torch.zeros_like(ids), _Echo())
+        yield "prompts"
+        ids = torch.zeros(1, BUILT_TOKENS, dtype=torch.long, device=self._device)
+        self(ids, torch.zeros_like(ids), DrawnOnly(_Echo(), ids[0, :3]))
 
 
 class _Echo:
@@ -102,17 +134,44 @@ class _Echo:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         return query.clone()
 
+    def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return query[:, :, :0]
+
 
 class _Relay:
     """Stands in for the state of a step in compiled code, which passes nothing but tensors and numbers: it is named."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.state: StepState | None = None
+        self.state: Any = None
         _relays[self.number] = self
+
+    @contextmanager
+    def to(self, state: StepState) -> Iterator[None]:
+        """Attend to a state for a while."""
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         out: Tensor = _attend(query, key, value, layer, self.number, softmax.scale, softmax.softcap, softmax.sinks)
+        return out
+
+
+class _DrawnRelay:
+    """A relay that knows of how many places the last layer is wanted, as a compiler wants to know."""
+
+    def __init__(self, relay: _Relay, places: Tensor) -> None:
+        self._relay, self._places = relay, places
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return self._relay.attend(layer, query, key, value, softmax)
+
+    def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        number, rest = self._relay.number, (softmax.scale, softmax.softcap, softmax.sinks)
+        out: Tensor = _attend_drawn(query, key, value, self._places, layer, number, *rest)
         return out
 
 
@@ -131,11 +190,31 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    state = _relays[relay].state
-    assert state is not None
-    return state.attend(layer, query, key, value, Softmax(scale, softcap, sinks)).contiguous()
+    out: Tensor = _relays[relay].state.attend(layer, query, key, value, Softmax(scale, softcap, sinks))
+    return out.contiguous()
 
 
 @_attend.register_fake
 def _(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("warmkv::attend_drawn", mutates_args=())
+def _attend_drawn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor,
+    layer: int,
+    relay: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    out: Tensor = _relays[relay].state.attend_drawn(layer, query, key, value, Softmax(scale, softcap, sinks))
+    return F.pad(out, (0, 0, 0, len(places) - out.shape[2])).contiguous()
+
+
+@_attend_drawn.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, places: Tensor, *_: object) -> Tensor:
+    return query.new_empty(1, query.shape[1], places.shape[0], query.shape[3])

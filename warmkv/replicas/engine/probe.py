@@ -20,12 +20,10 @@ log = logging.getLogger(__name__)
 TOKENS = 16
 
 
-def works(
-    model: LoadedModel, pool: SlotPool, forward: ModelRunner, step_forward: ModelRunner | CompiledForward, limit: int
-) -> bool:
+def works(model: LoadedModel, pool: SlotPool, forward: ModelRunner | CompiledForward, limit: int) -> bool:
     """Tell whether a device computes what is known to be sound. Raises errors after which it never will again."""
     try:
-        probe(model, pool, forward, step_forward, limit)
+        probe(model, pool, forward, limit)
     except Exception as error:
         if is_sticky(error):
             raise
@@ -34,9 +32,7 @@ def works(
     return True
 
 
-def probe(
-    model: LoadedModel, pool: SlotPool, forward: ModelRunner, step_forward: ModelRunner | CompiledForward, limit: int
-) -> None:
+def probe(model: LoadedModel, pool: SlotPool, forward: ModelRunner | CompiledForward, limit: int) -> None:
     """Compute a prompt and, if a slot fits within `limit` bytes of slabs, a decode step; not while a step is halfway.
 
     Raises what the device raises, NotFiniteError where its logits are not finite.
@@ -55,7 +51,7 @@ def probe(
     try:
         pool.fill(slot, prompt, compression.build(spec).select(prompt))
         state = DecodeState(pool, [slot], model.inv_freq)
-        _check(step_forward(positions[:, :1], torch.tensor([state.positions], device=device), state))
+        _check(forward(positions[:, :1], torch.tensor([state.positions], device=device), state))
     finally:
         pool.release(slot)
 

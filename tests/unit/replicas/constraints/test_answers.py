@@ -123,7 +123,7 @@ def test_a_preempted_answer_and_those_beside_it_are_as_they_were(ending, compile
 
 def test_a_step_that_fails_is_repeated_with_the_same_masks(ending, compiler, whole):
     driver = Driver(ending, compiler=compiler)
-    forward, calls = driver.engine._step_forward, 0
+    forward, calls = driver.engine._forward, 0
 
     def failing(*given: Any) -> Any:
         nonlocal calls
@@ -132,7 +132,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_masks(ending, compiler, who
             raise RuntimeError("a fault of the moment")
         return forward(*given)
 
-    driver.engine._step_forward = failing  # type: ignore[assignment]
+    driver.engine._forward = failing  # type: ignore[assignment]
     assert driver.run(request(GRAMMAR)) == [whole]
 
 

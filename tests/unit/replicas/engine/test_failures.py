@@ -88,7 +88,7 @@ def breaking(
             raise error()
         return forward(ids, positions, state, *given)
 
-    engine._forward = engine._step_forward = failing  # type: ignore[assignment]
+    engine._forward = failing  # type: ignore[assignment]
     return driver
 
 

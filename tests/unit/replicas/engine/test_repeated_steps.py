@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
+from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import Failed, GenerateRequest
 from warmkv.replicas.slots import slabs
@@ -75,10 +76,12 @@ class Fault:
         self.engine, self.place, self.layer, self.hits = engine, place, layer, hits
         self.tries: list[set[str]] = []
         self.armed = self.inside = False
-        self._forward, self._draw = engine._step_forward, engine._draw
-        engine._step_forward, engine._draw = self.forward, self.draw
+        self._forward, self._draw = engine._forward, engine._draw
+        engine._forward, engine._draw = self.forward, self.draw
 
     def forward(self, ids: Any, positions: Any, state: Any) -> Any:
+        if isinstance(state, DrawnOnly):
+            return self._forward(ids, positions, state)
         decoding = self.engine.scheduler.decoding
         batch = {decoding[slot].request.id for slot in state.slots if slot in decoding}
         self.tries.append(batch)

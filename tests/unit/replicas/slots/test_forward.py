@@ -1,4 +1,4 @@
-"""Compiled decode steps: the same tokens as eager ones, and nothing is built again while requests come and go."""
+"""Compiled passes: the same tokens as eager ones, and nothing is built again while requests come and go."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
-        driver = Driver(unpacked, compile="on", max_slots=8)
+        driver = Driver(unpacked, compile="on", max_slots=8, step_tokens=40)
     said: list[str] = []
     driver.engine.warm_up(said.append)
     assert said == [
-        "compiling decode steps, 1 of 2: one sequence",
-        "compiling decode steps, 2 of 2: several sequences",
+        "compiling, 1 of 3: decoding of one sequence",
+        "compiling, 2 of 3: decoding of several sequences",
+        "compiling, 3 of 3: prompts",
         "computing a first prompt",
     ]
     return driver
 
 
 @pytest.mark.slow
-def test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again(
+def test_compiled_passes_draw_what_eager_ones_do_and_are_never_built_again(
     compiled: Driver, unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def requests(kind: str) -> list[GenerateRequest]:
@@ -56,8 +57,17 @@ def test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again(
 
     expected = [Driver(unpacked, compile="off").run(request)[0] for request in requests("eager")]
     monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    forward = compiled.engine._forward
+    passes, built = [], forward._pass  # type: ignore[union-attr]
+    monkeypatch.setattr(forward, "_pass", lambda *given: passes.append(given[0].shape[1]) or built(*given))
     assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
     assert [compiled.run(request)[0] for request in requests("alone")] == expected
+    assert sum(passes) > sum(len(request.token_ids) for request in requests("eager"))  # with what decodes beside
+
+
+def test_what_wants_more_logits_than_it_draws_runs_as_it_is(compiled: Driver, unpacked: LoadedModel) -> None:
+    request = make_request(prompt(70), new=5, prompt_logprobs=0)
+    assert compiled.run(request) == Driver(unpacked, compile="off", step_tokens=40).run(request)
 
 
 def test_packed_weights_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
