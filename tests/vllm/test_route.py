@@ -153,7 +153,7 @@ def test_what_a_server_computed_for_others_is_known_until_it_is_evicted(servers:
                 await routed.ask(asked, api, at=server.url)  # past the router
                 await routed.known()
                 assert await routed.sent_to(asked, api=api) == (server.url, "warm")
-            for _ in range(2 * BLOCKS // 4):
+            for _ in range(8):  # of seven blocks each
                 await routed.ask(text(next(numbers)), api, at=servers[0].url)
             await routed.known()
             assert (await routed.sent_to(asked, api=api))[1] == "cold"  # though it answered the same before
