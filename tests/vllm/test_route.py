@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="make test-vllm")
 
 from tests.polling import PATIENCE
-from tests.vllm.conftest import BLOCK, BLOCKS, Replica, started_replica
+from tests.vllm.conftest import BLOCK, Replica, started_replica
 from warmkv.config import parse
 from warmkv.platform.engine_router.event_feed import Endpoints, EventFeed
 from warmkv.platform.engine_router.proxy import STATUS_PATH, RoutingProxy
