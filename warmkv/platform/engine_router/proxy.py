@@ -92,7 +92,10 @@ class RoutingProxy(Proxy):
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         data = await _whole(body)
         number, router = next(self._numbers), self._router
-        data, prompt = await self._prompt(request, data)
+        try:
+            data, prompt = await self._prompt(request, data)
+        except RecursionError:
+            raise web.HTTPBadRequest(text="the body is nested too deeply") from None
         engine = ""
         outcome: Outcome = "none"
         try:
@@ -123,7 +126,7 @@ class RoutingProxy(Proxy):
             router.ended(number, engine, outcome)
 
     async def _prompt(self, request: web.BaseRequest, data: bytes) -> tuple[bytes, Prompt]:
-        """Return a body as it is sent on, and its prompt."""
+        """Return a body as it is sent on, and its prompt. Raises RecursionError."""
         api = api_of(request.method, request.raw_path)
         if api is None or (asked := read_body(data)) is None:
             return data, Prompt()
@@ -134,7 +137,7 @@ class RoutingProxy(Proxy):
             asked = asked | {SALT_FIELD: salt}
         size = self._router.block_size
         prompt = prompt_of(asked, size)
-        if not self._feeds or any(asked.get("model") in feed.loras for feed in self._feeds.values()):
+        if not self._feeds or any(str(asked.get("model")) in feed.loras for feed in self._feeds.values()):
             return data, prompt
         assert self._session is not None
         post = poster(self._session, self._token_seconds)

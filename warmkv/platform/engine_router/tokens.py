@@ -89,9 +89,16 @@ class Tokenizers:
 
 def has_images(value: Any) -> bool:
     """Tell if content of other kinds than text is anywhere in a body."""
-    if isinstance(value, dict):
-        return value.get("type") in IMAGES or any(has_images(item) for item in value.values())
-    return isinstance(value, list) and any(has_images(item) for item in value)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(kind := value.get("type"), str) and kind in IMAGES:
+                return True
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return False
 
 
 def _ids(value: Any) -> Sequence[int]:

@@ -170,3 +170,25 @@ def test_tokens_are_asked_for_and_each_key_s_prompts_are_sent_with_its_salt():
         assert (figures["tokenized"], len(told)) == ({"asked": 4, "failed": 0}, 4)
 
     run(scene())
+
+
+def test_bodies_that_no_client_sends_are_passed_on_or_refused():
+    async def scene():
+        deep = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
+        feed = SimpleNamespace(loras={"adapter"}, figures={}, follow=asyncio.Event().wait, answered=lambda: None)
+        upstream = named(b"1")
+        server = await asyncio.start_server(upstream.handle, "127.0.0.1", 0)
+        engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        router = EngineRouter([engine], Config(), kv_tokens=1, ttl=60, random=Random(0), clock=time.monotonic)
+        proxy = RoutingProxy(router, None, feeds={engine: feed}, secret="secret")
+        async with proxy.running("127.0.0.1", 0) as port:
+            for data in (b'{"model": ["m"], "prompt": {"type": []}}', b'{"model": "adapter", "prompt": "x"}'):
+                assert (await answered(port, request(data, CHAT)))[1] == b"1"
+            _, writer, head = await asked(port, request(deep, CHAT))
+            writer.close()
+            assert head.split()[1] in (b"200", b"400")  # as deep as the interpreter reads
+            assert (await status(port))["engines"][engine]["in_flight"] == 0
+        server.close()
+        assert not any(b"tokenize" in head for head, data in upstream.requests if b"adapter" in data)
+
+    run(scene())

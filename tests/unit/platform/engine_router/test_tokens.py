@@ -67,6 +67,7 @@ def test_prompts_that_are_tokens_already_or_have_more_than_text_are_not_asked_fo
     assert tokens(servers, tokenizers, asked=image) == ()
     assert has_images(image)
     assert not has_images(CHAT)
+    assert not has_images({"type": ["image"]})
     for prompt, found in (([1, 2], [1, 2]), (["a", "b"], ()), ([[1], [2]], ()), (None, ())):
         assert tokens(servers, tokenizers, "completions", "/v1/completions", {"prompt": prompt}) == found
     assert tokens(servers, tokenizers, engines=()) == ()
