@@ -26,8 +26,8 @@ from benchmarks.served.load import LOADS, Load, Measured, Server, measure, singl
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-CPU_TARGET = 60.0
-"""Microseconds of CPU for a token in gateways and proxies."""
+CPU_SHARE = 0.7
+"""CPU time of a token in gateways and proxies, as a share of that of the peer's front end."""
 KV_BYTES = 1 << 30  # of slots, and as many of prefixes
 CEILING = Load("64x20/250", 64, 20, 250, 2)
 CEILING_TARGET = 15_000.0
@@ -123,7 +123,7 @@ def _servers(options: argparse.Namespace, stack: ExitStack, say: Callable[[str],
 
 
 def figures_of(load: Load, seen: dict[str, list[Measured]], servers: Sequence[Server]) -> list[Figure]:
-    """Return a load's figures for every server; targets are for the first, and so are the ratios to the second."""
+    """Return a load's figures for every server; the ratios of the first to the others have targets."""
     from benchmarks.report import figure, ratios
 
     found = []
@@ -136,15 +136,15 @@ def figures_of(load: Load, seen: dict[str, list[Measured]], servers: Sequence[Se
             "first_token_seconds": [statistics.median(run.first) for run in runs],
             "between_seconds": [statistics.median(run.between or [math.nan]) for run in runs],
         }
-    targets = (load.tokens_target, load.requests_target, load.first_target, load.between_target)
-    for name, target in zip(values[servers[0].name], targets, strict=True):
+    for name, ours in values[servers[0].name].items():
         better = "higher" if "per_second" in name else "lower"
-        ours = values[servers[0].name][name]
-        found.append(figure(f"{load.name}_{name}", ours, target, better))
+        found.append(figure(f"{load.name}_{name}", ours, None, better))
         for peer in servers[1:]:
             theirs = values[peer.name][name]
+            target = 1.0 if name in load.held else None
             found.append(figure(f"{load.name}_{name}_{peer.name}", theirs, None, better))
-            found.append(figure(f"{load.name}_{name}_vs_{peer.name}", ratios(ours, theirs), 1.0, better))
+            found.append(figure(f"{load.name}_{name}_vs_{peer.name}", ratios(ours, theirs), target, better))
+    outside: dict[str, list[float]] = {}
     for server in servers:
         label = "" if server is servers[0] else f"_{server.name}"
         for part in seen[server.name][0].cpu:
@@ -153,8 +153,12 @@ def figures_of(load: Load, seen: dict[str, list[Measured]], servers: Sequence[Se
         if server.outside and load.new_tokens > 100:  # with short answers it is the requests that cost
             spent = [sum(run.cpu.get(part, 0.0) for part in server.outside) for run in seen[server.name]]
             costs = [seconds / run.tokens * 1e6 for seconds, run in zip(spent, seen[server.name], strict=True)]
-            target = CPU_TARGET if server is servers[0] else None
-            found.append(figure(f"{load.name}_outside_cpu_us_per_token{label}", costs, target, "lower"))
+            outside[server.name] = costs
+            found.append(figure(f"{load.name}_outside_cpu_us_per_token{label}", costs, None, "lower"))
+            if label and servers[0].name in outside:
+                shares = ratios(outside[servers[0].name], costs)
+                name = f"{load.name}_outside_cpu_us_per_token_vs{label}"
+                found.append(figure(name, shares, CPU_SHARE, "lower"))
     return found
 
 

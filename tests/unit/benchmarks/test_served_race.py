@@ -59,6 +59,18 @@ def test_every_request_is_counted_and_no_prompt_comes_twice():
     assert "many_core_cpu_us_per_token_theirs" in found
 
 
+def test_only_ratios_that_are_held_are_judged():
+    load = Load("long", 2, 5, 200, 1, held=("tokens_per_second",))
+    ours, theirs = served("", "ours"), served("", "theirs")
+    slow, fast = (Measured(wall, 400, [0.1, 0.1], [0.1], {"front": 4e-3, "core": 1.0}) for wall in (3.0, 2.0))
+    slow.cpu["front"] = 1e-3
+    found = figures_of(load, {"ours": [slow], "theirs": [fast]}, [ours, theirs])
+    assert {figure.name: figure.met for figure in found if figure.target is not None} == {
+        "long_tokens_per_second_vs_theirs": False,
+        "long_outside_cpu_us_per_token_vs_theirs": True,
+    }
+
+
 def test_one_client_asks_the_same_again_and_its_cold_prompt_does_not_count():
     seen, prompts = asked(Load("warm", 1, 5, 3, 3, again=True))
     assert len(prompts) == 3
