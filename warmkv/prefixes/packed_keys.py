@@ -1,169 +1,106 @@
-"""Pack the block hashes of many prompts: each distinct one once, and four bytes for each block.
-
-Keys are collected in pages. A full page numbers its keys, and `number` gives those of all pages common numbers, so
-that prompts with equal keys have equal numbers.
-"""
+"""Number the keys of prefixes: equal keys have one number, from 0 on, in the order in which they occur first."""
 
 from __future__ import annotations
-
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.prefixes.hashing import DIGEST_BYTES
 
-PAGE = 1 << 18  # keys
-Ints = NDArray[np.int64]
+Packed = NDArray[np.uint64]  # [keys, 2]: the halves of each
+Numbers = NDArray[np.int32]
+
+FIRST_SLOTS = 1 << 12
+GROWTH = 1.25  # of the room for keys: what is reserved beyond them stays small
+_MIX, _SPREAD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_FREE = -1
 
 
-class Page:
-    """Store keys one after the other, as they are or, once `close` was called, as numbers of distinct keys."""
-
-    __slots__ = ("_distinct", "_numbers", "_packed")
+class KeyTable:
+    """A hash table of packed keys: 16 bytes a key, and 8 to 16 for its slots. Thousands are looked up at once."""
 
     def __init__(self) -> None:
-        self._packed = bytearray()
-        self._distinct, self._numbers = b"", array("i")
-
-    @property
-    def is_full(self) -> bool:
-        """Return True if the next keys belong into another page."""
-        return bool(self._numbers) or len(self._packed) >= PAGE * DIGEST_BYTES
-
-    def add(self, packed: bytes) -> Keys:
-        """Add the keys of a prompt."""
-        start = len(self._packed) // DIGEST_BYTES
-        self._packed += packed
-        return Keys(self, start, start + len(packed) // DIGEST_BYTES)
-
-    def close(self) -> None:
-        """Replace the keys by their numbers; none can be added any more."""
-        if self._packed:
-            self._distinct, numbers = distinct(self._packed)
-            self._numbers, self._packed = array("i", numbers.astype(np.int32).tobytes()), bytearray()
-
-    def read(self, start: int, stop: int) -> list[bytes]:
-        """Return keys by their places."""
-        size = DIGEST_BYTES
-        if self._packed:
-            packed = bytes(self._packed[start * size : stop * size])
-            return [packed[at : at + size] for at in range(0, len(packed), size)]
-        keys = self._distinct
-        return [keys[at * size : at * size + size] for at in self._numbers[start:stop]]
-
-    def numbers(self, start: int, stop: int) -> array[int]:
-        """Return numbers of keys by their places; the page is closed."""
-        return self._numbers[start:stop]
-
-    @staticmethod
-    def join(pages: Sequence[Page]) -> None:
-        """Close pages, and give their keys common numbers."""
-        for page in pages:
-            page.close()
-        if len({id(page._distinct) for page in pages}) > 1:
-            known, numbers = distinct(b"".join([page._distinct for page in pages]))
-            numbers, start = numbers.astype(np.int32), 0
-            for page in pages:
-                count = len(page._distinct) // DIGEST_BYTES
-                own = numbers[start : start + count]
-                page._numbers = array("i", own[np.frombuffer(page._numbers, np.int32)].tobytes())
-                page._distinct, start = known, start + count
-
-
-class Keys(Sequence[bytes]):
-    """View the keys of a prompt in a page; equal to any sequence of the same keys."""
-
-    __slots__ = ("_page", "_start", "_stop")
-
-    def __init__(self, page: Page, start: int, stop: int) -> None:
-        self._page, self._start, self._stop = page, start, stop
+        self._keys: Packed = np.empty((FIRST_SLOTS // 2, 2), dtype=np.uint64)
+        self._slots: Numbers = np.full(FIRST_SLOTS, _FREE, dtype=np.int32)
+        self._count = 0
 
     def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._page.read(self._start, self._stop))
-
-    @overload
-    def __getitem__(self, at: int) -> bytes: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[bytes, ...]: ...
-    def __getitem__(self, at: int | slice) -> bytes | tuple[bytes, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
-        place = at + (self._start if at >= 0 else self._stop)
-        if not self._start <= place < self._stop:
-            raise IndexError(at)
-        return self._page.read(place, place + 1)[0]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)  # without the page, which has the keys of others
+        return self._count
 
     @property
-    def page(self) -> Page:
-        return self._page
+    def keys(self) -> Packed:
+        """Return a copy of all keys by their numbers."""
+        return self._keys[: self._count].copy()
 
-    @property
-    def numbers(self) -> array[int]:
-        """Return the numbers that `number` has given the keys."""
-        return self._page.numbers(self._start, self._stop)
+    def number(self, keys: Packed) -> Numbers:
+        """Return the numbers of keys, numbering those that are new."""
+        before, every = self._count, self._count + len(keys)
+        self._reserve(every)
+        self._keys[before:every] = keys  # until it is known which are new
+        found, places = self._find(np.arange(before, every, dtype=np.int32))
+        new = np.flatnonzero(found == np.arange(before, every, dtype=np.int32))
+        self._count = before + len(new)
+        self._keys[before : self._count] = keys[new]
+        self._slots[places[new]] = np.arange(before, self._count, dtype=np.int32)
+        ranks = np.empty(len(keys), dtype=np.int32)
+        ranks[new] = np.arange(before, self._count, dtype=np.int32)
+        late = found >= before
+        found[late] = ranks[found[late] - before]
+        return found
+
+    def _reserve(self, count: int) -> None:
+        """Make room for so many keys; at most half of the slots are taken."""
+        if count > len(self._keys):
+            self._keys.resize((int(count * GROWTH), 2), refcheck=False)
+        if 2 * count > len(self._slots):
+            self._slots = np.full(1 << (2 * count - 1).bit_length(), _FREE, dtype=np.int32)
+            step = max(FIRST_SLOTS, self._count // 16)  # so that moving them takes little memory
+            for first in range(0, self._count, step):
+                self._find(np.arange(first, min(first + step, self._count), dtype=np.int32))
+
+    def _find(self, wanted: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
+        """Return which key of all so far equals each that is wanted, by number, and its slot.
+
+        A key that is not in the table yet takes a slot; of equal ones among the wanted the first does.
+        """
+        found, places = np.empty_like(wanted), np.empty(len(wanted), dtype=np.int64)
+        mask = len(self._slots) - 1
+        keys = self._keys[wanted]
+        mixed = (keys[:, 0] ^ (keys[:, 1] * _SPREAD)) * _MIX
+        left, slots = np.arange(len(wanted)), (mixed >> np.uint64(65 - len(self._slots).bit_length())).astype(np.int64)
+        while len(left):
+            held = self._slots[slots]
+            free = held == _FREE
+            if free.any():
+                # of several that want one slot the last assignment stays
+                self._slots[slots[free][::-1]] = wanted[left[free]][::-1]
+                held = self._slots[slots]
+            same = (self._keys[held] == keys[left]).all(axis=1)
+            found[left[same]], places[left[same]] = held[same], slots[same]
+            other = ~same
+            left, slots = left[other], (slots[other] + 1) & mask
+        return found, places
 
 
-def number(chains: Iterable[Sequence[bytes]]) -> None:
-    """Give the keys of all packed chains common numbers."""
-    Page.join(list({id(chain.page): chain.page for chain in chains if isinstance(chain, Keys)}.values()))
-
-
-def numbers_of(chains: Sequence[Sequence[bytes]]) -> Ints:
-    """Return a number for each key of all chains: from 0 on, in the order in which they occur first."""
-    if all(isinstance(chain, Keys) for chain in chains):
-        number(chains)
-        found = np.frombuffer(b"".join([chain.numbers for chain in chains if isinstance(chain, Keys)]), np.int32)
-        first = np.full(found.max(initial=-1) + 1, len(found))
-        first[found[::-1]] = np.arange(len(found))[::-1]  # of several the last one stays
-        return _ranks(first)[found]
-    every = [key for chain in chains for key in chain]
-    known = {key: at for at, key in enumerate(dict.fromkeys(every))}
-    return np.array([known[key] for key in every], dtype=np.int64)
-
-
-def distinct(packed: bytes | bytearray) -> tuple[bytes, Ints]:
-    """Return the distinct keys and each key's place among them, in the order in which they occur first."""
-    halves = np.frombuffer(packed, np.uint64).reshape(-1, 2)
-    head, rest = np.ascontiguousarray(halves[:, 0]), halves[:, 1]
-    order = np.argsort(head, kind="stable")
-    new, other = _differs(head[order]), _differs(rest[order])
-    if (other & ~new).any():  # keys of which only the second halves differ
-        order = np.lexsort((rest, head))
-        new = _differs(head[order]) | _differs(rest[order])
-    first = order[new]
-    ranks = _ranks(first)
-    numbers = np.empty(len(order), dtype=np.int64)
-    numbers[order] = ranks[new.cumsum() - 1]
-    return halves[np.sort(first)].tobytes(), numbers
-
-
-def _differs(values: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return True where a value is not the one before it."""
-    found = np.ones(len(values), dtype=bool)
-    np.not_equal(values[1:], values[:-1], out=found[1:])
+def unpacked(keys: Packed) -> list[bytes]:
+    """Return keys as bytes."""
+    found: list[bytes] = keys.view(f"V{DIGEST_BYTES}").reshape(-1).tolist()
     return found
 
 
-def _ranks(values: Ints) -> Ints:
-    """Return the place of each value in the sorted order."""
-    ranks = np.empty(len(values), dtype=np.int64)
-    ranks[np.argsort(values)] = np.arange(len(values))
-    return ranks
+def packed(keys: bytes) -> Packed:
+    """Return joined keys as an array, without a copy."""
+    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+
+
+def ranks(numbers: NDArray[np.integer], chunk: int = 1 << 20) -> Numbers:
+    """Return numbers from 0 on, in the order in which they occur first."""
+    count, every = int(numbers.max(initial=-1)) + 1, len(numbers)
+    first = np.full(count, every, dtype=np.int64 if every > 2**31 - 1 else np.int32)
+    for end in range(every, 0, -chunk):  # of several assignments the last one stays
+        begin = max(0, end - chunk)
+        first[numbers[begin:end][::-1]] = np.arange(end - 1, begin - 1, -1, dtype=first.dtype)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(count, dtype=np.int32)
+    rank[order] = np.arange(count, dtype=np.int32)
+    return rank[numbers]

@@ -7,16 +7,14 @@ equal but not what they said.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
-from operator import itemgetter, le
+from operator import le
 from typing import Any, NamedTuple
 
 import pydantic_core
 
-from warmkv.prefixes.hashing import DIGEST_BYTES
-from warmkv.prefixes.packed_keys import Page
 from warmkv.prefixes.usage import Usage
 
 VERSION = 1
@@ -40,72 +38,6 @@ class Candidate(NamedTuple):
 
     position: int
     key: bytes
-
-
-@dataclass(slots=True)
-class Known:
-    """Hold values of the lines read so far: equal ones of later lines are the same objects, block hashes are packed."""
-
-    values: dict[str, str] = field(default_factory=dict)
-    page: Page = field(default_factory=Page)
-    marks: dict[bytes, Mark] = field(default_factory=dict)  # by their keys
-    reads: dict[bytes, Candidate] = field(default_factory=dict)
-    types: set[tuple[type, ...]] = field(default_factory=set)  # of plain values, found to be right
-
-    def hashes(self, keys: Sequence[str]) -> Sequence[bytes]:
-        """Read block hashes. Raises TypeError and ValueError, as the others do."""
-        count = len(keys) if type(keys) is list else 0
-        try:
-            if count and max(map(len, keys)) == 2 * DIGEST_BYTES:
-                packed = bytes.fromhex("".join(keys))  # which skips blanks
-                if len(packed) == count * DIGEST_BYTES:
-                    if self.page.is_full:
-                        self.page.close()
-                        self.page = Page()
-                    return self.page.add(packed)
-        except (TypeError, ValueError):
-            pass  # one by one, for the reason
-        return tuple(map(bytes.fromhex, keys))
-
-    def breakpoints(self, marks: Iterable[tuple[Any, Any, str]]) -> tuple[Mark, ...]:
-        """Read breakpoints."""
-        same, known, found = self.values.setdefault, self.marks, []
-        for position, ttl, text in marks:
-            key = bytes.fromhex(text)
-            mark = known.get(key)
-            if mark is None or mark.position != position or mark.ttl != ttl:
-                name, read = str(ttl), self.reads.get(key)
-                mark = known[key] = Mark(int(position), same(name, name), key if read is None else read.key)
-            found.append(mark)
-        return tuple(found)
-
-    def candidates(self, reads: Iterable[tuple[Any, str]]) -> tuple[Candidate, ...]:
-        """Read candidates."""
-        known, found = self.reads, []
-        for position, text in reads:
-            key = bytes.fromhex(text)
-            read = known.get(key)
-            if read is None or read.position != position:
-                mark = self.marks.get(key)
-                read = known[key] = Candidate(int(position), key if mark is None else mark.key)
-            found.append(read)
-        return tuple(found)
-
-    def plain(self, values: Sequence[Any]) -> list[Any]:
-        """Check the plain values of a line, in the order of `_PLAIN`."""
-        types = tuple(map(type, values))
-        if types not in self.types:
-            for (name, kinds), found in zip(_PLAIN.items(), types, strict=True):
-                if found not in kinds:  # so that a boolean is no integer
-                    raise TypeError(f"{name} must be {kinds[-1].__name__}, not {found.__name__}")
-            self.types.add(types)
-        for at in _FLOATS:
-            if not -inf < values[at] < inf:
-                raise ValueError(f"{list(_PLAIN)[at]} must be finite")
-        checked, same = list(values), self.values.setdefault
-        for at in _NAMES:
-            checked[at] = same(checked[at], checked[at])
-        return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +85,8 @@ class RequestRecord:
         return json.dumps(line, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str, known: Known | None = None) -> RequestRecord:
-        """Read one line, sharing values with the lines that are `known`. Raises RecordError with the reason."""
-        known = Known() if known is None else known
+    def from_json(cls, text: str) -> RequestRecord:
+        """Read one line. Raises RecordError with the reason."""
         try:
             line = pydantic_core.from_json(text, cache_strings="keys")
         except ValueError:  # half a surrogate pair, too, which Python's parser takes
@@ -166,26 +97,18 @@ class RequestRecord:
         if not isinstance(line, dict) or line.get("v") != VERSION:
             raise RecordError(f"not an access-log record of version {VERSION}")
         try:
-            if not line.keys() >= _DEFAULTS.keys():
-                line = {**_DEFAULTS, **line}
-            hashes = known.hashes(line["hashes"])
-            marks = known.breakpoints(line["marks"])
-            reads = known.candidates(line["reads"])
-            values = known.plain(_plain(line))
-            generated = tuple(map(bytes.fromhex, line["generated"]))
-            values[_FIRST:_FIRST] = hashes, marks, reads, Usage(**line["usage"]), generated
-            record = cls(*values)
+            record = cls(**_values({**DEFAULTS, **line}))
             if record.input_tokens < 0 or record.output_tokens < 0 or record.block_size < 1:
                 raise ValueError("token counts must not be negative and block_size must be positive")
-            if record.input_tokens // record.block_size != len(hashes):
+            if record.input_tokens // record.block_size != len(record.hashes):
                 raise ValueError(
                     f"{record.input_tokens} tokens have {record.input_tokens // record.block_size} full "
-                    f"blocks of {record.block_size}, but {len(hashes)} hashes are given"
+                    f"blocks of {record.block_size}, but {len(record.hashes)} hashes are given"
                 )
-            places = [position for position, _ in reads]
+            places = [position for position, _ in record.reads]
             if any(map(le, places, places[1:])):
                 raise ValueError("reads must come highest position first")
-            places += [mark.position for mark in marks]
+            places += [mark.position for mark in record.marks]
             if places and not 0 < min(places) <= max(places) <= record.input_tokens:
                 raise ValueError(f"marks and reads must lie within the prompt's {record.input_tokens} tokens")
             return record
@@ -193,20 +116,42 @@ class RequestRecord:
             raise RecordError(f"bad record: {type(error).__name__}: {error}") from None
 
 
-_FIELDS = [item.name for item in fields(RequestRecord)]
-_DEFAULTS: dict[str, Any] = {
+def _values(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line as a record has them. Raises as conversions do."""
+    values: dict[str, Any] = {
+        "hashes": tuple(map(bytes.fromhex, line["hashes"])),
+        "marks": tuple(Mark(int(position), str(ttl), bytes.fromhex(key)) for position, ttl, key in line["marks"]),
+        "reads": tuple(Candidate(int(position), bytes.fromhex(key)) for position, key in line["reads"]),
+        "usage": Usage(**line["usage"]),
+        "generated": tuple(map(bytes.fromhex, line["generated"])),
+    }
+    for name, kinds in KINDS.items():
+        values[name] = value = line[name]
+        _check(name, value, kinds)
+        if type(value) is float and not -inf < value < inf:
+            raise ValueError(f"{name} must be finite")
+    usage = values["usage"]
+    _check("usage.written", usage.written, (dict,))
+    for name, count in (*((name, getattr(usage, name)) for name in COUNTS), *usage.written.items()):
+        _check(f"usage.{name}", count, (int,))
+    return values
+
+
+def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if type(value) not in kinds:  # so that a boolean is no integer
+        raise TypeError(f"{name} must be {kinds[-1].__name__}, not {type(value).__name__}")
+
+
+COUNTS = ("input", "read", "output")
+"""Counts of a `Usage` beside those of what was written."""
+
+DEFAULTS: Mapping[str, Any] = {
     **{item.name: item.default for item in fields(RequestRecord) if item.default is not MISSING},
     "usage": {},
 }
-_PLAIN = {item.name: kinds for item in fields(RequestRecord) if (kinds := _KINDS.get(str(item.type)))}
+KINDS: Mapping[str, tuple[type, ...]] = {
+    item.name: kinds for item in fields(RequestRecord) if (kinds := _KINDS.get(str(item.type)))
+}
 """The plain fields of a line, and the types that they may have."""
 
-_plain = itemgetter(*_PLAIN)
-_FIRST = _FIELDS.index("hashes")  # of the fields that are not plain, which stand together
-_FLOATS = [at for at, kinds in enumerate(_PLAIN.values()) if float in kinds]
-_NAMES = [
-    at
-    for at, (name, kinds) in enumerate(_PLAIN.items())
-    if str in kinds and name not in ("id", "client_id", "trace_id")
-]
-"""Places of plain fields whose values many lines share."""
+_FIELDS = [item.name for item in fields(RequestRecord)]

@@ -90,7 +90,7 @@ class ReplicaCache:
         if self.deadlines.due <= now:
             self.expire(now)
         path = self._nodes.held(prompt.runs)
-        size, nodes = prompt.record.block_size, self._nodes.by_number
+        size, nodes = prompt.block_size, self._nodes.by_number
         full = leading(path)
         if most is not None and most < full:
             path, full = upto(path, most)[0] if most else [], most
@@ -127,7 +127,7 @@ class ReplicaCache:
 
         What was found of it moves up to the first tier. Marks live from when the request began.
         """
-        tree, lifetimes, tenant = self._tree, self._lifetimes, prompt.record.tenant
+        tree, lifetimes, tenant = self._tree, self._lifetimes, prompt.tenant
         if len(tree.spaces) > 1 and found.reading is not None:
             path, last = upto(self._nodes.held(prompt.runs), found.blocks)
             if found.tail is not None:
@@ -195,14 +195,14 @@ class ReplicaCache:
 
     def store_sums(self, prompt: Prompt, marks: Sequence[Mark], reused: int, token_bytes: int, now: float) -> None:
         """Keep what the queries of a prompt gave its tokens, where that was computed: beyond the reused ones."""
-        record, lifetimes = prompt.record, self._lifetimes
+        lifetimes = self._lifetimes
         tails = dict(zip([mark.position for mark in marks], prompt.writes, strict=False))
         ttls = {mark.position: lifetimes.ttls[mark.ttl] for mark in marks}
-        for position in sum_positions(record.input_tokens, record.block_size, marks):
+        for position in sum_positions(prompt.tokens, prompt.block_size, marks):
             if position <= reused:
                 continue
             path = self._nodes.held(prompt.runs)
-            blocks, rest = divmod(position, record.block_size)
+            blocks, rest = divmod(position, prompt.block_size)
             if leading(path) < blocks:
                 continue
             path = self._tree.cut(path, blocks) if blocks else []
@@ -214,7 +214,7 @@ class ReplicaCache:
             if not path:
                 continue
             path.append(self._nodes.sums_of(path[-1], position * token_bytes))
-            self._tree.store(path, ttls.get(position, lifetimes.default), now, record.tenant)
+            self._tree.store(path, ttls.get(position, lifetimes.default), now, prompt.tenant)
             self._nodes.trim(path)
         self._tell(now)
 

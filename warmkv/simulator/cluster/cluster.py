@@ -13,7 +13,6 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import weight
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.cache.layout import Layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
@@ -21,7 +20,7 @@ from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
-from warmkv.simulator.cluster.stores import Stores
+from warmkv.simulator.cluster.stores import LayOut, Stores
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.kv_blocks import BLOCK
 from warmkv.simulator.engine.mixed import BatchingError, Limits
@@ -54,7 +53,7 @@ def simulate(
     fast_forward: bool = True,
     as_placed: bool = False,
     seed: int = 0,
-    lay_out: Callable[[], Layout] | None = None,
+    lay_out: LayOut | None = None,
     held: Sequence[Contents] = (),
     begun: float = 0.0,
     progress: Progress = lambda arrived: None,
@@ -66,7 +65,7 @@ def simulate(
     A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
     of which only power_of_two draws at random. `fast_forward=False` steps token by token, with equal results.
     `as_placed` sends every request to the replica that its record names: those are the cluster from beginning to end.
-    `lay_out` gives the prompts' blocks as runs, where whoever calls keeps them.
+    `lay_out` gives the blocks of the prompts, and of more prompts, as runs, where whoever calls keeps them.
 
     The first replicas begin with what is `held`, one after the other, the others empty; the clock starts at the Unix
     time `begun`.
@@ -92,7 +91,7 @@ def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limit
             )
     block = config.kv_block or BLOCK
     if config.has_one_pool and config.prefix_cache.enabled and jobs:
-        block = jobs[0].record.block_size  # by which prefixes are found
+        block = jobs[0].block_size  # by which prefixes are found
     room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
     tokens = room // weight(kind.storage, kv_shape(config))(token_bytes, 1)
     if config.has_one_pool:
@@ -132,7 +131,7 @@ class Cluster:
     def run(self, held: Sequence[Contents] = (), begun: float = 0.0) -> Outcome:
         """Run until all jobs have ended. What is `held` is there when the clock starts, at the Unix time `begun`."""
         if self._as_placed:
-            self._fleet.open_named(sorted({job.record.replica for job in self._jobs}))
+            self._fleet.open_named(sorted(set(self._jobs[0].records.values("replica")) if self._jobs else ()))
         else:
             self._fleet.open()
         for replica, contents in zip(self._fleet.serving.values(), held, strict=False):
@@ -175,7 +174,7 @@ class Cluster:
                 cache.expire(now)
         order, fetch = gateway.choose(job, fleet.names, now)
         if self._as_placed:
-            order = (job.record.replica,)
+            order = (job.records.name("replica", job.number),)
         for name in order:
             replica = fleet.serving[name]
             if not replica.full and replica.ever_fits(job):
@@ -196,8 +195,8 @@ class Cluster:
             return
         self._fleet.transfers[job.replica].computed(job)
         if job.shares:
-            record, found, now = job.record, job.match.hit, self._env.now
-            job.read = gateway.writers.began(job.number, job.replica, record.reads, job.marks, found, job.written, now)
+            reads, found, now = job.records.reads_of(job.number), job.match.hit, self._env.now
+            job.read = gateway.writers.began(job.number, job.replica, reads, job.marks, found, job.written, now)
 
     def _ended(self, job: Job) -> None:
         self._over(job)
@@ -209,6 +208,7 @@ class Cluster:
         self._fleet.in_flight(-1)
         if job.shares:
             gateway.writers.left(job.number)
+        job.known_hashes = None
         following = job.following
         if following is not None:
             wait = self._times.overhead + following.think

@@ -13,6 +13,7 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import NOTHING, Found, Name, ReplicaCache
@@ -34,7 +35,10 @@ class Job:
     """A request on its way through the cluster, and what became of it. Times are virtual seconds."""
 
     number: int  # among all, in the order of the records
-    record: RequestRecord
+    records: RecordColumns = field(repr=False)  # all
+    tenant: str
+    block_size: int
+    allowed: int  # tokens that its slot is sized for
     arrival: float
     marks: tuple[Mark, ...]
     prompt: int  # tokens
@@ -47,6 +51,7 @@ class Job:
     workspace_bytes: int
     sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
     endless: bool = False  # whether it may go on beyond the context
+    marked: bool = True  # whether breakpoints say what is read and written, as in the Messages API
     shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
     blocks: Prompt = field(init=False, repr=False)  # known once the prompts are laid out
     gateway: int = 0  # the one that it comes to
@@ -67,6 +72,8 @@ class Job:
     resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
     failed: bool = False  # its replica failed, and it was not sent again
 
+    known_hashes: Sequence[bytes] | None = field(default=None, repr=False)
+
     # On the replica that has it now.
     names: tuple[Name, ...] = field(default=(), repr=False)  # of its full blocks, where the engine has one pool of them
     submitted: float = NEVER
@@ -82,8 +89,20 @@ class Job:
     num_preemptions: int = 0
 
     @property
+    def record(self) -> RequestRecord:
+        """Return the record, which is made anew each time."""
+        return self.records[self.number]
+
+    @property
     def hashes(self) -> Sequence[bytes]:
-        return self.record.hashes
+        """Return the hashes of its full blocks, which are kept until it ends."""
+        if self.known_hashes is None:
+            self.known_hashes = tuple(self.records.keys_of(*self.records.hashes.of(self.number)))
+        return self.known_hashes
+
+    @property
+    def full_blocks(self) -> int:
+        return int(self.records.hashes.counts[self.number])
 
     @property
     def decode_steps(self) -> int:
@@ -165,10 +184,9 @@ class SimulatedReplica:
             self._expected -= 1
         else:
             self.in_flight += 1
-        record = job.record
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
-        self.waiting.push(job, record.tenant, job.prompt + max(job.output, record.max_tokens))  # fair by tokens
+        self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
         self._engine.arrived(job, now)
 
     def restore(self, contents: Contents, wall: float) -> None:
@@ -192,7 +210,7 @@ class SimulatedReplica:
         if cache.deadlines.due <= now:
             cache.expire(now)
         blocks = cache.resident(job.blocks)
-        return blocks, blocks * job.record.block_size
+        return blocks, blocks * job.block_size
 
     def begin(self, job: Job, now: float) -> float:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""
@@ -219,7 +237,7 @@ class SimulatedReplica:
         if self._tier_seconds is None or not job.warm:
             return 0.0
         blocks = cache.leading(job.blocks, found.blocks, now)
-        device, memory, anywhere = (min(count * job.record.block_size, job.warm) for count in blocks)
+        device, memory, anywhere = (min(count * job.block_size, job.warm) for count in blocks)
         host, disk = self._tier_seconds
         job.lead = host * (memory - device)
         return disk * (anywhere - memory)
@@ -252,7 +270,7 @@ class SimulatedReplica:
 
         An engine computes the last token of every prompt again, and the whole block that it is in.
         """
-        size = job.record.block_size
+        size = job.block_size
         last = job.warm == (job.prompt - 1) // size * size
         found = job.found = self.cache.match(job.blocks, now, (job.prompt if last else job.warm) // size)
         job.match, job.reused = found, min(job.warm, found.tokens)
@@ -268,7 +286,7 @@ class SimulatedReplica:
 
     def end(self, job: Job, now: float) -> None:
         if job.generated and self._pool is not None:
-            self.cache.keep(job.generated[-1], job.record.tenant, now)
+            self.cache.keep(job.generated[-1], job.tenant, now)
         job.finished = now + self._overhead
         self._slots.change(-job.slot_bytes, now)
         self.in_flight -= 1

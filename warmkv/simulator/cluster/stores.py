@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from warmkv.config import Config
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PUBLISH_SECONDS, Depths
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.chains import MovedBlock
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
@@ -19,6 +23,9 @@ from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import Job
+
+LayOut = Callable[[Sequence[RequestRecord]], Layout]
+"""Lay out the prompts of a replay, and more prompts behind them."""
 
 
 class Stores:
@@ -30,7 +37,7 @@ class Stores:
         config: Config,
         lifetimes: Lifetimes,
         token_bytes: int,
-        lay_out: Callable[[], Layout] | None = None,
+        lay_out: LayOut | None = None,
         held: Sequence[Contents] = (),
     ) -> None:
         config = resolved(config)
@@ -39,22 +46,22 @@ class Stores:
         self._tiers = tiers_of(cache, kv_shape(config)) if cache.enabled else [Tier("device", 0)]
         if cache.enabled and config.has_one_pool:  # which evicts; tails, which are no blocks of it, have room as well
             self._tiers = [replace(tier, capacity=2 * pool_bytes(config)) for tier in self._tiers]
-        self._block_size = jobs[0].record.block_size if jobs else 1
+        self._block_size = jobs[0].block_size if jobs else 1
         self.stored, self.removals = TimeWeightedGauge(), Removals()
         self.by_tier: Mapping[str, TimeWeightedGauge] = {tier.name: TimeWeightedGauge() for tier in self._tiers}
         simulator = config.simulator
         pcie = simulator.gpu.pcie if simulator.model.is_whole else None
         self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
-        if held:
-            self._layout = layout([*(job.record for job in jobs), *prompts_of(held, self._block_size)])
-        else:
-            self._layout = lay_out() if lay_out is not None else layout([job.record for job in jobs])
-        for job, prompt in zip(jobs, self._layout.prompts, strict=False):
-            job.blocks = prompt
-        if config.has_one_pool and any(job.record.generated for job in jobs):
-            places = self._layout.places({key for job in jobs for key in job.record.generated})
+        records = jobs[0].records if jobs else columns_of([])
+        lay_out = lay_out or (lambda more: layout([*records, *more] if more else records))
+        self._layout = lay_out(prompts_of(held, self._block_size))
+        for job in jobs:
+            job.blocks = self._layout.prompts[job.number]
+        if config.has_one_pool and records.generated.counts.any():
+            places = self._layout.places(set(records.keys_of(np.unique(*records.generated.flat()))))
             for job in jobs:
-                job.generated = tuple(places[key] for key in job.record.generated if key in places)
+                generated = records.keys_of(*records.generated.of(job.number))
+                job.generated = tuple(places[key] for key in generated if key in places)
         self._caches: dict[str, ReplicaCache] = {}
         self._late = None
         if delay := simulator.index_delay:

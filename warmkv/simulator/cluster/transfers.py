@@ -63,7 +63,7 @@ class SimulatedTransfers:
 
     def computed(self, job: Job) -> None:
         """Learn from a prompt how long prefill takes here."""
-        if tokens := job.record.input_tokens - job.reused:
+        if tokens := job.prompt - job.reused:
             self._prefills.append((tokens, self._env.now - job.started))
 
     def take(self, job: Job, plan: Fetch | None) -> None:
@@ -99,7 +99,7 @@ class SimulatedTransfers:
         _, memory, held = self._replica.cache.leading(job.blocks, plan.blocks, self._env.now)
         if held == plan.blocks:
             return None
-        keys = job.record.hashes[memory : plan.blocks]
+        keys = job.hashes[memory : plan.blocks]
         flight = self._flights.get(keys[0])
         if flight is None:
             if self._gain(job, plan.blocks - held, len(keys)) <= 0 and not plan.always:
@@ -114,7 +114,7 @@ class SimulatedTransfers:
         """Return seconds that fetching these blocks saves."""
         while self._prefills:
             self._times = self._times.computed(*self._prefills.popleft())
-        return self._times.gain(computed * job.record.block_size, fetched * self._block_bytes)
+        return self._times.gain(computed * job.block_size, fetched * self._block_bytes)
 
     def _fly(self, job: Job, plan: Fetch) -> Process:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""

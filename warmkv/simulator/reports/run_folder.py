@@ -93,7 +93,7 @@ def timeseries(run: Run) -> dict[str, Any]:
         "served": finished,
         "waiting": arrived - started,
         "running": started - finished,
-        "prompt_tokens": until(firsts, [job.record.input_tokens for job in served]),
+        "prompt_tokens": until(firsts, [job.prompt for job in served]),
         "reused_tokens": until(firsts, [job.reused for job in served]),
         "replicas": run.outcome.alive.at(times),
         "slot_bytes": run.outcome.slots.at(times),
@@ -105,12 +105,12 @@ def _requests(run: Run, prices: Prices) -> Any:
     usages = iter(run.usages)
     rows = [
         {
-            "id": job.record.id,
-            "tenant": job.record.tenant,
+            "id": job.records.id[job.number],
+            "tenant": job.tenant,
             "arrival": job.arrival,
-            "input_tokens": job.record.input_tokens,
-            "output_tokens": job.record.output_tokens,
-            "blocks": len(job.record.hashes),
+            "input_tokens": job.prompt,
+            "output_tokens": job.output,
+            "blocks": job.full_blocks,
         }
         | (
             {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import chunk_of
 from warmkv.simulator.traces.agentic import AGENTIC
 from warmkv.simulator.traces.aiperf import AIPERF
 from warmkv.simulator.traces.azure import AZURE
@@ -29,7 +30,8 @@ from warmkv.simulator.traces.opentelemetry import OPENTELEMETRY
 from warmkv.simulator.traces.rows import Format, Reading, TooLongError
 from warmkv.simulator.traces.sharegpt import SHAREGPT
 from warmkv.simulator.traces.vllm_bench import VLLM_BENCH
-from warmkv.simulator.traces.warmkv import WARMKV, row_of
+from warmkv.simulator.traces.warmkv import WARMKV, LogLines, rows_of
+from warmkv.simulator.traces.warmkv import read as read_log
 
 PUBLIC = (MOONCAKE, BAILIAN, AGENTIC, SHAREGPT, AZURE, BURSTGPT)
 LOGS = (CLAUDE_CODE, LITELLM, LANGFUSE, OPENTELEMETRY, VLLM_BENCH, AIPERF)
@@ -75,8 +77,20 @@ class Rows:
         """Return the SHA-256 of the files as they are, one behind the other."""
         return self._digest.hexdigest()
 
-    def __iter__(self) -> Iterator[Row | RequestRecord]:
+    def __iter__(self) -> Iterator[Row | RequestRecord | LogLines]:
         return self._rows
+
+    def one_by_one(self) -> Iterator[Row]:
+        """Yield what the columns of a trace hold of each request."""
+        for item in self._rows:
+            if isinstance(item, LogLines):
+                for self._line, row in zip(item.lines, rows_of(item.chunk), strict=True):
+                    if row is not None:
+                        yield row
+            elif isinstance(item, RequestRecord):
+                yield from (row for row in rows_of(chunk_of([item])) if row is not None)
+            else:
+                yield item
 
     def _read(self, files: Sequence[Path], name: str | None) -> Iterator[Any]:
         calls: list[Call] = []
@@ -87,6 +101,11 @@ class Rows:
                     yield
                 parse = self.format.parser(replace(self._reading, file=self._file))
                 try:
+                    if self.format.chunks:
+                        for part in read_log(self.format.items(text), self._refuse):
+                            self.skipped += part.skipped
+                            yield part
+                        continue
                     for line, item in self.format.items(text):
                         self._line = line
                         try:
@@ -104,6 +123,10 @@ class Rows:
                 except TooLongError as error:
                     raise TraceError(f"{self._file}:{error.line}: {error}") from None
         yield from records(calls, self._reading)  # conversations lie in several files
+
+    def _refuse(self, line: int, reason: str) -> None:
+        self._line = line
+        self.leave_out(reason)
 
     def leave_out(self, reason: str) -> None:
         """Count the row that was read last as broken. Raises TraceError if `strict`."""
@@ -150,9 +173,9 @@ def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: No
     """Put rows into columns, `size` of them at a time."""
     builder, before, count = Builder(rows.format.name), 0, 0
     notes = (rows.format.note,) if rows.format.note else ()
-    for row in rows:
+    for row in rows.one_by_one():
         try:
-            builder.add(row_of(row) if isinstance(row, RequestRecord) else row)
+            builder.add(row)
         except RowError as error:
             rows.leave_out(str(error))
             continue

@@ -50,6 +50,7 @@ class Format:
     items: Callable[[IO[str]], Items]
     note: str = ""  # what the reader assumes
     records: bool = False  # whether its requests are records, with breakpoints, tenants and usage of their own
+    chunks: bool = False  # whether its lines are read many at a time, as columns
 
 
 def lines(file: IO[str]) -> Items:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmkv.prefixes.packed_keys import number
-from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record import RecordError, RequestRecord
+from warmkv.prefixes.record_builder import Builder
+from warmkv.prefixes.record_columns import RecordColumns
+from warmkv.simulator.gc_pause import gc_paused
+from warmkv.simulator.traces.columns import TraceError
 from warmkv.simulator.traces.reader import Rows
+from warmkv.simulator.traces.warmkv import LogLines
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
     """Requests in the order of arrival, and what was left out."""
 
-    requests: tuple[RequestRecord, ...]
+    requests: RecordColumns
     broken: int = 0  # lines that are no records
     skipped: int = 0  # records of requests that failed or were cancelled
     faults: tuple[str, ...] = ()  # FILE:LINE: reason, of the first broken lines
@@ -26,11 +30,22 @@ def read(path: Path, *, strict: bool = False) -> Log:
     Raises TraceError if a file cannot be read, or at the first broken line if `strict`.
     """
     rows = Rows(path, "warmkv", strict=strict)
-    return Log(records(rows), rows.broken, rows.skipped, tuple(rows.faults))
+    with gc_paused():
+        return Log(records(rows), rows.broken, rows.skipped, tuple(rows.faults))
 
 
-def records(rows: Rows) -> tuple[RequestRecord, ...]:
-    """Return the records of a log in the order of arrival."""
-    found = [row for row in rows if isinstance(row, RequestRecord)]
-    number(record.hashes for record in found)
-    return tuple(sorted(found, key=lambda record: record.arrival))
+def records(rows: Rows) -> RecordColumns:
+    """Return the records of a log in the order of arrival. Raises TraceError."""
+    builder, others = Builder(), []
+    for item in rows:
+        if isinstance(item, LogLines):
+            builder.add(item.chunk)
+        elif isinstance(item, RequestRecord):
+            others.append(item)
+    try:
+        builder.extend(others)
+    except RecordError as error:
+        raise TraceError(str(error)) from None
+    found = builder.build()
+    served = found.is_named("status", "ok")
+    return (found if served.all() else found.take(served)).by_arrival()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,61 +11,59 @@ from numpy.typing import NDArray
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.steps.costs import StepKind
 
 Sizes = tuple[StepKind, int, int, int, int, int, int, bool]
 """What a job takes: fields of `Job`, from `kind` on."""
 
+Ints = NDArray[np.int64]
+Specs = tuple[Sequence[PolicySpec], NDArray[np.integer[Any]]]
+"""Policies, and which of them each request has."""
+
 
 def sizes_of(
-    records: Sequence[RequestRecord],
-    specs: Sequence[PolicySpec],
-    marks: Sequence[tuple[Mark, ...]],
-    shape: KVShape,
-    max_context: int,
-) -> Iterable[Sizes]:
-    """Return the sizes of every job. A slot is sized for what its request allowed."""
-    if not records:
-        return []
-    if all(spec == PolicySpec() for spec in {id(spec): spec for spec in specs}.values()):
-        return _whole_sizes(records, StepKind.of(specs[0]), shape)
-    known: dict[tuple[int, int, int, int], Sizes] = {}  # many requests are alike
-    forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
-    found = []
-    for record, spec, own in zip(records, specs, marks, strict=True):
-        alike = (id(spec), record.input_tokens, max(record.output_tokens, record.max_tokens), len(own))
-        if alike not in known:
-            known[alike] = _size(spec, *alike[1:], shape, max_context, forced)
-        found.append(known[alike])
-    return found
+    records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int
+) -> Sequence[Sizes]:
+    """Return the sizes of every job, those that are alike as one object. A slot is sized for what its request allowed.
 
-
-def _whole_sizes(records: Sequence[RequestRecord], kind: StepKind, shape: KVShape) -> Iterable[Sizes]:
-    """Compute sizes as `_size`, where all is kept as it is: closed forms, of all requests at once.
-
-    Requests that are alike share one object.
+    `marked` tells whether the breakpoints of the records count.
     """
-    prompts = np.array([record.input_tokens for record in records], dtype=np.int64)
-    allowed = np.array([max(record.output_tokens, record.max_tokens) for record in records], dtype=np.int64)
-    wide = allowed.max() + 1
-    alike, numbers = np.unique(prompts * wide + allowed, return_inverse=True)
-    prompts, allowed = np.divmod(alike, wide)
+    if not len(records):
+        return []
+    policies, numbers = specs
+    prompts, allowed = records.input_tokens.astype(np.int64), np.maximum(records.output_tokens, records.max_tokens)
+    marks = records.marks.counts if marked else np.zeros(len(records), dtype=np.int64)
+    if all(spec == PolicySpec() for spec in policies):
+        wide = int(allowed.max()) + 1
+        alike, places = np.unique(prompts * wide + allowed, return_inverse=True)
+        sizes = _whole_sizes(*np.divmod(alike, wide), StepKind.of(policies[0]), shape)
+    else:
+        rows, places = np.unique(np.stack([numbers, prompts, allowed, marks]), axis=1, return_inverse=True)
+        forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
+        sizes = [
+            _size(policies[number], prompt, most, count, shape, max_context, forced)
+            for number, prompt, most, count in rows.T.tolist()
+        ]
+    return [sizes[place] for place in places.reshape(-1).tolist()]
+
+
+def _whole_sizes(prompts: Ints, allowed: Ints, kind: StepKind, shape: KVShape) -> list[Sizes]:
+    """Compute sizes as `_size`, where all is kept as it is: closed forms, of many at once."""
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
     slots, workspaces = size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
     columns = (column.tolist() for column in (prompts, entries, slots, workspaces))
-    sizes = [
+    return [
         (kind, prompt, capacity, 1, slot, workspace, 0, False)
         for prompt, capacity, slot, workspace in zip(*columns, strict=True)
     ]
-    return [sizes[number] for number in numbers.tolist()]
 
 
-def size_classes(entries: NDArray[np.int64]) -> NDArray[np.int64]:
+def size_classes(entries: Ints) -> Ints:
     """Return `slot_sizes.size_class` of each."""
     _, bits = np.frexp(entries)
     steps = np.maximum(16, np.left_shift(1, np.maximum(bits - 1, 0).astype(np.int64)) // 4)
-    classes: NDArray[np.int64] = -(-entries // steps) * steps
+    classes: Ints = -(-entries // steps) * steps
     return classes
 
 

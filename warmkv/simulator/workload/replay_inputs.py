@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.layout import Layout, layout
-from warmkv.simulator.workload.job_sizes import Sizes, sizes_of
+from warmkv.simulator.workload.job_sizes import Sizes, Specs, sizes_of
 
 KEPT = 1 << 20
 """Requests, all policies together, whose sizes are kept: about 200 MB."""
@@ -26,7 +27,7 @@ class ReplayInputs:
     """
 
     def __init__(self, records: Sequence[RequestRecord], blocks: NDArray[np.int64] | None = None) -> None:
-        self.records = records
+        self.records = columns_of(records)
         self._blocks = blocks
         self._sizes: OrderedDict[Hashable, Sequence[Sizes]] = OrderedDict()
 
@@ -35,25 +36,20 @@ class ReplayInputs:
         """Return the prompts' blocks as runs."""
         return layout(self.records, self._blocks)
 
-    def sizes(
-        self,
-        policy: PolicySpec | None,
-        specs: Sequence[PolicySpec],
-        marks: Sequence[tuple[Mark, ...]],
-        shape: KVShape,
-        max_context: int,
-    ) -> Iterable[Sizes]:
-        """Compute sizes as `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None.
+    def lay_out(self, more: Sequence[RequestRecord]) -> Layout:
+        """Return the layout, or one that has more prompts behind these."""
+        return layout([*self.records, *more]) if more else self.layout
 
-        Of `marks` only their numbers count, which are those of the records or all 0.
-        """
-        count = len(self.records)
-        if count > KEPT:
-            return sizes_of(self.records, specs, marks, shape, max_context)
-        key = (policy and policy.label, shape, max_context, any(marks))
+    def sizes(
+        self, policy: PolicySpec | None, specs: Specs, marked: bool, shape: KVShape, max_context: int
+    ) -> Sequence[Sizes]:
+        """Compute sizes as `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None."""
+        key = (policy and policy.label, shape, max_context, marked)
         found = self._sizes.get(key)
         if found is None:
-            found = self._sizes[key] = list(sizes_of(self.records, specs, marks, shape, max_context))
-            while len(self._sizes) * count > KEPT:
+            found = sizes_of(self.records, specs, marked, shape, max_context)
+            if len(self.records) <= KEPT:
+                self._sizes[key] = found
+            while len(self._sizes) * len(self.records) > KEPT:
                 self._sizes.popitem(last=False)
         return found

@@ -30,7 +30,7 @@ class Store:
 
     def use(self, number, now):
         found, prompt = self.match(number, now), self.prompt(number)
-        self.cache.store(prompt, prompt.record.marks, now, NOTHING, now)
+        self.cache.store(prompt, self.records[number].marks, now, NOTHING, now)
         self.cache.release(found)
         return found
 

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,8 @@ from warmkv.faults import UserError
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
+from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.latency.calibration import Times, distance_to, times_of
 from warmkv.simulator.latency.spread_evenly import during
@@ -42,67 +43,70 @@ class LogFitError(UserError):
     """A log that tells nothing of step times."""
 
 
-def measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Return the records that carry timings."""
-    return [record for record in records if record.e2e >= record.ttft > record.queue >= 0]
+def measured(records: RecordColumns) -> NDArray[np.bool_]:
+    """Return which records carry timings."""
+    return (records.e2e >= records.ttft) & (records.ttft > records.queue) & (records.queue >= 0)
 
 
-def measured_times(records: Sequence[RequestRecord]) -> Times:
+def measured_times(records: RecordColumns) -> Times:
     """Return the latencies of clients, by the log."""
-    return _times((0.0, record.ttft, record.e2e, record.output_tokens) for record in records)
+    return times_of(np.zeros(len(records)), records.ttft, records.e2e, records.output_tokens)
 
 
 def simulated_times(jobs: Sequence[Job]) -> Times:
     """Return the latencies in a simulation; all were served."""
-    return _times((job.arrival, job.first, job.finished, job.record.output_tokens) for job in jobs)
-
-
-def _times(rows: Iterable[tuple[float, float, float, int]]) -> Times:
+    rows = [(job.arrival, job.first, job.finished, job.output) for job in jobs]
     arrival, first, last, output = (np.array(column) for column in zip(*rows, strict=True))
     return times_of(arrival, first, last, output)
 
 
 def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
     """Step times with which a replay takes as long as the log says. Raises LogFitError if no record carries timings."""
-    timed = measured(records)
-    if not timed:
+    columns = columns_of(records)
+    timed = columns.take(measured(columns))
+    if not len(timed):
         raise LogFitError("no record of the log carries timings to fit step times to")
     return _scaled(timed[:MOST_SIMULATED], config, linear_fit(timed, config, spec_of))
 
 
 def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
     """Step 1; all records carry timings."""
-    by_replica: dict[str, list[RequestRecord]] = defaultdict(list)
-    for record in records:
-        by_replica[record.replica].append(record)
+    columns = columns_of(records)
+    by_replica = [columns.take(columns.replica == at) for at in dict.fromkeys(columns.replica.tolist())]
     chunk = config.engine.tokens_per_step(on_gpu=config.simulator.model.is_whole)
-    parts = [_rows(group, chunk, spec_of) for group in by_replica.values()]
+    parts = [_rows(group, chunk, spec_of) for group in by_replica]
     work, seconds = (np.concatenate(each) for each in zip(*parts, strict=True))
     found = [float(value) for value in least_squares(work, seconds, work[:, 0] + work[:, 3])]
     return UniformCosts(
-        PhaseCosts(StepCost(*found[:3]), StepCost(*found[3:])), float(np.median([_outside(r) for r in records]))
+        PhaseCosts(StepCost(*found[:3]), StepCost(*found[3:])), float(np.median(_outside(columns)))
     )
 
 
-def _outside(record: RequestRecord) -> float:
-    """Return seconds up to the first token that a request did not spend in its replica; 0 in logs that do not tell."""
-    return max(0.0, record.ttft - record.queue - record.prefill) if record.prefill else 0.0
+def _outside(records: RecordColumns) -> Floats:
+    """Return seconds up to the first token that requests did not spend in their replica; 0 in logs that do not tell."""
+    outside = np.maximum(0.0, records.ttft - records.queue - records.prefill)
+    return np.where(records.prefill != 0, outside, 0.0)
 
 
-def _rows(records: Sequence[RequestRecord], chunk: int, spec_of: SpecOf) -> tuple[Floats, Floats]:
+def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, Floats]:
     """Work [2 * requests, 6] and seconds of the spans of one replica.
 
     Work is of prefill, then of decoding: steps, tokens computed, context read.
     """
-    arrival = np.array([record.arrival for record in records])
-    arrival -= arrival.min()  # Unix times would cost the sums below their precision
-    queue, ttft, e2e = (np.array([getattr(r, name) for r in records]) for name in ("queue", "ttft", "e2e"))
-    outside = np.array([_outside(record) for record in records])
-    prompt = np.array([record.input_tokens for record in records], dtype=float)
-    new = np.array([record.input_tokens - record.cached_tokens for record in records], dtype=float)
-    kept = np.array([budgets.kept_tokens(spec_of(record), record.input_tokens) for record in records])
-    full = np.array([_capacity(spec_of(record), record) for record in records])
-    decodes = np.array([max(0, record.output_tokens - 1) for record in records], dtype=float)
+    arrival = records.arrival - records.arrival.min()  # Unix times would cost the sums below their precision
+    queue, ttft, e2e, outside = records.queue, records.ttft, records.e2e, _outside(records)
+    prompt = records.input_tokens.astype(float)
+    new = prompt - records.cached_tokens
+    first_of = dict(zip(records.policy[::-1].tolist(), range(len(records) - 1, -1, -1), strict=True))
+    specs = {policy: spec_of(records[at]) for policy, at in first_of.items()}
+    sizes = zip(records.policy.tolist(), records.input_tokens.tolist(), records.output_tokens.tolist(), strict=True)
+    kept, full = np.array(
+        [
+            (budgets.kept_tokens(specs[policy], tokens), budgets.slot_capacity(specs[policy], tokens, output))
+            for policy, tokens, output in sizes
+        ]
+    ).T
+    decodes = np.maximum(0, records.output_tokens - 1).astype(float)
 
     start, first, end = arrival + outside + queue, arrival + ttft, arrival + e2e
     chunks = np.array([max(1, math.ceil(count / chunk)) for count in new], dtype=float)
@@ -124,11 +128,7 @@ def _rows(records: Sequence[RequestRecord], chunk: int, spec_of: SpecOf) -> tupl
     return work[some], seconds[some]
 
 
-def _capacity(spec: PolicySpec, record: RequestRecord) -> int:
-    return budgets.slot_capacity(spec, record.input_tokens, record.output_tokens)
-
-
-def _scaled(records: Sequence[RequestRecord], config: Config, costs: UniformCosts) -> UniformCosts:
+def _scaled(records: RecordColumns, config: Config, costs: UniformCosts) -> UniformCosts:
     """Step 2: a compass search over the logarithms of three scales."""
     distance, inputs, logs = distance_to(measured_times(records)), ReplayInputs(records), np.zeros(3)
     known: dict[tuple[float, float], Times | None] = {}  # by the first two scales, without the time outside

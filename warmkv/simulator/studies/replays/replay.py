@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
@@ -18,6 +19,7 @@ from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, percentiles
@@ -27,6 +29,7 @@ from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays.variants import Variant, VariantError, price_tier
+from warmkv.simulator.workload.job_sizes import Specs
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 from warmkv.simulator.workload.requests import FollowUp
 
@@ -176,46 +179,70 @@ def prepare(
         tier = price_tier(variant.ttl, cache.ttls)
         lifetimes = Lifetimes({tier: variant.ttl}, variant.ttl, cache.automatic)
 
-    recorded = recorded_policy()
-    specs = [variant.policy] * len(records) if variant.policy else [recorded(record) for record in records]
-    marks = (
-        [()] * len(records) if not cache.enabled else [_marks(r, tier, lifetimes) if r.marks else () for r in records]
-    )
-    start = records[0].arrival if records else 0.0
     inputs = inputs or ReplayInputs(records)
-    sizes = inputs.sizes(variant.policy, specs, marks, kv_shape(config), config.engine.max_context or 0)
+    columns = inputs.records
+    marked = bool(cache.enabled and columns.marks.counts.any())
+    marks = _marks(columns, tier, lifetimes) if marked else [()] * len(columns)
+    specs = _policies(columns) if variant.policy is None else ([variant.policy], np.zeros_like(columns.policy))
+    sizes = inputs.sizes(variant.policy, specs, marked, kv_shape(config), config.engine.max_context or 0)
+    outputs = columns.output_tokens.tolist()
+    allowed = np.maximum(columns.output_tokens, columns.max_tokens).tolist()
+    plain = (columns.values("tenant"), columns.block_size.tolist(), columns.arrival - columns.arrival[:1])
+    prompts = columns.input_tokens.tolist()
     jobs = [
-        Job(number, record, record.arrival - start, own, record.input_tokens, record.output_tokens, *size)
-        for number, (record, own, size) in enumerate(zip(records, marks, sizes, strict=True))
+        Job(number, columns, tenant, size, most, arrival, own, prompt, output, *sizes)
+        for number, (tenant, size, most, arrival, own, prompt, output, sizes) in enumerate(
+            zip(plain[0], plain[1], allowed, plain[2].tolist(), marks, prompts, outputs, sizes, strict=True)
+        )
     ]
-    for job in jobs:
-        if job.marks or job.record.reads:
-            job.shares = job.record.api == "messages"
+    messages = columns.is_named("api", "messages")
+    shares = messages & ((columns.reads.counts > 0) | (columns.marks.counts > 0 if marked else False))
+    for number in np.flatnonzero(~messages).tolist():
+        jobs[number].marked = False
+    for number in np.flatnonzero(shares).tolist():
+        jobs[number].shares = True
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
 
 
-def _marks(record: RequestRecord, tier: str, lifetimes: Lifetimes) -> tuple[Mark, ...]:
-    """Return the marks of a record, all sold as `tier` if that is given. Raises VariantError."""
-    marks = tuple(Mark(mark.position, tier, mark.key) for mark in record.marks) if tier else record.marks
-    for mark in marks:
-        if mark.ttl not in lifetimes.ttls:
-            known = ", ".join(lifetimes.ttls)
+def _policies(columns: RecordColumns) -> Specs:
+    """Return the policies that records name. Raises VariantError."""
+    recorded = recorded_policy()
+    _, first, numbers = np.unique(columns.policy, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # so that the first request whose policy is wrong is named
+    specs = {at: recorded(columns[first[at]]) for at in order.tolist()}
+    return [specs[at] for at in range(len(first))], numbers
+
+
+def _marks(columns: RecordColumns, tier: str, lifetimes: Lifetimes) -> list[tuple[Mark, ...]]:
+    """Return the marks of all records, all sold as `tier` if that is given; equal ones as one object.
+
+    Raises VariantError.
+    """
+    positions, ttls, numbers = columns.marks.flat()
+    if not tier:
+        wrong = np.isin(ttls, [at for at, name in enumerate(columns.names) if name not in lifetimes.ttls])
+        if wrong.any():
+            owner = np.repeat(np.arange(len(columns)), columns.marks.counts)
+            ttl, known = columns.names[ttls[wrong][0]], ", ".join(lifetimes.ttls)
             raise VariantError(
-                f"request {record.id}: TTL {mark.ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
+                f"request {columns.id[owner[wrong][0]]}: TTL {ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
             )
-    return marks
+    names = [tier] * len(ttls) if tier else [columns.names[ttl] for ttl in ttls.tolist()]
+    keys = columns.keys_of(numbers)
+    known_marks: dict[Mark, Mark] = {}
+    marks = iter([known_marks.setdefault(mark, mark) for mark in map(Mark, positions.tolist(), names, keys)])
+    return [tuple(islice(marks, count)) for count in columns.marks.counts.tolist()]
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
-    if job.record.api != "messages":
+    if not job.marked:
         return _billed_as_reused([job])
-    record, found = job.record, job.match.hit
-    usage = breakpoints.billed(record.input_tokens, job.marks, found, job.written, job.read, lifetimes.ttls)
-    return Usage(usage.input, usage.read, usage.written, job.record.output_tokens)
+    usage = breakpoints.billed(job.prompt, job.marks, job.match.hit, job.written, job.read, lifetimes.ttls)
+    return Usage(usage.input, usage.read, usage.written, job.output)
 
 
 def run(
@@ -248,9 +275,9 @@ def run(
             token_bytes,
             times,
             as_placed=as_placed,
-            lay_out=lambda: inputs.layout,
+            lay_out=inputs.lay_out,
             held=held,
-            begun=records[0].arrival if records else 0.0,
+            begun=float(inputs.records.arrival[0]) if len(inputs.records) else 0.0,
             progress=progress,
         )
         return summarise(jobs, outcome, config, lifetimes, variant)
@@ -261,11 +288,11 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     served = [job for job in jobs if job.replica]
     by_tenant: dict[str, list[Job]] = defaultdict(list)
     for job in served:
-        by_tenant[job.record.tenant].append(job)
+        by_tenant[job.tenant].append(job)
     bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
     usage = _total(bills.values(), lifetimes)
     prompt, reused = usage.prompt, sum([job.reused for job in served])
-    blocks = sum([len(job.record.hashes) for job in served])
+    blocks = sum([job.full_blocks for job in served])
     arrival = np.array([job.arrival for job in served])
     first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
     steps = np.array([job.decode_steps for job in served])
@@ -313,14 +340,14 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
 
 def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
     """Sum the usage of served jobs."""
-    marked = [billed(job, lifetimes) for job in jobs if job.record.api == "messages"]
-    return _total([*marked, _billed_as_reused([job for job in jobs if job.record.api != "messages"])], lifetimes)
+    marked = [billed(job, lifetimes) for job in jobs if job.marked]
+    return _total([*marked, _billed_as_reused([job for job in jobs if not job.marked])], lifetimes)
 
 
 def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
     """Sum the usage of jobs of the OpenAI APIs, where what is reused is billed as read and nothing as written."""
-    prompt, reused = sum([job.record.input_tokens for job in jobs]), sum([job.reused for job in jobs])
-    return Usage(prompt - reused, reused, {}, sum([job.record.output_tokens for job in jobs]))
+    prompt, reused = sum([job.prompt for job in jobs]), sum([job.reused for job in jobs])
+    return Usage(prompt - reused, reused, {}, sum([job.output for job in jobs]))
 
 
 def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:

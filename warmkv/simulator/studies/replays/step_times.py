@@ -11,6 +11,7 @@ from warmkv.config import Config
 from warmkv.model_shape import ModelShape
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
 from warmkv.simulator.steps import roofline, step_profile
@@ -38,7 +39,7 @@ def choose_cost(
         return _of_profile(file, config)
     if simulator.model.is_whole and source != "log":
         return _of_roofline(simulator.model, config)
-    count = len(log_fit.measured(records))
+    count = int(log_fit.measured(columns_of(records)).sum())
     if source == "log" or (source == "auto" and count >= ENOUGH):
         return log_fit.fit(records, config, spec_of), f"fitted to {count} measured requests of the log"
     cost = StepCost(simulator.step_a, simulator.step_b, simulator.step_c)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.latency.calibration import Judgement, judge
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays.log_fit import measured, measured_times, simulated_times
@@ -66,19 +69,21 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
     """
     done = run(records, config, Variant(), times, as_placed=True)
     served = [(job, usage) for job, usage in zip((j for j in done.jobs if j.replica), done.usages, strict=True)]
-    timed = {id(record) for record in measured([job.record for job, _ in served])}
-    jobs = [job for job, _ in served if id(job.record) in timed]
+    logged = columns_of(records)
+    timed = measured(logged)
+    jobs = [job for job, _ in served if timed[job.number]]
+    cached, resident = logged.cached_tokens.tolist(), logged.resident_bytes.tolist()
     count = max(1, len(served))
     return Verdict(
         requests=len(records),
         refused=len(records) - len(served),
-        equal_hits=sum(job.reused == job.record.cached_tokens for job, _ in served) / count,
-        equal_bills=sum(usage == job.record.usage for job, usage in served) / count,
-        equal_slots=sum(job.slot_bytes == job.record.resident_bytes for job, _ in served) / count,
-        live_hit_tokens=sum(record.cached_tokens for record in records),
+        equal_hits=sum(job.reused == cached[job.number] for job, _ in served) / count,
+        equal_bills=sum(usage == logged.usage_of(job.number) for job, usage in served) / count,
+        equal_slots=sum(job.slot_bytes == resident[job.number] for job, _ in served) / count,
+        live_hit_tokens=sum(cached),
         simulated_hit_tokens=sum(job.reused for job, _ in served),
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,
         stored_bytes=done.outcome.stored.value,
-        times=judge(measured_times([job.record for job in jobs]), simulated_times(jobs)) if jobs else None,
+        times=judge(measured_times(logged.take(np.array([job.number for job in jobs]))), simulated_times(jobs)) if jobs else None,
     )

@@ -1,0 +1,309 @@
+"""Put records into columns, many at a time: lines of the access log, or records that are there as objects.
+
+A line costs little more than its JSON: its values go into the columns as they are, and what a record must be is checked
+for thousands of lines at once. Lines among which something is wrong are halved until it is found; that line alone is
+read as a record, which gives the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+import pydantic_core
+from numpy.typing import NDArray
+
+from warmkv.prefixes.hashing import DIGEST_BYTES
+from warmkv.prefixes.packed_keys import KeyTable, Packed, packed
+from warmkv.prefixes.record import DEFAULTS, KINDS, VERSION, RecordError, RequestRecord
+from warmkv.prefixes.record_columns import (
+    NAMES,
+    NUMBERS,
+    PARTS,
+    TEXTS,
+    USAGE,
+    Ints,
+    Parts,
+    RecordColumns,
+    Smalls,
+    Texts,
+)
+
+LARGEST = 2**31 - 1  # of a count, as columns hold it
+FEW = 8  # lines that are read one by one
+MANY = 4096  # records that are put into columns at a time
+FLOATS = tuple(name for name in NUMBERS if float in KINDS[name])
+TYPES = {name: np.float64 if name in FLOATS else np.int64 if name == "resident_bytes" else np.int32 for name in NUMBERS}
+PLAIN = (*NUMBERS, *NAMES, *TEXTS)
+LISTS = ("hashes", "generated", "marks", "reads")
+
+_values_of_line = itemgetter("v", *PLAIN, *LISTS, "usage")
+_plain_of_record = attrgetter(*PLAIN, *LISTS)
+_usage_of_line = itemgetter("input", "read", "output", "written")
+_usage_of_record = attrgetter("input", "read", "output", "written")
+
+
+def _loads(text: str) -> Any:
+    return pydantic_core.from_json(text, cache_strings="keys")
+
+
+with suppress(ImportError):  # a third faster; not all who replay have it
+    from orjson import loads as _loads  # type: ignore[no-redef]
+
+
+class UnusualError(Exception):
+    """Lines among which one is wrong, or right in a way that is rare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some records in columns, names and keys as they are."""
+
+    numbers: Mapping[str, NDArray[Any]]  # plain ones and those of usage, by column
+    words: Mapping[str, Sequence[str]]  # names and texts, those of several of a request behind each other
+    counts: Mapping[str, Smalls]  # of parts
+    parts: Mapping[str, Smalls]  # positions, and tokens written
+    keys: Packed  # of hashes, generated, marks and reads, one behind the other
+    odd: Mapping[bytes, bytes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.numbers["arrival"])
+
+
+def chunks_of(texts: Sequence[str], refuse: Callable[[int, str], None]) -> Iterator[tuple[int, Chunk]]:
+    """Read lines of the access log; yield each chunk with the number of its first line, in their order.
+
+    Lines that are no records are refused with their number and the reason.
+    """
+    try:
+        yield 0, _chunk_of_lines(texts)
+        return
+    except UnusualError:
+        pass
+    if len(texts) > FEW:
+        middle = len(texts) // 2
+        yield from chunks_of(texts[:middle], refuse)
+        for first, chunk in chunks_of(texts[middle:], lambda number, reason: refuse(middle + number, reason)):
+            yield middle + first, chunk
+        return
+    for number, text in enumerate(texts):
+        try:
+            yield number, chunk_of([RequestRecord.from_json(text)])
+        except RecordError as error:
+            refuse(number, str(error))
+
+
+def chunk_of(records: Sequence[RequestRecord]) -> Chunk:
+    """Put records into a chunk. Raises RecordError where a count is larger than columns hold."""
+    odd: dict[bytes, bytes] = {}
+
+    def packed_keys(keys: Sequence[bytes]) -> bytes:
+        joined = b"".join(keys)
+        if len(joined) == DIGEST_BYTES * len(keys) and set(map(len, keys)) <= {DIGEST_BYTES}:
+            return joined
+        return b"".join([key if len(key) == DIGEST_BYTES else _stand_in(key, odd) for key in keys])
+
+    rows = [(*_plain_of_record(record), _usage_of_record(record.usage)) for record in records]
+    try:
+        chunk = _chunk(rows, packed_keys)
+    except OverflowError:
+        raise RecordError(f"bad record: counts must be below {LARGEST + 1:,}") from None
+    return replace(chunk, odd=odd)
+
+
+def _stand_in(key: bytes, odd: dict[bytes, bytes]) -> bytes:
+    """Return a key of the usual length for another one."""
+    name = hashlib.blake2b(key, digest_size=DIGEST_BYTES, person=b"odd key").digest()
+    odd[name] = key
+    return name
+
+
+def _chunk_of_lines(texts: Sequence[str]) -> Chunk:
+    """Read lines. Raises UnusualError where it is not sure that all are records."""
+    try:
+        rows = [_row(line) for line in map(_loads, texts)]
+        chunk = _chunk(rows, _packed_hex, checked=True)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise UnusualError from error
+    _check(chunk)
+    return chunk
+
+
+def _row(line: Any) -> tuple[Any, ...]:
+    """Return the values of a line. Raises KeyError or TypeError where it is none."""
+    try:
+        version, *values, usage = _values_of_line(line)
+    except KeyError:
+        version, *values, usage = _values_of_line({**DEFAULTS, **line})
+    if version != VERSION or len(usage) != len(USAGE) + 1:
+        raise UnusualError
+    return (*values, _usage_of_line(usage))
+
+
+def _packed_hex(keys: Sequence[str]) -> bytes:
+    """Return keys of the usual length. Raises UnusualError for others."""
+    joined = bytes.fromhex("".join(keys))  # which skips blanks
+    if len(joined) != DIGEST_BYTES * len(keys) or not set(map(len, keys)) <= {2 * DIGEST_BYTES}:
+        raise UnusualError
+    return joined
+
+
+def _chunk(rows: Sequence[tuple[Any, ...]], pack: Callable[[Sequence[Any]], bytes], *, checked: bool = False) -> Chunk:
+    """Turn rows into columns; where `checked`, raise UnusualError for types that a record does not have."""
+
+    def of(name: str, kinds: Collection[type], column: Sequence[Any]) -> Sequence[Any]:
+        if checked and not set(map(type, column)) <= set(kinds):
+            raise UnusualError(name)
+        return column
+
+    *plain, hashes, generated, marks, reads, usage = _transposed(rows, len(PLAIN) + len(LISTS) + 1)
+    numbers, words = {}, {}
+    for name, column in zip(PLAIN, plain, strict=True):
+        of(name, KINDS[name], column)
+        if name in NUMBERS:
+            numbers[name] = np.array(column, dtype=TYPES[name])
+        else:
+            words[name] = column
+    *usages, written = _transposed(usage, len(USAGE) + 1)
+    for name, column in zip(USAGE, usages, strict=True):
+        numbers[name] = np.array(of(name, (int,), column), dtype=np.int32)
+    for name, lists in zip(LISTS, (hashes, generated, marks, reads), strict=True):
+        of(name, (list,), lists)
+    of("written", (dict,), written)
+    counts = {
+        name: np.fromiter(map(len, lists), np.int32, len(rows))
+        for name, lists in zip(PARTS, (hashes, generated, marks, reads, written), strict=True)
+    }
+    words["written"] = list(chain.from_iterable(written))
+    tokens = of("written", (int,), list(chain.from_iterable([each.values() for each in written if each])))
+    positions, words["marks"], mark_keys = _transposed(list(chain.from_iterable(marks)), 3)
+    places, read_keys = _transposed(list(chain.from_iterable(reads)), 2)
+    parts = {
+        "written": np.array(tokens, dtype=np.int32),
+        "marks": np.array(of("marks", (int,), positions), dtype=np.int32),
+        "reads": np.array(of("reads", (int,), places), dtype=np.int32),
+    }
+    of("marks", (str,), words["marks"])
+    keys = pack([*chain.from_iterable(hashes), *chain.from_iterable(generated), *mark_keys, *read_keys])
+    return Chunk(numbers, words, counts, parts, packed(keys))
+
+
+def _transposed(rows: Sequence[Sequence[Any]], width: int) -> Sequence[Sequence[Any]]:
+    """Return the columns of rows, all of that width. Raises ValueError for other ones."""
+    return list(zip(*rows, strict=True)) if rows else [()] * width
+
+
+def _check(chunk: Chunk) -> None:
+    """Raise UnusualError where a row is not a record, as `RequestRecord.from_json` says in words."""
+    numbers, counts, parts = chunk.numbers, chunk.counts, chunk.parts
+    tokens, sizes, reads = numbers["input_tokens"], numbers["block_size"], parts["reads"]
+    inner = np.ones(len(reads), dtype=bool)  # reads that are not the first of their request
+    begins = counts["reads"].cumsum() - counts["reads"]
+    inner[begins[counts["reads"] > 0]] = False
+    if not (
+        all(np.isfinite(numbers[name]).all() for name in FLOATS)
+        and (sizes >= 1).all()
+        and (tokens >= 0).all()
+        and (numbers["output_tokens"] >= 0).all()
+        and (tokens // sizes == counts["hashes"]).all()
+        and (parts["marks"] >= 1).all()
+        and (parts["marks"] <= np.repeat(tokens, counts["marks"])).all()
+        and (reads >= 1).all()
+        and (reads <= np.repeat(tokens, counts["reads"])).all()
+        and (reads[1:] < reads[:-1])[inner[1:]].all()
+    ):
+        raise UnusualError
+
+
+class Builder:
+    """Collect chunks, numbering their names and keys."""
+
+    def __init__(self) -> None:
+        self._table = KeyTable()
+        self._names: dict[str, int] = {}
+        self._odd: dict[bytes, bytes] = {}
+        self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the records of a chunk."""
+        add = self._columns
+        for name, column in chunk.numbers.items():
+            add[name].append(column)
+        for name, words in chunk.words.items():
+            if name in TEXTS:
+                add[name].append(np.fromiter(map(len, words), np.int32, len(words)))
+                self._texts[name].append("".join(words))
+            else:
+                add[f"{name}.name" if name in PARTS else name].append(self._numbered(words))
+        numbers, at = self._table.number(chunk.keys), 0
+        for name in LISTS:
+            count = int(chunk.counts[name].sum())
+            add[f"{name}.key"].append(numbers[at : at + count])
+            at += count
+        for name, values in chunk.parts.items():
+            add[f"{name}.value"].append(values)
+        for name, counts in chunk.counts.items():
+            add[name].append(counts)
+        self._odd |= chunk.odd
+
+    def extend(self, records: Sequence[RequestRecord]) -> None:
+        """Add records. Raises RecordError where a count is larger than columns hold."""
+        for first in range(0, len(records), MANY):
+            self.add(chunk_of(records[first : first + MANY]))
+
+    def _numbered(self, words: Sequence[str]) -> Smalls:
+        known = self._names
+        for word in dict.fromkeys(words):
+            known.setdefault(word, len(known))
+        return np.fromiter(map(known.__getitem__, words), np.int32, len(words))
+
+    def build(self) -> RecordColumns:
+        """Return all records that were added, and begin anew."""
+        if not self._columns:
+            self.add(chunk_of([]))
+        names, keys, odd = list(self._names), self._table.keys, self._odd
+        columns = {name: _joined(arrays) for name, arrays in self._columns.items()}
+        texts = {name: Texts("".join(self._texts[name]), *_bounds(columns[name])) for name in TEXTS}
+        parts = {
+            "hashes": ("hashes.key",),
+            "generated": ("generated.key",),
+            "marks": ("marks.value", "marks.name", "marks.key"),
+            "reads": ("reads.value", "reads.key"),
+            "written": ("written.name", "written.value"),
+        }
+        several = {
+            name: Parts(*_bounds(columns[name]), tuple(columns[value] for value in values))
+            for name, values in parts.items()
+        }
+        plain = {name: columns[name] for name in (*NUMBERS, *NAMES, *USAGE)}
+        self.__init__()
+        return RecordColumns(names=names, keys=keys, odd_keys=odd, **plain, **texts, **several)
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    """Join arrays, and leave none of them."""
+    found = np.concatenate(arrays)
+    arrays.clear()
+    return found
+
+
+def _bounds(counts: Smalls) -> tuple[Ints, Smalls]:
+    """Return where the parts of each begin, and their counts."""
+    return counts.cumsum(dtype=np.int64) - counts, counts
+
+
+def columns_of(records: Sequence[RequestRecord]) -> RecordColumns:
+    """Return records as columns. Raises RecordError where a count is larger than columns hold."""
+    if isinstance(records, RecordColumns):
+        return records
+    builder = Builder()
+    builder.extend(records)
+    return builder.build()
