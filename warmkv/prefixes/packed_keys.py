@@ -103,4 +103,5 @@ def ranks(numbers: NDArray[np.integer], chunk: int = 1 << 20) -> Numbers:
     order = np.argsort(first, kind="stable")
     rank = np.empty(count, dtype=np.int32)
     rank[order] = np.arange(count, dtype=np.int32)
-    return rank[numbers]
+    found: Numbers = rank[numbers]
+    return found

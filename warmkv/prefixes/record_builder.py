@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -50,12 +51,11 @@ _usage_of_line = itemgetter("input", "read", "output", "written")
 _usage_of_record = attrgetter("input", "read", "output", "written")
 
 
-def _loads(text: str) -> Any:
-    return pydantic_core.from_json(text, cache_strings="keys")
-
-
+_loads: Callable[[str], Any] = partial(pydantic_core.from_json, cache_strings="keys")
 with suppress(ImportError):  # a third faster; not all who replay have it
-    from orjson import loads as _loads  # type: ignore[no-redef]
+    import orjson
+
+    _loads = orjson.loads
 
 
 class UnusualError(Exception):
@@ -266,11 +266,11 @@ class Builder:
         return np.fromiter(map(known.__getitem__, words), np.int32, len(words))
 
     def build(self) -> RecordColumns:
-        """Return all records that were added, and begin anew."""
+        """Return all records that were added. It is the end of the builder."""
         if not self._columns:
             self.add(chunk_of([]))
         names, keys, odd = list(self._names), self._table.keys, self._odd
-        columns = {name: _joined(arrays) for name, arrays in self._columns.items()}
+        columns: dict[str, Any] = {name: _joined(arrays) for name, arrays in self._columns.items()}
         texts = {name: Texts("".join(self._texts[name]), *_bounds(columns[name])) for name in TEXTS}
         parts = {
             "hashes": ("hashes.key",),
@@ -284,8 +284,7 @@ class Builder:
             for name, values in parts.items()
         }
         plain = {name: columns[name] for name in (*NUMBERS, *NAMES, *USAGE)}
-        self.__init__()
-        return RecordColumns(names=names, keys=keys, odd_keys=odd, **plain, **texts, **several)
+        return RecordColumns(names=names, keys=keys, odd_keys=odd, **(plain | texts | several))
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
@@ -297,7 +296,8 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 def _bounds(counts: Smalls) -> tuple[Ints, Smalls]:
     """Return where the parts of each begin, and their counts."""
-    return counts.cumsum(dtype=np.int64) - counts, counts
+    ends: Ints = counts.cumsum(dtype=np.int64)
+    return ends - counts, counts
 
 
 def columns_of(records: Sequence[RequestRecord]) -> RecordColumns:

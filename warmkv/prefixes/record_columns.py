@@ -166,7 +166,7 @@ class RecordColumns(Sequence[RequestRecord]):
             return self
         return self.take(np.argsort(self.arrival, kind="stable"))
 
-    def keys_of(self, numbers: Smalls) -> list[bytes]:
+    def keys_of(self, numbers: NDArray[np.integer[Any]]) -> list[bytes]:
         """Return keys by their numbers."""
         found = unpacked(self.keys[numbers])
         return [self.odd_keys.get(key, key) for key in found] if self.odd_keys else found
@@ -192,7 +192,8 @@ class RecordColumns(Sequence[RequestRecord]):
 
     def name(self, column: str, request: int) -> str:
         """Return a name of a request."""
-        return self.names[getattr(self, column)[request]]
+        names: Smalls = getattr(self, column)
+        return self.names[int(names[request])]
 
     def is_named(self, column: str, name: str) -> NDArray[np.bool_]:
         """Return which records have a name."""

@@ -16,6 +16,7 @@ from warmkv.faults import UserError
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check, combined
 from warmkv.platform.whatif.warm_start import Start
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays import log_fit
 from warmkv.simulator.studies.replays.replay import recorded_policy
@@ -83,7 +84,7 @@ def replays(work: Round) -> Iterator[Basis | Replayed]:
     records, notes = list(work.records), []
     start = work.start
     count = max(start.early, warm_up(records, max(work.now.prefix_cache.ttls.values())))
-    enough = len(log_fit.measured(records)) >= ENOUGH
+    enough = int(log_fit.measured(columns_of(records)).sum()) >= ENOUGH
     times, origin = choose_cost(records, work.now, recorded_policy(), "log" if enough else "config")
     curves: Mapping[str, sweep_quality.Curve] = {}
     if work.quality is not None:

@@ -161,7 +161,8 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
     writes = _shared(Write, marks.owner, len(columns), (tails.numbers, runs_until), (runs_until, tails.numbers))
     read = [column[found] for column in (reads.position, reads.full, node, reads.rest > 0)]
     plain = (columns.values("tenant"), columns.input_tokens.tolist(), columns.block_size.tolist())
-    prompts = list(map(Prompt, *plain, paths, writes, _shared(Read, reads.owner[found], len(columns), (read[2], read[0]), read)))
+    readable = _shared(Read, reads.owner[found], len(columns), (read[2], read[0]), read)
+    prompts = list(map(Prompt, *plain, paths, writes, readable))
     return Layout(columns, prompts, every, np.stack([example, until], axis=1), columns.keys_of(tails.keys))
 
 

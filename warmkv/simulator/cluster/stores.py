@@ -58,7 +58,8 @@ class Stores:
         for job in jobs:
             job.blocks = self._layout.prompts[job.number]
         if config.has_one_pool and records.generated.counts.any():
-            places = self._layout.places(set(records.keys_of(np.unique(*records.generated.flat()))))
+            (wanted,) = records.generated.flat()
+            places = self._layout.places(set(records.keys_of(np.unique(wanted))))
             for job in jobs:
                 generated = records.keys_of(*records.generated.of(job.number))
                 job.generated = tuple(places[key] for key in generated if key in places)

@@ -22,9 +22,7 @@ Specs = tuple[Sequence[PolicySpec], NDArray[np.integer[Any]]]
 """Policies, and which of them each request has."""
 
 
-def sizes_of(
-    records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int
-) -> Sequence[Sizes]:
+def sizes_of(records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int) -> Sequence[Sizes]:
     """Return the sizes of every job, those that are alike as one object. A slot is sized for what its request allowed.
 
     `marked` tells whether the breakpoints of the records count.

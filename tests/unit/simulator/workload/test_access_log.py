@@ -23,9 +23,20 @@ def test_requests_come_in_the_order_of_arrival(tmp_path):
 
 def test_lines_share_what_they_have_in_common(tmp_path):
     lines = [record(at, [1] * 8, ends=[8], ttls=["5m"]).to_json() for at in range(2)]
-    first, second = access_log.read(write(tmp_path / "log", *lines)).requests
-    assert first.hashes.numbers.tolist() == second.hashes.numbers.tolist() == list(range(len(first.hashes)))
-    assert (first.policy is second.policy, first.marks[0].key == second.hashes[-1]) == (True, True)
+    read = access_log.read(write(tmp_path / "log", *lines)).requests
+    assert len(read.keys) == len(read[0].hashes) == len(read[1].hashes)
+    assert (len(set(read.policy.tolist())), read[0].marks[0].key) == (1, read[1].hashes[-1])
+
+
+def test_many_lines_are_read_a_part_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("warmkv.simulator.traces.warmkv.MANY", 3)
+    records = [record(at, [1] * (at + 1), name=f"{at}") for at in range(10)]
+    lines = [each.to_json() for each in records]
+    lines[4:4], lines[9:9] = ["{"], ["", "[]"]
+    log = write(tmp_path / "log", *lines)
+    trace = access_log.read(log)
+    assert list(trace.requests) == records
+    assert [fault.split(": ")[0] for fault in trace.faults] == [f"{log}:5", f"{log}:11"]
 
 
 def test_broken_lines_are_counted_and_named(tmp_path):

@@ -50,7 +50,7 @@ def measured(records: RecordColumns) -> NDArray[np.bool_]:
 
 def measured_times(records: RecordColumns) -> Times:
     """Return the latencies of clients, by the log."""
-    return times_of(np.zeros(len(records)), records.ttft, records.e2e, records.output_tokens)
+    return times_of(np.zeros(len(records)), records.ttft, records.e2e, records.output_tokens.astype(np.int64))
 
 
 def simulated_times(jobs: Sequence[Job]) -> Times:
@@ -77,9 +77,7 @@ def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf
     parts = [_rows(group, chunk, spec_of) for group in by_replica]
     work, seconds = (np.concatenate(each) for each in zip(*parts, strict=True))
     found = [float(value) for value in least_squares(work, seconds, work[:, 0] + work[:, 3])]
-    return UniformCosts(
-        PhaseCosts(StepCost(*found[:3]), StepCost(*found[3:])), float(np.median(_outside(columns)))
-    )
+    return UniformCosts(PhaseCosts(StepCost(*found[:3]), StepCost(*found[3:])), float(np.median(_outside(columns))))
 
 
 def _outside(records: RecordColumns) -> Floats:
@@ -95,8 +93,8 @@ def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, 
     """
     arrival = records.arrival - records.arrival.min()  # Unix times would cost the sums below their precision
     queue, ttft, e2e, outside = records.queue, records.ttft, records.e2e, _outside(records)
-    prompt = records.input_tokens.astype(float)
-    new = prompt - records.cached_tokens
+    prompt: Floats = records.input_tokens.astype(float)
+    new: Floats = prompt - records.cached_tokens
     first_of = dict(zip(records.policy[::-1].tolist(), range(len(records) - 1, -1, -1), strict=True))
     specs = {policy: spec_of(records[at]) for policy, at in first_of.items()}
     sizes = zip(records.policy.tolist(), records.input_tokens.tolist(), records.output_tokens.tolist(), strict=True)
@@ -106,7 +104,7 @@ def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, 
             for policy, tokens, output in sizes
         ]
     ).T
-    decodes = np.maximum(0, records.output_tokens - 1).astype(float)
+    decodes: Floats = np.maximum(0, records.output_tokens - 1).astype(float)
 
     start, first, end = arrival + outside + queue, arrival + ttft, arrival + e2e
     chunks = np.array([max(1, math.ceil(count / chunk)) for count in new], dtype=float)

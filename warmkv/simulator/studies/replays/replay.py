@@ -226,9 +226,9 @@ def _marks(columns: RecordColumns, tier: str, lifetimes: Lifetimes) -> list[tupl
         wrong = np.isin(ttls, [at for at, name in enumerate(columns.names) if name not in lifetimes.ttls])
         if wrong.any():
             owner = np.repeat(np.arange(len(columns)), columns.marks.counts)
-            ttl, known = columns.names[ttls[wrong][0]], ", ".join(lifetimes.ttls)
+            first, ttl, known = owner[wrong][0], columns.names[ttls[wrong][0]], ", ".join(lifetimes.ttls)
             raise VariantError(
-                f"request {columns.id[owner[wrong][0]]}: TTL {ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
+                f"request {columns.id[first]}: TTL {ttl!r} is not one of prefix_cache.ttls ({known}); set a TTL"
             )
     names = [tier] * len(ttls) if tier else [columns.names[ttl] for ttl in ttls.tolist()]
     keys = columns.keys_of(numbers)

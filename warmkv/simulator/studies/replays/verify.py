@@ -73,6 +73,7 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
     timed = measured(logged)
     jobs = [job for job, _ in served if timed[job.number]]
     cached, resident = logged.cached_tokens.tolist(), logged.resident_bytes.tolist()
+    timings = logged.take(np.array([job.number for job in jobs], dtype=np.int64))
     count = max(1, len(served))
     return Verdict(
         requests=len(records),
@@ -85,5 +86,5 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,
         stored_bytes=done.outcome.stored.value,
-        times=judge(measured_times(logged.take(np.array([job.number for job in jobs]))), simulated_times(jobs)) if jobs else None,
+        times=judge(measured_times(timings), simulated_times(jobs)) if jobs else None,
     )
