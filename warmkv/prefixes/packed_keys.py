@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.prefixes.hashing import DIGEST_BYTES
-
-Packed = NDArray[np.uint64]  # [keys, 2]: the halves of each
+Packed = NDArray[np.uint64]  # [keys, 2]: the halves of each; those of a trace may have one
 Numbers = NDArray[np.int32]
 
 FIRST_SLOTS = 1 << 12
@@ -84,7 +82,7 @@ class KeyTable:
 
 def unpacked(keys: Packed) -> list[bytes]:
     """Return keys as bytes."""
-    found: list[bytes] = keys.view(f"V{DIGEST_BYTES}").reshape(-1).tolist()
+    found: list[bytes] = np.ascontiguousarray(keys).view(f"V{8 * keys.shape[1]}").reshape(-1).tolist()
     return found
 
 

@@ -37,12 +37,12 @@ class SimulatedGateway:
         """Rank the replicas, at least one, for a job, and choose where the others may fetch blocks."""
         if len(replicas) == 1:
             return replicas, None
-        leaves = 0
+        hashes, leaves = job.hashes, 0
         if self._lifetimes is not None:
-            leaves = self._lifetimes.stored_blocks(job.marks, job.full_blocks, job.block_size)
+            leaves = self._lifetimes.stored_blocks(job.marks, len(hashes), job.block_size)
         queues = None if self._alone else self._queues(now)
         choice = self._dispatcher.choose(
-            job.number, job.hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
+            job.number, hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
         )
         return choice.order, choice.fetch
 

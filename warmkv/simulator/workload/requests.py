@@ -6,23 +6,22 @@ billed as read where they were found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
-from warmkv.prefixes.usage import Usage
+from warmkv.prefixes.record_columns import USAGE, Parts, RecordColumns, Smalls, Texts
 from warmkv.simulator.traces import Trace, TraceError
 from warmkv.simulator.traces.columns import UNKNOWN
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 Ints = NDArray[np.int64]
-KEY_BYTES = 8
 ANYBODY = "trace"  # the tenant of requests whose trace tells none
 
 
@@ -59,28 +58,61 @@ def of_trace(trace: Trace, config: Config, *, scope: str = "global", open_loop: 
     if the trace does not tell the scope, or its block numbers are not those of prefixes.
     """
     size = trace.block_size or config.prefix_cache.block_size
-    label, unbilled = config.compression.policy.label, Usage()
     counts, blocks = _full_blocks(trace, scope)
-    arrivals, prompts, outputs = trace.arrival.tolist(), _shared(trace.input_tokens), _shared(trace.output_tokens)
-    records = tuple(
-        RequestRecord(
-            id=str(number),
-            arrival=arrival,
-            tenant=ANYBODY if tenant == UNKNOWN else f"tenant-{tenant}",
-            model=config.model.name,
-            api="chat",
-            policy=label,
-            block_size=size,
-            input_tokens=prompt,
-            output_tokens=output,
-            hashes=hashes,
-            usage=unbilled,
-        )
-        for number, (arrival, tenant, prompt, output, hashes) in enumerate(
-            zip(arrivals, trace.tenant.tolist(), prompts, outputs, _chains(counts, blocks), strict=True)
-        )
-    )
+    if _has_twins(counts, blocks):
+        raise TraceError("a prompt has the same block twice: its numbers do not stand for prefixes")
+    records = _records(trace, size, config.model.name, config.compression.policy.label, counts, blocks)
     return Requests(records, {} if open_loop else turns(trace), blocks)
+
+
+def _records(trace: Trace, size: int, model: str, policy: str, counts: Ints, blocks: Ints) -> RecordColumns:
+    """Return a trace as records; keys are the numbers of blocks."""
+    count = len(trace)
+    names = [ANYBODY, "", "ok", "chat", model, policy]
+    tenants, places = np.unique(trace.tenant, return_inverse=True)
+    of_tenant = np.arange(len(names), len(names) + len(tenants))
+    of_tenant[tenants == UNKNOWN] = names.index(ANYBODY)
+    ids = list(map(str, range(count)))
+    lengths = np.fromiter(map(len, ids), np.int32, count)
+    ends, nothing = counts.cumsum(), np.zeros(count, dtype=np.int32)
+
+    def named(name: str) -> Smalls:
+        return np.full(count, names.index(name), dtype=np.int32)
+
+    def none(width: int) -> Parts:
+        return Parts(np.zeros(count, dtype=np.int64), nothing, (nothing[:0],) * width)
+
+    def text(text: str, lengths: Smalls) -> Texts:
+        ends: Ints = lengths.cumsum(dtype=np.int64)
+        return Texts(text, ends - lengths, lengths)
+
+    alike: dict[str, Any] = {name: np.zeros(count) for name in ("queue", "prefill", "ttft", "e2e", "bytes_per_token")}
+    alike |= dict.fromkeys(("cached_tokens", "max_tokens", *USAGE), nothing)
+    alike |= dict.fromkeys(("replica", "stop_reason", "error", "session"), named(""))
+    return RecordColumns(
+        **alike,
+        names=[*names, *(f"tenant-{tenant}" for tenant in tenants.tolist())],
+        keys=np.arange(blocks.max(initial=-1) + 1, dtype="<u8")[:, None],
+        odd_keys={},
+        arrival=trace.arrival,
+        block_size=np.full(count, size, dtype=np.int32),
+        input_tokens=trace.input_tokens,
+        output_tokens=trace.output_tokens,
+        resident_bytes=np.zeros(count, dtype=np.int64),
+        tenant=of_tenant[places].astype(np.int32),
+        model=named(model),
+        api=named("chat"),
+        policy=named(policy),
+        status=named("ok"),
+        id=text("".join(ids), lengths),
+        client_id=text("", nothing),
+        trace_id=text("", nothing),
+        hashes=Parts(ends - counts, counts.astype(np.int32), (blocks.astype(np.int32),)),
+        generated=none(1),
+        marks=none(3),
+        reads=none(2),
+        written=none(2),
+    )
 
 
 def turns(trace: Trace) -> dict[int, FollowUp]:
@@ -108,22 +140,11 @@ def _full_blocks(trace: Trace, scope: str) -> tuple[Ints, Ints]:
     return np.minimum(counts, full), blocks
 
 
-def _chains(counts: Ints, blocks: Ints) -> Iterator[tuple[bytes, ...]]:
-    """Yield the keys of every prompt's full blocks; equal blocks share one object."""
-    keys = [number.to_bytes(KEY_BYTES, "little") for number in range(blocks.max(initial=-1) + 1)]
-    numbers = iter(blocks.tolist())
-    for count in counts.tolist():
-        chain = tuple([keys[number] for number in islice(numbers, count)])
-        if len(set(chain)) < count:
-            raise TraceError("a prompt has the same block twice: its numbers do not stand for prefixes")
-        yield chain
-
-
-def _shared(values: NDArray[np.int32]) -> list[int]:
-    """Return numbers as Python's, equal ones as one object."""
-    distinct, places = np.unique(values, return_inverse=True)
-    numbers = distinct.tolist()
-    return [numbers[place] for place in places.tolist()]
+def _has_twins(counts: Ints, blocks: Ints) -> bool:
+    """Return True if a prompt has the same block twice."""
+    owned = np.repeat(np.arange(len(counts)), counts) * (blocks.max(initial=0) + 1) + blocks
+    owned.sort()
+    return bool((owned[1:] == owned[:-1]).any())
 
 
 def _scoped(trace: Trace, scope: str) -> Ints:

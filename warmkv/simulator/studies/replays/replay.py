@@ -292,7 +292,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
     usage = _total(bills.values(), lifetimes)
     prompt, reused = usage.prompt, sum([job.reused for job in served])
-    blocks = sum([job.full_blocks for job in served])
+    blocks = int(jobs[0].records.hashes.counts[[job.number for job in served]].sum()) if served else 0
     arrival = np.array([job.arrival for job in served])
     first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
     steps = np.array([job.decode_steps for job in served])
