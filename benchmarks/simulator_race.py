@@ -20,6 +20,7 @@ if not __package__:  # started as a file
 import numpy as np
 
 from warmkv.config import Config, load
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator import traces
 from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replays.replay import run as replay
@@ -166,7 +167,7 @@ def _requests(race: Race, folder: Path, settings: Config, seed: int) -> Requests
         records = generate(
             Workload(sessions=min(SESSIONS, race.requests), hours=1.0), np.random.SeedSequence(seed), settings
         )
-        return Requests(tuple(records[: race.requests]))
+        return Requests(columns_of(records[: race.requests]))  # as they are read from a log
     if race.trace is None:
         return of_trace(generated(race.requests, settings.cluster.replicas, seed), settings)
     trace = traces.read(folder / race.trace)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from warmkv.prefixes.record import RequestRecord
-from warmkv.prefixes.record_builder import chunk_of
 from warmkv.simulator.traces.agentic import AGENTIC
 from warmkv.simulator.traces.aiperf import AIPERF
 from warmkv.simulator.traces.azure import AZURE
@@ -30,7 +29,7 @@ from warmkv.simulator.traces.opentelemetry import OPENTELEMETRY
 from warmkv.simulator.traces.rows import Format, Reading, TooLongError
 from warmkv.simulator.traces.sharegpt import SHAREGPT
 from warmkv.simulator.traces.vllm_bench import VLLM_BENCH
-from warmkv.simulator.traces.warmkv import WARMKV, LogLines, rows_of
+from warmkv.simulator.traces.warmkv import WARMKV, LogLines, row_of, rows_of
 from warmkv.simulator.traces.warmkv import read as read_log
 
 PUBLIC = (MOONCAKE, BAILIAN, AGENTIC, SHAREGPT, AZURE, BURSTGPT)
@@ -88,7 +87,7 @@ class Rows:
                     if row is not None:
                         yield row
             elif isinstance(item, RequestRecord):
-                yield from (row for row in rows_of(chunk_of([item])) if row is not None)
+                yield row_of(item)
             else:
                 yield item
 
@@ -99,13 +98,14 @@ class Rows:
                 if not number:
                     self.format = format_of(text, self._file, name, self._fallback)
                     yield
-                parse = self.format.parser(replace(self._reading, file=self._file))
+                parser = self.format.parser
                 try:
-                    if self.format.chunks:
+                    if parser is None:
                         for part in read_log(self.format.items(text), self._refuse):
                             self.skipped += part.skipped
                             yield part
                         continue
+                    parse = parser(replace(self._reading, file=self._file))
                     for line, item in self.format.items(text):
                         self._line = line
                         try:

@@ -46,11 +46,10 @@ class Reading:
 class Format:
     name: str
     recognises: Callable[[str], bool]  # a line of the file
-    parser: Callable[[Reading], Parse]
+    parser: Callable[[Reading], Parse] | None  # of an item; None where lines are read many at a time, as columns
     items: Callable[[IO[str]], Items]
     note: str = ""  # what the reader assumes
     records: bool = False  # whether its requests are records, with breakpoints, tenants and usage of their own
-    chunks: bool = False  # whether its lines are read many at a time, as columns
 
 
 def lines(file: IO[str]) -> Items:

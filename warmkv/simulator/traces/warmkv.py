@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from warmkv.prefixes.record import RecordError, RequestRecord
-from warmkv.prefixes.record_builder import Chunk, chunk_of, chunks_of
-from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace
-from warmkv.simulator.traces.rows import Format, Items, Parse, Reading, has_keys, lines
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import Chunk, chunks_of
+from warmkv.simulator.traces.columns import Builder, Row, Trace
+from warmkv.simulator.traces.rows import Format, Items, has_keys, lines
 
 KEYS = ("v", "arrival", "tenant", "block_size")
 MANY = 4096  # lines that are read at a time
@@ -63,30 +63,29 @@ def _batches(items: Items) -> Iterator[list[tuple[int, str]]]:
         yield batch
 
 
-def parser(reading: Reading) -> Parse:
-    """Return a parser of single lines, as other formats have them."""
-
-    def parse(line: str) -> Iterable[RequestRecord | None]:
-        try:
-            record = RequestRecord.from_json(line)
-        except RecordError as error:
-            raise RowError(str(error)) from None
-        return (record if record.status == "ok" else None,)
-
-    return parse
-
-
-def trace_of(records: Sequence[RequestRecord]) -> Trace:
+def trace_of(records: Iterable[RequestRecord]) -> Trace:
     """Convert records, in the order of arrival, to columns. Raises RowError if their block sizes differ."""
     builder = Builder("warmkv")
-    for row in rows_of(chunk_of(records)):
-        if row is not None:
-            builder.add(row)
+    for record in records:
+        builder.add(row_of(record))
     return builder.build()
 
 
+def row_of(record: RequestRecord) -> Row:
+    """Return what the columns of a trace hold of a record."""
+    return Row(
+        arrival=record.arrival,
+        input_tokens=record.input_tokens,
+        output_tokens=record.output_tokens,
+        blocks=[int.from_bytes(key[:8], "little", signed=True) for key in record.hashes],
+        block_size=record.block_size,
+        session=record.session or None,
+        tenant=record.tenant,
+    )
+
+
 def rows_of(chunk: Chunk) -> Iterator[Row | None]:
-    """Yield what the columns of a trace hold of each record; None for requests that failed or were cancelled."""
+    """Yield `row_of` each record of a chunk; None for requests that failed or were cancelled."""
     numbers, words, counts = chunk.numbers, chunk.words, chunk.counts["hashes"].tolist()
     plain = [numbers[name].tolist() for name in ("arrival", "input_tokens", "output_tokens", "block_size")]
     blocks, at = chunk.keys[: sum(counts), 0].view("int64").tolist(), 0
@@ -99,4 +98,4 @@ def rows_of(chunk: Chunk) -> Iterator[Row | None]:
         at += count
 
 
-WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), parser, lines, records=True, chunks=True)
+WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), None, lines, records=True)
