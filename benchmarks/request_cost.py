@@ -123,6 +123,7 @@ class Gateway:
         from warmkv.config import LimitsConfig
         from warmkv.platform.gateway.access.limits import TenantLimiter
         from warmkv.platform.tenants import Tenant
+        from warmkv.prefixes.mask_table import pack
         from warmkv.request_context import RequestContext
 
         limiter = TenantLimiter(self.config, time.monotonic, time.time)
@@ -137,7 +138,8 @@ class Gateway:
             pass
         lease.end()
         whole = 1e6 * (time.process_time() - start)
-        self._dispatcher.index.add(*self._computed)
+        computed_by, hashes = self._computed
+        self._dispatcher.index.add(computed_by, pack(hashes))
         return {**self.parts.spent, "rest": whole - sum(self.parts.spent.values()), "whole": whole}
 
     def bodies(self, length: int, seed: int) -> list[bytes]:

@@ -22,6 +22,7 @@ from warmkv.measuring.clock import now
 from warmkv.platform.prefix_directory import PrefixDirectory
 from warmkv.policies.dispatcher import Dispatcher
 from warmkv.prefixes.index import PrefixIndex
+from warmkv.prefixes.mask_table import pack
 from warmkv.replicas.protocol import BlockEvents
 
 CHAIN, SHARED = 256, 32  # blocks of a prompt; the first of them are shared by GROUP prompts
@@ -56,7 +57,7 @@ def fill(index: PrefixIndex, blocks: int, names: list[str], chance: random.Rando
     """
     known = []
     for number, (hashes, _) in enumerate(prompts(blocks, chance)):
-        index.add(names[number % len(names)], hashes)
+        index.add(names[number % len(names)], pack(hashes))
         known.append(hashes)
     questions = []
     for hashes in chance.sample(known, min(QUESTIONS, len(known))):
@@ -74,7 +75,7 @@ def worst(index: PrefixIndex, names: list[str], chance: random.Random) -> list[b
     """Return a prompt of which every replica holds another share: nothing can be bisected together."""
     hashes = [chance.randbytes(16) for _ in range(CHAIN)]
     for number, name in enumerate(names, start=1):
-        index.add(name, hashes[: CHAIN * number // len(names)])
+        index.add(name, pack(hashes[: CHAIN * number // len(names)]))
     return hashes
 
 
@@ -121,7 +122,7 @@ async def race_directory(blocks: int, count: int, results: Results, say: Callabl
     directory = PrefixDirectory(DirectoryConfig(max_blocks=2 * blocks))
     began = now()
     for name, keys in held.items():
-        await directory.publish(name, [BlockEvents(0, tuple(keys), snapshot=True)])
+        await directory.publish(name, [BlockEvents(0, pack(keys), snapshot=True)])
     results.add("directory_rebuild_seconds", now() - began)
     results.add("directory_bytes_per_block", directory.nbytes / (await directory.status())["blocks"])
 

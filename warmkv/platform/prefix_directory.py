@@ -20,25 +20,24 @@ from typing import Any
 from warmkv import telemetry
 from warmkv.config import DirectoryConfig
 from warmkv.platform import named_actors
-from warmkv.prefixes.index import KEY_BYTES, PrefixIndex, Shard
+from warmkv.prefixes.index import PrefixIndex, Shard
+from warmkv.prefixes.mask_table import KEY_BYTES, numbers
 from warmkv.replicas.protocol import BlockEvents
 
 SILENCE_SECONDS = 15.0  # after which a replica that has not reported is forgotten
 FOLLOW_SECONDS = 10.0  # that a router waits for changes before it asks again
 LOG_PART = 5  # of max_blocks one in so many is kept as changes, for routers that catch up; others get everything anew
 PIECE = 10_000  # blocks that a router takes in at once: a few milliseconds
-_LOGGED_BYTES = (
-    64  # of a key in the log: the object, rounded up as the allocator does, its place, its share of a change
-)
+_CHANGE_BYTES = 256  # of a change in the log, beside its keys
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to one replica's blocks, by their shortened keys; `reset` forgets what it held before."""
+    """What happened to one replica's blocks, as packed keys; `reset` forgets what it held before."""
 
     replica: str
-    stored: tuple[bytes, ...] = ()
-    evicted: tuple[bytes, ...] = ()
+    stored: bytes = b""
+    evicted: bytes = b""
     tier: str = "device"  # the fastest that has what was stored
     reset: bool = False
     gone: bool = False
@@ -46,7 +45,7 @@ class Change:
 
     @property
     def size(self) -> int:
-        return 1 + len(self.stored) + len(self.evicted)
+        return 1 + (len(self.stored) + len(self.evicted)) // KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class PrefixDirectory:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the index and, in round figures, of the log."""
-        return self._index.nbytes + self._logged * _LOGGED_BYTES
+        return self._index.nbytes + self._logged * KEY_BYTES + len(self._log) * _CHANGE_BYTES
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         """Take a replica's reports, in order. False asks for a snapshot: a report is missing or nothing is known."""
@@ -170,29 +169,28 @@ class PrefixDirectory:
             index.drop_replica(replica)
         index.remove(replica, batch.evicted)
         self._held += index.blocks_of(replica) - before
-        stored = self._fitting(replica, [key[:KEY_BYTES] for key in batch.stored])
+        stored = self._fitting(replica, batch.stored)
         before = index.blocks_of(replica)
         index.add(replica, stored, batch.tier)
         self._held += index.blocks_of(replica) - before
-        evicted = tuple(key[:KEY_BYTES] for key in batch.evicted)
-        return Change(replica, tuple(stored), evicted, batch.tier, reset=batch.snapshot, at=batch.at)
+        return Change(replica, stored, batch.evicted, batch.tier, reset=batch.snapshot, at=batch.at)
 
-    def _fitting(self, replica: str, keys: list[bytes]) -> list[bytes]:
+    def _fitting(self, replica: str, packed: bytes) -> bytes:
         """Return those of the keys that there is room for; what is known of the replica already needs none."""
         room = max(0, -(-self._config.max_blocks // self._config.shards) - self._held)
-        if len(keys) <= room:
-            return keys
-        new = [key for key in keys if not self._index.holds(replica, key)]
-        self.left_out += max(0, len(new) - room)
-        without = set(new[room:])
-        return [key for key in keys if key not in without]
+        if len(packed) <= room * KEY_BYTES:
+            return packed
+        known = self._index.holds(replica, packed)
+        fits = known | ((~known).cumsum() <= room)
+        self.left_out += int((~fits).sum())
+        return numbers(packed)[fits].tobytes()
 
     def _everything(self) -> Iterator[Change]:
         """Yield the whole state in pieces."""
         for replica, tiers in self._index.contents().items():
             for tier, keys in tiers.items():
-                for start in range(0, len(keys), PIECE):
-                    yield Change(replica, tuple(keys[start : start + PIECE]), tier=tier)
+                for start in range(0, len(keys), PIECE * KEY_BYTES):
+                    yield Change(replica, keys[start : start + PIECE * KEY_BYTES], tier=tier)
 
     def _record(self, changes: Sequence[Change]) -> None:
         if changes:
@@ -222,7 +220,7 @@ class IndexFollower:
         the two machines' wall clocks; None where nothing happened.
         """
         if update.whole:
-            self._index.keep(lambda key: not self._shard.owns(key))
+            self._index.drop_shard(self._shard)
         for change in update.changes:
             self._apply(change)
             await asyncio.sleep(0)
@@ -235,7 +233,7 @@ class IndexFollower:
             if self._shard.of == 1:
                 self._index.drop_replica(change.replica)
             else:
-                self._index.remove(change.replica, filter(self._shard.owns, self._index.keys_of(change.replica)))
+                self._index.remove(change.replica, self._shard.part(self._index.keys_of(change.replica)))
         self._index.remove(change.replica, change.evicted)
         if change.stored:
             self._index.add(change.replica, change.stored, change.tier)

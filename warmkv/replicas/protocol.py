@@ -243,12 +243,12 @@ class BlocksWanted(ToReplica):
 class BlockEvents:
     """A numbered report of a replica's full blocks: what came to a tier and what left the replica.
 
-    With `snapshot` nothing else is there, but for what later reports add.
+    Keys are packed (`prefixes/mask_table.py`). With `snapshot` nothing else is there, but for what later reports add.
     """
 
     sequence: int
-    stored: tuple[bytes, ...] = ()
-    evicted: tuple[bytes, ...] = ()
+    stored: bytes = b""
+    evicted: bytes = b""
     snapshot: bool = False
     tier: str = "device"  # the fastest that has what is stored
     at: float | None = None  # wall clock of the replica

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from warmkv.prefixes.index import HEARTBEAT_SECONDS, PUBLISH_SECONDS, Shard
+from warmkv.prefixes.mask_table import pack
 from warmkv.replicas.protocol import BlockEvents
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Publisher:
             self._pending.clear()
             for number, (tier, keys) in enumerate(blocks.items()):
                 if (mine := self._mine(keys)) or number == 0:
-                    self._append(mine, (), tier, snapshot=number == 0)
+                    self._append(mine, b"", tier, snapshot=number == 0)
 
     async def run(self) -> None:
         """Send until cancelled, at most every PUBLISH_SECONDS and at least every HEARTBEAT_SECONDS."""
@@ -92,10 +93,10 @@ class Publisher:
             self._request_snapshot()
             await asyncio.sleep(HEARTBEAT_SECONDS)  # it may be away: do not press it, nor the engine
 
-    def _mine(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        return tuple(keys) if self._shard.of == 1 else tuple(filter(self._shard.owns, keys))
+    def _mine(self, keys: Sequence[bytes]) -> bytes:
+        return self._shard.part(pack(keys))
 
-    def _append(self, stored: tuple[bytes, ...], evicted: tuple[bytes, ...], tier: str, snapshot: bool = False) -> None:
+    def _append(self, stored: bytes, evicted: bytes, tier: str, snapshot: bool = False) -> None:
         if len(self._pending) >= PENDING_LIMIT:  # the directory is away: the gap will make it ask for a snapshot
             self._pending.clear()
         self._pending.append(BlockEvents(self._sequence, stored, evicted, snapshot, tier, self._clock()))

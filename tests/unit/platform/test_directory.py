@@ -10,18 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.block_keys import key, names, packed
 from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform import prefix_directory
 from warmkv.platform.prefix_directory import Change, IndexFollower, PrefixDirectory, merged
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
+from warmkv.prefixes.mask_table import unpack
 from warmkv.replicas.protocol import BlockEvents
 
 ALL = (1, 1, 1)  # one block, on the device
 
 
 def snapshot(number: int, *blocks: bytes) -> BlockEvents:
-    return BlockEvents(number, blocks, snapshot=True)
+    return BlockEvents(number, packed(*blocks), snapshot=True)
 
 
 def copy(now: float = 0.0) -> tuple[PrefixIndex, IndexFollower]:
@@ -37,8 +39,8 @@ def test_a_replica_that_is_not_known_is_asked_for_a_snapshot():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig())
         assert not await directory.publish("a", [], {})
-        assert not await directory.publish("a", [BlockEvents(0, (b"1",))])
-        assert await directory.publish("a", [snapshot(1, b"1", b"2"), BlockEvents(2, (b"3",), (b"2",))])
+        assert not await directory.publish("a", [BlockEvents(0, packed(b"1"))])
+        assert await directory.publish("a", [snapshot(1, b"1", b"2"), BlockEvents(2, packed(b"3"), packed(b"2"))])
         assert (await directory.status())["replicas"]["a"]["blocks"] == 2
 
     run(scenario())
@@ -49,12 +51,12 @@ def test_a_gap_asks_for_a_snapshot_and_keeps_what_came_before_it():
         directory = PrefixDirectory(DirectoryConfig())
         index, follower = copy()
         await directory.publish("a", [snapshot(0, b"1")])
-        assert not await directory.publish("a", [BlockEvents(1, (b"2",)), BlockEvents(3, (b"4",))])
+        assert not await directory.publish("a", [BlockEvents(1, packed(b"2")), BlockEvents(3, packed(b"4"))])
         await catch_up(follower, directory)
-        assert set(index.keys_of("a")) == {b"1", b"2"}
+        assert names(index.keys_of("a")) == {b"1", b"2"}
         assert await directory.publish("a", [snapshot(4, b"9")])
         await catch_up(follower, directory)
-        assert index.keys_of("a") == [b"9"]
+        assert names(index.keys_of("a")) == {b"9"}
 
     run(scenario())
 
@@ -63,16 +65,16 @@ def test_a_block_is_in_the_tier_that_was_told_last():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig())
         index, follower = copy()
-        await directory.publish("a", [snapshot(0, b"1", b"2"), BlockEvents(1, (b"3",), tier="disk")])
-        await directory.publish("a", [BlockEvents(2, (b"2",), tier="host")])
+        await directory.publish("a", [snapshot(0, b"1", b"2"), BlockEvents(1, packed(b"3"), tier="disk")])
+        await directory.publish("a", [BlockEvents(2, packed(b"2"), tier="host")])
         await catch_up(follower, directory)
-        assert index.longest_match([b"1", b"2", b"3"]) == {"a": (1, 2, 3)}
+        assert index.longest_match([key(b"1"), key(b"2"), key(b"3")]) == {"a": (1, 2, 3)}
         late, follower = copy()
         await catch_up(follower, directory)
         assert late.contents() == index.contents()
-        await directory.publish("a", [BlockEvents(3, (b"2",))])
+        await directory.publish("a", [BlockEvents(3, packed(b"2"))])
         await catch_up(follower, directory)
-        assert late.longest_match([b"1", b"2", b"3"]) == {"a": (2, 2, 3)}
+        assert late.longest_match([key(b"1"), key(b"2"), key(b"3")]) == {"a": (2, 2, 3)}
         assert (await directory.status())["replicas"]["a"]["blocks"] == 3
 
     run(scenario())
@@ -83,10 +85,10 @@ def test_who_else_holds_a_block_is_told_to_whoever_leaves():
         directory = PrefixDirectory(DirectoryConfig())
         await directory.publish("a", [snapshot(0, b"1", b"2", b"3")])
         await directory.publish("b", [snapshot(0, b"1", b"2")])
-        await directory.publish("c", [BlockEvents(0, (b"1",), snapshot=True, tier="disk")])
-        keys = [b"1", b"2", b"3", b"4"]
-        assert await directory.elsewhere("a", keys) == {b"1": ["b", "c"], b"2": ["b"]}
-        assert await directory.elsewhere("b", keys) == {b"1": ["a", "c"], b"2": ["a"], b"3": ["a"]}
+        await directory.publish("c", [BlockEvents(0, packed(b"1"), snapshot=True, tier="disk")])
+        one, two, three, four = map(key, (b"1", b"2", b"3", b"4"))
+        assert await directory.elsewhere("a", [one, two, three, four]) == {one: ["b", "c"], two: ["b"]}
+        assert await directory.elsewhere("b", [one, two, three]) == {one: ["a", "c"], two: ["a"], three: ["a"]}
 
     run(scenario())
 
@@ -99,10 +101,10 @@ def test_memory_is_bounded_and_what_is_left_out_is_counted():
         status = await directory.status()
         assert [status["replicas"][name]["blocks"] for name in "ab"] == [2, 1]
         assert status["left_out"] == 1
-        await directory.publish("a", [BlockEvents(1, (b"1", b"2"), tier="host")])  # known already: needs no room
+        await directory.publish("a", [BlockEvents(1, packed(b"1", b"2"), tier="host")])  # known already: needs no room
         assert (await directory.status())["left_out"] == 1
-        await directory.publish("a", [BlockEvents(2, (b"7",), (b"1", b"2"))])
-        await directory.publish("b", [BlockEvents(1, (b"8",))])
+        await directory.publish("a", [BlockEvents(2, packed(b"7"), packed(b"1", b"2"))])
+        await directory.publish("b", [BlockEvents(1, packed(b"8"))])
         status = await directory.status()
         assert [status["replicas"][name]["blocks"] for name in "ab"] == [1, 2]
 
@@ -114,8 +116,8 @@ def test_the_log_is_bounded_by_blocks():
         directory = PrefixDirectory(DirectoryConfig(max_blocks=100))
         await directory.publish("a", [snapshot(0)])
         for number in range(1, 50):
-            keys = tuple(bytes([number, each]) for each in range(number % 9))
-            await directory.publish("a", [BlockEvents(number, keys)])
+            keys = [bytes([number, each]) for each in range(number % 9)]
+            await directory.publish("a", [BlockEvents(number, packed(*keys))])
             assert directory._logged == sum(change.size for change in directory._log) <= 20
         assert directory.nbytes >= directory._index.nbytes
         assert (await directory.status())["bytes"] == directory.nbytes
@@ -132,11 +134,11 @@ def test_a_silent_replica_is_forgotten():
         await directory.publish("b", [snapshot(0, b"1")])
         index, follower = copy()
         await catch_up(follower, directory)
-        assert index.longest_match([b"1"]) == {"a": ALL, "b": ALL}
+        assert index.longest_match([key(b"1")]) == {"a": ALL, "b": ALL}
         now[0] = 16.0
         assert list((await directory.status())["replicas"]) == ["b"]
         await catch_up(follower, directory)
-        assert index.longest_match([b"1"]) == {"b": ALL}
+        assert index.longest_match([key(b"1")]) == {"b": ALL}
         assert index.replicas == ("b",)
 
     run(scenario())
@@ -166,13 +168,13 @@ def test_a_follower_gets_changes_as_they_come_and_everything_if_it_fell_behind()
         first = await directory.follow("", 0, 0)
         waiting = asyncio.create_task(directory.follow(first.epoch, first.version, 30))
         await asyncio.sleep(0)
-        await directory.publish("a", [BlockEvents(1, (b"1",))])
-        assert (await asyncio.wait_for(waiting, 5)).changes == (Change("a", (b"1",)),)
+        await directory.publish("a", [BlockEvents(1, packed(b"1"))])
+        assert (await asyncio.wait_for(waiting, 5)).changes == (Change("a", packed(b"1")),)
         for number in range(2, 5):
-            await directory.publish("a", [BlockEvents(number, (bytes([number]),))])
+            await directory.publish("a", [BlockEvents(number, packed(bytes([number])))])
         late = await directory.follow(first.epoch, first.version, 0)
         assert late.whole
-        assert set(late.changes[0].stored) == {b"0", b"1", b"\x02", b"\x03", b"\x04"}
+        assert names(late.changes[0].stored) == {b"0", b"1", b"\x02", b"\x03", b"\x04"}
 
     run(scenario())
 
@@ -184,9 +186,9 @@ def test_everything_travels_in_pieces(monkeypatch):
         directory = PrefixDirectory(DirectoryConfig())
         await directory.publish("a", [snapshot(0, *(bytes([number]) for number in range(8)))])
         update = await directory.follow("", 0, 0)
-        assert [len(change.stored) for change in update.changes] == [3, 3, 2]
+        assert [len(change.stored) for change in update.changes] == [24, 24, 16]  # bytes
         index, follower = copy()
-        index.add("gone", [b"1"])
+        index.add("gone", packed(b"1"))
         await follower.apply(update)
         assert index.replicas == ("a",)
         assert index.blocks_of("a") == 8
@@ -199,10 +201,10 @@ def test_staleness_is_told_from_the_oldest_change():
         directory = PrefixDirectory(DirectoryConfig())
         _, follower = copy(now=10.0)
         assert await catch_up(follower, directory) is None
-        await directory.publish("a", [BlockEvents(0, snapshot=True, at=7.0), BlockEvents(1, (b"1",), at=9.0)])
+        await directory.publish("a", [BlockEvents(0, snapshot=True, at=7.0), BlockEvents(1, packed(b"1"), at=9.0)])
         assert await catch_up(follower, directory) == 3.0
         assert await catch_up(follower, directory) is None
-        await directory.publish("a", [BlockEvents(2, (b"2",), at=11.0)])  # a clock that goes ahead of ours
+        await directory.publish("a", [BlockEvents(2, packed(b"2"), at=11.0)])  # a clock that goes ahead of ours
         assert await catch_up(follower, directory) == 0.0
 
     run(scenario())
@@ -227,7 +229,7 @@ def test_shards_together_know_what_one_directory_knows(events, shards, log_block
             sequences[replica] += 1
 
             def event(mine: set[bytes], replica: str = replica, tier: str = tier, evict: bool = evict) -> BlockEvents:
-                stored, evicted = ((), tuple(mine)) if evict else (tuple(mine), ())
+                stored, evicted = (b"", packed(*mine)) if evict else (packed(*mine), b"")
                 return BlockEvents(sequences[replica], stored, evicted, tier=tier)
 
             await whole.publish(replica, [event(keys)])
@@ -238,10 +240,10 @@ def test_shards_together_know_what_one_directory_knows(events, shards, log_block
         for follower, directory in zip([alone, *followers], [whole, *parts], strict=True):
             await catch_up(follower, directory)
         for replica in "ab":
-            assert set(found.keys_of(replica)) == set(expected.keys_of(replica))
+            assert names(found.keys_of(replica)) == names(expected.keys_of(replica))
             assert found.blocks_of(replica) == expected.blocks_of(replica)
-        for key in set(expected.keys_of("a")) | set(expected.keys_of("b")):
-            assert found.longest_match([key]) == expected.longest_match([key])
+        for each in unpack(expected.keys_of("a") + expected.keys_of("b")):
+            assert found.longest_match([each]) == expected.longest_match([each])
         both = merged([await part.status() for part in parts])
         one = await whole.status()
         assert both["replicas"] == one["replicas"]
@@ -261,9 +263,9 @@ def test_a_shard_that_starts_anew_leaves_the_others_alone():
             mine = [key for key in keys if Shard(number, 2).owns(key)]
             await directory.publish("a", [snapshot(0, *mine)])
             await catch_up(followers[number], directory)
-        assert set(index.keys_of("a")) == set(keys)
+        assert set(unpack(index.keys_of("a"))) == set(keys)
         await catch_up(followers[0], PrefixDirectory(DirectoryConfig(shards=2)))
-        assert set(index.keys_of("a")) == {key for key in keys if key[0] % 2}
+        assert set(unpack(index.keys_of("a"))) == {each for each in keys if each[0] % 2}
         assert index.blocks_of("a") == 10
 
     run(scenario())
@@ -283,9 +285,9 @@ def test_the_limits_hold_for_all_shards_together(shards):
 def test_an_update_survives_the_wire():
     async def scenario() -> None:
         directory = PrefixDirectory(DirectoryConfig())
-        await directory.publish("a", [snapshot(0, b"12345678" * 2)])
+        await directory.publish("a", [snapshot(0, b"12345678")])
         update = await directory.follow("", 0, 0)
         assert pickle.loads(pickle.dumps(update)) == update
-        assert update.changes[0].stored == (b"12345678",)  # shortened once, for log, wire and routers
+        assert update.changes[0].stored == b"12345678"
 
     run(scenario())

@@ -11,6 +11,7 @@ from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.router import Router
 from warmkv.policies.dispatcher import KEPT_SECONDS
 from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes.mask_table import pack
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 
 SIZE = 64
@@ -24,7 +25,7 @@ def request(number: int) -> GenerateRequest:
 def test_what_was_expected_is_held_against_what_was_found() -> None:
     seen, now = Counted(), 0.0
     router = Router(load(flags=[f"prefix_cache.block_size={SIZE}"], environ={}), seen, Random(0), lambda: now)
-    router._dispatcher.index.add("a", HASHES[:3])
+    router._dispatcher.index.add("a", pack(HASHES[:3]))
 
     async def scenario() -> None:
         nonlocal now

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from warmkv.config import RoutingConfig
 from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, KEPT_SECONDS, Dispatcher, InFlightRequests, Recent
 from warmkv.policies.transfer import Fetch
+from warmkv.prefixes.mask_table import pack
 
 REPLICAS = ["a", "b", "c", "d"]
 HASHES = [bytes([number]) * 16 for number in range(100)]
@@ -22,14 +23,14 @@ HASHES = [bytes([number]) * 16 for number in range(100)]
 def dispatcher(slots: int = 16, clock: Callable[[], float] = lambda: 0.0, **settings: object) -> Dispatcher:
     made = Dispatcher(RoutingConfig.model_validate(settings), slots, Random(0), clock)
     for replica in REPLICAS:
-        made.index.add(replica, [])
+        made.index.add(replica, b"")
     return made
 
 
 def test_a_herd_spreads_once_the_warm_replica_is_overloaded_and_returns_when_it_is_free():
     """64 requests for one prefix at once. Each sees the bookings of those before it, so they cannot all pick "a"."""
     routing = dispatcher(overload=8)
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     choices = [routing.choose(str(number), HASHES, REPLICAS) for number in range(64)]
     taken = Counter(choice.order[0] for choice in choices)
     assert taken == routing.in_flight.load
@@ -45,7 +46,7 @@ def test_a_herd_spreads_once_the_warm_replica_is_overloaded_and_returns_when_it_
 
 def test_without_booking_the_herd_would_not_spread():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     for number in range(64):
         assert routing.choose(str(number), HASHES, REPLICAS).order[0] == "a"
         routing.in_flight.release(str(number))
@@ -53,14 +54,14 @@ def test_without_booking_the_herd_would_not_spread():
 
 def test_what_other_routers_sent_counts_as_load_too():
     routing = dispatcher(overload=3)
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     assert routing.choose("1", HASHES, REPLICAS, queues={"a": 2}).order[0] == "a"
     assert routing.choose("2", HASHES, REPLICAS, queues={"a": 3}).order[0] != "a"
 
 
 def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     choice = routing.choose("1", HASHES, REPLICAS, wanted="c")
     assert (choice.order[0], choice.reason, choice.matched) == ("c", "asked", 0)
     assert sorted(choice.order) == REPLICAS
@@ -71,7 +72,7 @@ def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
 
 def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     assert routing.choose("1", HASHES, REPLICAS).order[0] == "a"
     routing.in_flight.give_up("1")
     routing.in_flight.give_up("never booked")
@@ -85,7 +86,7 @@ def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does
 
 def test_replicas_to_avoid_are_left_out_of_one_decision_if_there_are_others():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     assert sorted(routing.choose("1", HASHES, REPLICAS, avoid={"a", "b"}).order) == ["c", "d"]
     assert sorted(routing.choose("2", HASHES, REPLICAS, avoid=set(REPLICAS)).order) == REPLICAS
     assert routing.choose("3", HASHES, REPLICAS).order[0] == "a"
@@ -93,7 +94,7 @@ def test_replicas_to_avoid_are_left_out_of_one_decision_if_there_are_others():
 
 def test_settings_of_a_request_hold_for_its_decision_and_bookings_stay():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     first = routing.choose("1", HASHES, REPLICAS)
     assert (first.order[0], first.reason, first.matched) == ("a", "warm", 100)
     second = routing.choose("2", HASHES, REPLICAS, config=RoutingConfig(policy="least_loaded"))
@@ -104,8 +105,8 @@ def test_settings_of_a_request_hold_for_its_decision_and_bookings_stay():
 
 def test_whoever_gets_a_request_is_told_where_its_prefix_is_warm():
     routing = dispatcher(overload=1)
-    routing.index.add("a", HASHES)
-    routing.index.add("b", HASHES[:50])
+    routing.index.add("a", pack(HASHES))
+    routing.index.add("b", pack(HASHES[:50]))
     choices = [routing.choose(str(number), HASHES, REPLICAS) for number in range(4)]
     assert len({choice.order[0] for choice in choices}) == 4
     assert [choice.fetch for choice in choices] == [Fetch("a", 100)] * 4
@@ -114,8 +115,8 @@ def test_whoever_gets_a_request_is_told_where_its_prefix_is_warm():
 
 def test_a_match_that_is_too_long_is_found_out_by_the_decisions_that_rely_on_it():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
-    routing.index.remove("a", [HASHES[10]])
+    routing.index.add("a", pack(HASHES))
+    routing.index.remove("a", pack([HASHES[10]]))
     assert routing.choose("1", HASHES, REPLICAS).matched == 100
     for _ in range(200):
         routing.mend(routing.choose("1", HASHES, REPLICAS), HASHES)
@@ -181,7 +182,7 @@ def test_a_long_prompt_that_is_being_computed_keeps_others_away_until_its_first_
 
 def test_new_prompts_keep_away_from_a_replica_with_a_hot_prefix_even_while_it_is_idle():
     routing = dispatcher()
-    routing.index.add("a", HASHES)
+    routing.index.add("a", pack(HASHES))
     taken = Counter()
     for number in range(400):
         hashes = HASHES if number % 2 else [f"{number:<16}".encode()]
@@ -209,7 +210,7 @@ def test_what_was_given_counts_less_and_less(given, before):
 
 def test_what_is_warm_or_can_be_fetched_is_not_computed():
     routing = dispatcher(overload=1)
-    routing.index.add("a", HASHES[:60])
+    routing.index.add("a", pack(HASHES[:60]))
     assert [routing.choose(str(turn), HASHES, ["a", "b"]).order[0] for turn in range(2)] == ["a", "b"]
     assert routing.in_flight.prefill == {"a": 40, "b": 40}
     routing.in_flight.book("1", "c")  # Serve took another replica
@@ -222,13 +223,13 @@ class BookingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.routing = dispatcher(overload=2)
-        self.routing.index.add("a", HASHES)
+        self.routing.index.add("a", pack(HASHES))
         self.booked: dict[str, str] = {}
         self.begun: set[str] = set()
 
     @rule(request=st.integers(0, 9).map(str))
     def choose(self, request: str) -> None:
-        self.booked[request] = self.routing.choose(request, [b"cold", *HASHES[:6]], REPLICAS).order[0]
+        self.booked[request] = self.routing.choose(request, [b"cold" * 4, *HASHES[:6]], REPLICAS).order[0]
         self.begun.discard(request)
 
     @rule(request=st.integers(0, 9).map(str))
@@ -313,7 +314,7 @@ def test_a_request_that_is_routed_again_does_not_follow_itself():
 
 def test_the_busier_the_replicas_the_less_a_wait_weighs_against_what_is_warm():
     routing = dispatcher(overload=1000)
-    routing.index.add("a", HASHES[:20])
+    routing.index.add("a", pack(HASHES[:20]))
     routing.in_flight.book("long", "a", 60)
     assert routing.choose("idle", HASHES, REPLICAS).reason == "load"
     for number, name in enumerate("bcd"):

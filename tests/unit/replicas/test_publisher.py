@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.block_keys import key
 from tests.clocks import run
 from warmkv.config import DirectoryConfig
 from warmkv.platform.prefix_directory import IndexFollower, PrefixDirectory
 from warmkv.prefixes.index import HEARTBEAT_SECONDS, PUBLISH_SECONDS, TIERS, PrefixIndex, Shard
+from warmkv.prefixes.mask_table import unpack
 from warmkv.replicas.publisher import Publisher
 
 CONFIG = DirectoryConfig()
@@ -28,9 +30,9 @@ class Store:
     def churn(self) -> None:
         gone = set(self.random.sample(sorted(self.blocks), min(2, len(self.blocks))))
         tier = self.random.choice(TIERS)
-        came = {bytes([self.random.randrange(50)]) for _ in range(3)} - gone
-        for key in gone:
-            del self.blocks[key]
+        came = {key(bytes([self.random.randrange(50)])) for _ in range(3)} - gone
+        for block in gone:
+            del self.blocks[block]
         self.blocks.update(dict.fromkeys(came, tier))
         for publisher in self.publishers:
             publisher.delta(sorted(came), sorted(gone), tier)
@@ -81,7 +83,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
 
         def equal() -> bool:
             found = {
-                name: {key: tier for tier, keys in tiers.items() for key in keys}
+                name: {key: tier for tier, keys in tiers.items() for key in unpack(keys)}
                 for name, tiers in copy.contents().items()
             }
             return all(found.get(name, {}) == store.blocks for name, store in stores.items())
@@ -108,13 +110,13 @@ def test_a_status_goes_with_a_snapshot_and_once_in_a_heartbeat():
             sent.append(([batch.snapshot for batch in batches], status is not None))
             return True
 
-        publisher = Publisher(send, lambda: publisher.snapshot({"device": [b"a"]}), dict, clock=lambda: 0.0)
+        publisher = Publisher(send, lambda: publisher.snapshot({"device": [key(b"a")]}), dict, clock=lambda: 0.0)
         publishing = asyncio.create_task(publisher.run())
         for _ in range(3):
             await asyncio.sleep(1.1 * PUBLISH_SECONDS)
-            publisher.delta([b"b"], [], "device")
+            publisher.delta([key(b"b")], [], "device")
         await asyncio.sleep(2 * PUBLISH_SECONDS)
-        publisher.snapshot({"device": [b"a"]})
+        publisher.snapshot({"device": [key(b"a")]})
         await asyncio.sleep(2 * PUBLISH_SECONDS)
         publishing.cancel()
         assert sent == [([True], True), *[([False], False)] * 3, ([True], True)]

@@ -24,6 +24,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.policies.transfer import Fetch
 from warmkv.policy_spec import PolicySpec
+from warmkv.prefixes.mask_table import pack
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
@@ -227,7 +228,7 @@ def test_blocks_are_fetched_only_where_all_that_may_compute_a_request_can(policy
         cluster.sender.follow({"0": "", "1": "own", "2": "own"})
         await settle(cluster)
         hashes = tuple(bytes([block]) * 16 for block in range(40))
-        cluster.router._dispatcher.index.add("1", [block[:8] for block in hashes])
+        cluster.router._dispatcher.index.add("1", pack(hashes))
         asked = attempt(policy=PolicySpec.model_validate(policy), hashes=hashes)
         box = cluster.sender.send(asked)
         assert (asked.request.fetch is not None) == moves
