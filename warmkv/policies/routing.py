@@ -71,34 +71,31 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
     """
-    replicas, warm, load, slots, recent = view.replicas, view.warm, view.load, view.slots, view.recent
-    load_weight, prefill_weight = config.load_weight * view.idle_share, PREFILL_WEIGHT * view.idle_share
-    prefill, share = view.prefill, RECENT_WEIGHT / (sum(recent.values()) or 1.0)
+    replicas, _, warm, load, slots, _, fetch, prefill, recent, idle, session = view
+    load_weight, prefill_weight = config.load_weight * idle, PREFILL_WEIGHT * idle
+    share = RECENT_WEIGHT / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
     poor, gain, each = -1.0, 0.0, 0.0
-    if view.fetch is not None:
-        waits = max(FETCH_SHARE, view.idle_share)
+    if fetch is not None:
+        waits = max(FETCH_SHARE, idle)
         each = 1 - TRANSFER_BLOCK * waits
-        poor = view.fetch.blocks - worth_fetching()
-        gain = each * view.fetch.blocks - TRANSFER_START * waits
-    loads = [load.get(replica, 0) for replica in replicas]
-    costs = {}
-    for replica, busy in zip(replicas, loads, strict=True):
-        cost = load_weight * busy
-        if replica in prefill:
-            cost += prefill_weight * prefill[replica]
-        if replica in recent:
-            cost += share * recent[replica]
-        if replica in warm:
-            device, _, held = depths = warm[replica]
+        poor = fetch.blocks - worth_fetching()
+        gain = each * fetch.blocks - TRANSFER_START * waits
+    in_flight, ahead, given, held_by = load.get, prefill.get, recent.get, warm.get
+    costs: dict[str, float] = {}
+    for replica in replicas:
+        cost = load_weight * in_flight(replica, 0) + prefill_weight * ahead(replica, 0) + share * given(replica, 0.0)
+        if (depths := held_by(replica)) is None:
+            cost -= gain
+        else:
+            device, _, held = depths
             cost -= device if device == held else blocks_saved(depths)
             if held <= poor:
                 cost -= gain - each * held
-        else:
-            cost -= gain
         costs[replica] = cost
-    if view.session and replicas:
-        costs[_by_session(replicas, view.session)[0]] -= SESSION_CREDIT
+    if session and replicas:
+        costs[_by_session(replicas, session)[0]] -= SESSION_CREDIT
+    loads = [in_flight(replica, 0) for replica in replicas]
     most, limit = max(loads, default=0), min(loads, default=0) + config.overload
     if most >= limit or most > slots:
         for replica, busy in zip(replicas, loads, strict=True):

@@ -134,27 +134,9 @@ class PrefixIndex:
         }
 
     def longest_match(self, hashes: Sequence[bytes]) -> dict[str, Depths]:
-        """Return leading blocks of `hashes` that each replica holds; replicas that hold none are left out.
-
-        All replicas and tiers are bisected together, and apart only where they differ: about log2(n) lookups for
-        each depth that occurs.
-        """
-        get = self._table.get
-        first = get(hashes[0]) if hashes else 0
+        """Return leading blocks of `hashes` that each replica holds; replicas that hold none are left out."""
         found: dict[str, Depths] = {}
-        parts = [(first, 1, len(hashes))] if first else []
-        while parts:
-            bits, low, high = parts.pop()  # each of these bits holds at least the first `low`, at most `high` blocks
-            while low < high:
-                at = (low + high) >> 1
-                deeper = get(hashes[at]) & bits
-                if deeper == bits:
-                    low = at + 1
-                elif not deeper:
-                    high = at
-                else:
-                    parts.append((bits ^ deeper, low, at))
-                    bits, low = deeper, at + 1
+        for bits, low in self._table.leading(hashes):
             alike = (low, low, low)
             for replica, planes in self._holders.get(bits) or self._decode(bits):
                 if planes == FIELD:

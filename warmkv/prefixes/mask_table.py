@@ -92,6 +92,37 @@ class MaskTable:
                 at = 0
         return 0
 
+    def leading(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return bits with how many leading keys have them, of those that the first key has.
+
+        Bits are bisected together, and apart only where they differ: about log2(n) look-ups for each depth that occurs.
+        A key that has a bit is taken to say that those before it have it as well.
+        """
+        view, stride, top, wide = self._view, self._stride, self._shift, self._words > 1
+        end, found = len(view), []
+        first = self.get(keys[0]) if keys else 0
+        parts = [(first, 1, len(keys))] if first else []
+        while parts:
+            bits, low, high = parts.pop()  # at least the first `low` keys, at most `high` have each of these bits
+            while low < high:
+                middle = (low + high) >> 1
+                number = _number(keys[middle])[0]  # `get`, without a call
+                at = (number >> top) * stride
+                while (mask := view[at + 1]) and view[at] != number:
+                    at += stride
+                    if at == end:
+                        at = 0
+                deeper = (self._wide(at) if wide else mask) & bits
+                if deeper == bits:
+                    low = middle + 1
+                elif not deeper:
+                    high = middle
+                else:
+                    parts.append((bits ^ deeper, low, middle))
+                    bits, low = deeper, middle + 1
+            found.append((bits, low))
+        return found
+
     def _wide(self, at: int) -> int:
         mask = 0
         for word in range(self._words):
@@ -99,7 +130,10 @@ class MaskTable:
         return mask
 
     def assign(self, packed: bytes, column: int, code: int) -> int:
-        """Set a column of keys; 0 to take them out. Return by how many more keys it is not 0 now, negative for fewer."""
+        """Set a column of keys; 0 to take them out.
+
+        Returns by how many more keys it is not 0 now, negative for fewer.
+        """
         if column >= self._words * COLUMNS:
             if not code:
                 return 0
