@@ -41,7 +41,8 @@ class Shard:
         if self.of == 1:
             return packed
         keys = numbers(packed)
-        return keys[(keys & 0xFF) % self.of == self.number].tobytes()
+        part: bytes = keys[(keys & 0xFF) % self.of == self.number].tobytes()
+        return part
 
 
 class PrefixIndex:

@@ -66,7 +66,7 @@ class MaskTable:
         """Start with empty rows, a power of two."""
         self._stride, self._rows = 1 + self._words, rows
         self._cells: Words = np.zeros(rows * self._stride, np.uint64)
-        self._view = memoryview(self._cells)  # its items are read and written as Python's integers
+        self._view: memoryview[int] = self._cells.data  # its items are read and written as Python's integers
         self._shift = 64 - (rows.bit_length() - 1)
         self._top = np.uint64(self._shift)
         self._taken = self._held = 0
@@ -82,15 +82,9 @@ class MaskTable:
 
     def get(self, key: bytes) -> int:
         """Return the mask of a key, three bits a column; 0 if it is not held. The key may be longer than 8 bytes."""
-        number, view, stride = _number(key)[0], self._view, self._stride
-        at = (number >> self._shift) * stride
-        while mask := view[at + 1]:
-            if view[at] == number:
-                return self._wide(at) if self._words > 1 else mask & _HELD
-            at += stride
-            if at == len(view):
-                at = 0
-        return 0
+        (number,) = _number(key)
+        at = self._probe(number, (number >> self._shift) * self._stride)
+        return self._wide(at) if self._words > 1 else self._view[at + 1] & _HELD
 
     def leading(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """Return bits with how many leading keys have them, of those that the first key has.
@@ -106,13 +100,13 @@ class MaskTable:
             bits, low, high = parts.pop()  # at least the first `low` keys, at most `high` have each of these bits
             while low < high:
                 middle = (low + high) >> 1
-                number = _number(keys[middle])[0]  # `get`, without a call
+                (number,) = _number(keys[middle])  # `get`, without calls
                 at = (number >> top) * stride
-                while (mask := view[at + 1]) and view[at] != number:
+                while view[at] != number and view[at + 1]:
                     at += stride
                     if at == end:
                         at = 0
-                deeper = (self._wide(at) if wide else mask) & bits
+                deeper = (self._wide(at) if wide else view[at + 1]) & bits
                 if deeper == bits:
                     low = middle + 1
                 elif not deeper:
@@ -206,7 +200,8 @@ class MaskTable:
         if column >= self._words * COLUMNS:
             return np.zeros(len(rows), bool)
         words = self._cells[np.where(found, rows, 0) * self._stride + (1 + column // COLUMNS)]
-        return found & ((words & np.uint64(FIELD << _shift(column))) != 0)
+        held: Flags = (words & np.uint64(FIELD << _shift(column))) != 0
+        return found & held
 
     # --- all rows
 
@@ -215,7 +210,8 @@ class MaskTable:
         if column >= self._words * COLUMNS:
             return b""
         values = self._column(column)
-        return self._table()[values == code if code is not None else values != 0, 0].tobytes()
+        packed: bytes = self._table()[values == code if code is not None else values != 0, 0].tobytes()
+        return packed
 
     def count(self, column: int) -> int:
         """Count the keys of which a column is not 0."""
@@ -257,9 +253,9 @@ class MaskTable:
             on = taken ^ here
             left, keys, rows = left[on], keys[on], rows[on] + 1 & self._rows - 1
         for place, number, row in zip(left.tolist(), keys.tolist(), rows.tolist(), strict=True):
-            at = self._probe(number, row * stride)
-            if self._view[at + 1]:
-                found[place] = at // stride
+            end = self._probe(number, row * stride)
+            if self._view[end + 1]:
+                found[place] = end // stride
         return found
 
     def _claim(self, keys: Words) -> Places:
@@ -274,23 +270,23 @@ class MaskTable:
             cells[wanted] = keys[free]  # of several that want a row, one gets it, and the others go on
             cells[wanted + 1] = _TAKEN_WORD
             here = cells[at] == keys
-            taken += np.count_nonzero(here & free)
+            taken += int(np.count_nonzero(here & free))
             found[left[here]] = rows[here]
             on = ~here
             left, keys, rows = left[on], keys[on], rows[on] + 1 & self._rows - 1
         for place, number, row in zip(left.tolist(), keys.tolist(), rows.tolist(), strict=True):
-            at = self._probe(number, row * stride)
-            if not self._view[at + 1]:
-                self._view[at], self._view[at + 1] = number, _TAKEN
+            end = self._probe(number, row * stride)
+            if not self._view[end + 1]:
+                self._view[end], self._view[end + 1] = number, _TAKEN
                 taken += 1
-            found[place] = at // stride
-        self._taken += int(taken)
+            found[place] = end // stride
+        self._taken += taken
         return found
 
     def _probe(self, number: int, at: int) -> int:
         """Return where the row of a key is, or the first free one, from a place on."""
         view, stride = self._view, self._stride
-        while view[at + 1] and view[at] != number:
+        while view[at] != number and view[at + 1]:
             at += stride
             if at == len(view):
                 at = 0
