@@ -16,7 +16,8 @@ from warmkv.platform.engine_router.memory import EngineMemory
 from warmkv.platform.engine_router.prompts import Prompt
 from warmkv.policies.breaker import Outcome
 from warmkv.policies.dispatcher import Dispatcher
-from warmkv.prefixes.index import Depths
+from warmkv.prefixes.index import TIERS, Depths
+from warmkv.prefixes.mask_table import pack
 
 if TYPE_CHECKING:
     from warmkv.replicas.engines.kv_events import Changes
@@ -49,9 +50,9 @@ class EngineRouter:
     def changed(self, engine: str, changes: Changes, whole: bool) -> None:
         """Follow what a server tells of its cache; `whole` says that nothing is in it of which it has not told."""
         index = self._dispatcher.index
-        index.remove(engine, changes.gone)
-        for key, tier in changes.stored.items():
-            index.add(engine, (key,), tier)
+        index.remove(engine, pack(changes.gone))
+        for tier in TIERS:
+            index.add(engine, pack([key for key, where in changes.stored.items() if where == tier]), tier)
         (self._whole.add if whole else self._whole.discard)(engine)
 
     def choose(self, number: int, prompt: Prompt) -> list[str]:
