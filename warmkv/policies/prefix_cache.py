@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.entry import Entry
@@ -49,8 +51,7 @@ class Match:
     ttl: float = 0.0  # seconds that the last of `chain` lives after each read
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A key and the tokens of the prompt that it holds."""
 
     key: bytes
@@ -136,7 +137,7 @@ class PrefixCache:
         lifetimes = lifetimes or self._lifetimes
         if match is not None and match.chain:
             steps = self.tiers.promote(match.chain, now)
-            yield from _with_spans(steps, spans(match.chain, match.tokens, size))
+            yield from _with_spans(steps, lambda: spans(match.chain, match.tokens, size))
         if lifetimes.automatic:
             yield from self._keep(hashes, len(hashes) * size, size, lifetimes.default, now, tenant)
         for mark in marks:
@@ -187,7 +188,8 @@ class PrefixCache:
             sizes, tokens = self._sizes(chain, position, size)
             sizes, tokens = [*sizes, position * token_bytes], [*tokens, 0]
             steps = self.tiers.store((*chain, key), sizes, tokens, ttl, now, tenant)
-            yield from _with_spans(steps, [*spans(chain, position, size), Span(key, 0, position, sums=True)])
+            known = partial(_spans_and_sums, chain, position, size, key)
+            yield from _with_spans(steps, known)
 
     def highest_mark(self, marks: Sequence[Mark], now: float) -> int:
         """Return position of the last of the marks that may be read now; 0 if none may."""
@@ -198,7 +200,7 @@ class PrefixCache:
     ) -> Iterator[tuple[Step, Span | None]]:
         sizes, tokens = self._sizes(chain, position, size)
         steps = self.tiers.store(chain, sizes, tokens, ttl, now, tenant)
-        yield from _with_spans(steps, spans(chain, position, size))
+        yield from _with_spans(steps, lambda: spans(chain, position, size))
 
     def _sizes(self, chain: Sequence[bytes], position: int, size: int) -> tuple[list[int], list[int]]:
         """Return plain bytes and tokens of the blocks of a chain."""
@@ -208,7 +210,16 @@ class PrefixCache:
         return [count * self._token_bytes for count in tokens], tokens
 
 
-def _with_spans(steps: Iterator[Step], known: Sequence[Span]) -> Iterator[tuple[Step, Span | None]]:
-    by_key = {span.key: span for span in known}
+def _spans_and_sums(chain: Sequence[bytes], position: int, size: int, key: bytes) -> list[Span]:
+    return [*spans(chain, position, size), Span(key, 0, position, sums=True)]
+
+
+def _with_spans(steps: Iterator[Step], known: Callable[[], Sequence[Span]]) -> Iterator[tuple[Step, Span | None]]:
+    """Yield steps, those that store with their spans; `known` is asked once something is stored."""
+    by_key: dict[bytes, Span] = {}
     for step in steps:
-        yield step, by_key[step.key] if isinstance(step, Stored) else None
+        if isinstance(step, Stored):
+            by_key = by_key or {span.key: span for span in known()}
+            yield step, by_key[step.key]
+        else:
+            yield step, None

@@ -89,10 +89,10 @@ class TierIndex:
 
     def match(self, chain: Sequence[bytes], now: float) -> int:
         """Return leading keys of `chain` that are held and alive."""
-        entries = self._entries
+        find = self._entries.get
         for count, key in enumerate(chain):
-            entry = entries.get(key)
-            if entry is None or not _alive(entry, now):
+            entry = find(key)
+            if entry is None or not (entry.expires_at > now or (entry.pins and entry.expires_at != LOST)):
                 return count
         return len(chain)
 
@@ -102,10 +102,10 @@ class TierIndex:
         return entry is not None and entry.mark_expires_at > now
 
     def touch(self, chain: Sequence[bytes], now: float) -> None:
-        """Refresh recency and TTL of every entry of a chain, marks included."""
-        entries = [self._entries[key] for key in chain]
+        """Refresh recency and TTL of what is held of a chain, marks included."""
+        entries, read = self._held_of(chain), self._reuse.read
         for entry in entries:
-            self._reuse.read(entry)
+            read(entry)
             entry.reads += 1
             if entry.mark_expires_at > now:
                 entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
@@ -118,14 +118,19 @@ class TierIndex:
         entry.mark_expires_at = max(entry.mark_expires_at, now + entry.mark_ttl)
 
     def pin(self, chain: Sequence[bytes]) -> list[Entry]:
-        """Keep a chain from its first block on until `unpin` of what is returned."""
-        return self._pin([self._entries[key] for key in chain])
+        """Keep what is held of a chain until `unpin` of what is returned."""
+        return self._pin(self._held_of(chain))
+
+    def _held_of(self, chain: Sequence[bytes]) -> list[Entry]:
+        find = self._entries.get
+        return [entry for key in chain if (entry := find(key)) is not None and entry.expires_at != LOST]
 
     def _pin(self, entries: list[Entry]) -> list[Entry]:
         for entry in entries:
             if not entry.pins:
                 self._pinned += entry.size
-                self._hold(entry)
+                if not entry.children:
+                    self._hold(entry)
             entry.pins += 1
         return entries
 
@@ -134,7 +139,8 @@ class TierIndex:
             entry.pins -= 1
             if not entry.pins:
                 self._pinned -= entry.size
-                self._free(entry)
+                if not entry.children:
+                    self._free(entry)
 
     # --- writing
 
@@ -204,7 +210,8 @@ class TierIndex:
             entry = self._entries[key]
             entry.ttl = max(entry.ttl, ttl)
             entry.expires_at = max(entry.expires_at, now + entry.ttl)
-            self._free(entry)
+            if not entry.children:
+                self._free(entry)
 
     def restore(self, entry: Entry, parent: bytes | None) -> bool:
         """Take up an entry from elsewhere behind `parent`; False, and nothing is done, without parent or room."""
@@ -313,7 +320,8 @@ class TierIndex:
         entry = self._entries[key] = Entry(key, parent, plain, 0, tokens, end, tenant, *life)
         self._resize(entry, size)
         if parent is not None:
-            self._hold(parent)
+            if not parent.children and not parent.pins:
+                self._hold(parent)
             parent.children += 1
         return entry
 
@@ -344,16 +352,20 @@ class TierIndex:
 
     def _refresh(self, entries: list[Entry], now: float) -> None:
         for entry in entries:
-            entry.expires_at = max(entry.expires_at, now + entry.ttl)
+            if (until := now + entry.ttl) > entry.expires_at:
+                entry.expires_at = until
             entry.used_at = now
         self._use(entries)
 
     def _use(self, entries: list[Entry]) -> None:
         """Use a chain from its end to its start, so that a parent is always more recent than its children."""
+        ticks, floor = self._ticks, self._floor
         for entry in reversed(entries):
-            self._ticks += 1
-            entry.used, entry.floor = self._ticks, self._floor
-            self._free(entry)
+            ticks += 1
+            entry.used, entry.floor = ticks, floor
+            if not entry.children:
+                self._free(entry)
+        self._ticks = ticks
 
     def _free(self, entry: Entry) -> None:
         """Make an entry evictable if it is the end of a chain without readers."""
@@ -405,7 +417,3 @@ class TierIndex:
         for name in passed:
             self._largest.set(name, (-self._held[name],))
         return victim
-
-
-def _alive(entry: Entry, now: float) -> bool:
-    return entry.expires_at > now or (entry.pins > 0 and entry.expires_at != LOST)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from warmkv.config import BlockStorage, PrefixCacheConfig
 from warmkv.policies import eviction
@@ -33,16 +34,14 @@ class Tier:
     weigh: Callable[[int, int], int] = as_it_is
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A computed block is kept in a tier."""
 
     key: bytes
     tier: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(NamedTuple):
     """A block of one tier is now in a lower one, too."""
 
     key: bytes
@@ -132,7 +131,7 @@ class Tiers:
     def touch(self, chain: Sequence[bytes], now: float) -> None:
         """Refresh a chain in every tier that holds it or its beginning."""
         for index in self.indexes:
-            index.touch([key for key in chain if key in index], now)
+            index.touch(chain, now)
 
     def mark(self, key: bytes, ttl: float, now: float) -> None:
         for index in self.indexes:
@@ -141,7 +140,7 @@ class Tiers:
 
     def pin(self, chain: Sequence[bytes]) -> list[list[Entry]]:
         """Keep a chain in all tiers until `unpin` of what is returned."""
-        return [index.pin([key for key in chain if key in index]) for index in self.indexes]
+        return [index.pin(chain) for index in self.indexes]
 
     def unpin(self, held: Sequence[Sequence[Entry]]) -> None:
         for index, entries in zip(self.indexes, held, strict=True):
