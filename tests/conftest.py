@@ -47,14 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is for soaking, or everything else; and what only one kind of engine can do, with another.
 
+    `soak(least=N)` leaves a test out of soaks of fewer minutes.
+
     A property is soaked if it gets more examples than without: the same ones again find nothing.
     """
-    soaking = bool(config.getoption("soak_minutes"))
+    minutes = config.getoption("soak_minutes")
+    soaking = bool(minutes)
     own = config.getoption("engine") == "warmkv"
     chosen, others = [], []
     for item in items:
-        marked = item.get_closest_marker("soak") is not None
-        can = own or item.get_closest_marker("own_engine") is None
+        soak = item.get_closest_marker("soak")
+        marked, least = soak is not None, soak.kwargs.get("least", 0) if soak else 0
+        can = (own or item.get_closest_marker("own_engine") is None) and (not soaking or least <= minutes)
         (chosen if can and (marked == soaking or (soaking and _soaks(item))) else others).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)

@@ -170,11 +170,8 @@ def seen_in_grafana(prometheus: str, begun: int, steps: tuple[Any, ...]) -> None
     until(lambda: made <= told(), "every step is marked with its reason")
 
 
-def test_the_cluster_gets_to_the_best_ttl_and_budget_by_itself_and_turns_back(
-    cluster: Cluster, tmp_path: Path, soak_minutes: float
-) -> None:
-    if soak_minutes < 1:
-        pytest.skip("takes four minutes: make soak MINUTES=1")
+@pytest.mark.soak(least=1)  # it takes four minutes
+def test_the_cluster_gets_to_the_best_ttl_and_budget_by_itself_and_turns_back(cluster: Cluster, tmp_path: Path) -> None:
     begun = int(time.time())
     control = {"whatif": {"quality": str(evaluated(tmp_path))}, "autopilot": {"settle_seconds": REST}}
     with (

@@ -157,11 +157,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(least=1)  # below that there is hardly time for one, and `make test` has each
 @pytest.mark.timeout(0)
 def test_faults_come_in_any_order_for_as_long_as_is_asked(service: Service, soak_minutes: float):
-    if soak_minutes < 1:
-        pytest.skip("hardly time for one fault, and `make test` has each: make soak MINUTES=1")
     end, chance = time.monotonic() + 60 * soak_minutes, random.Random(0)
     while time.monotonic() < end:
         with suppress(pytest.skip.Exception):  # this machine cannot

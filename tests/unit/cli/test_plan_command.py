@@ -95,7 +95,7 @@ def test_the_choice_holds_on_what_was_held_back_and_one_fewer_does_not(
     assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * dollars * 730)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(least=0.5)
 def test_the_choice_holds_on_a_public_trace(model: Path, tmp_path: Path) -> None:
     seen, held_back = halves(published("mooncake_conversation.jsonl").read_text().splitlines(), tmp_path)
     slo = "ttft_p99<10,tpot_p99<0.1"

@@ -225,11 +225,9 @@ def test_what_is_installed_is_pinned() -> None:
     assert "hatchling" in pinned
 
 
-@pytest.mark.soak
-def test_the_install_steps_run_in_a_clean_folder(tmp_path: Path, soak_minutes: float) -> None:
+@pytest.mark.soak(least=0.5)  # downloads torch and installs everything, some two minutes
+def test_the_install_steps_run_in_a_clean_folder(tmp_path: Path) -> None:
     """Those of the CPU's image, with its folders below one of ours, on this machine's Python."""
-    if soak_minutes < 0.5:
-        pytest.skip("downloads torch and installs everything, some two minutes: make soak MINUTES=0.5")
     source = context(tmp_path)
     found = stages(DOCKERFILE.read_text())
     venv, wheels, tools = tmp_path / "opt", tmp_path / "wheels", tmp_path / "tools"
