@@ -80,7 +80,7 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
     """What has a target, then everything else that was measured."""
     from benchmarks.report import figure, ratios
 
-    targets = {"decision_microseconds_p50": 30.0, "index_bytes_per_block": 120.0, "directory_bytes_per_block": 200.0}
+    targets = {"decision_microseconds_p50": 30.0, "index_bytes_per_block": 60.0, "directory_bytes_per_block": 200.0}
     found = []
     if {"decision", "tree"} <= set(run.races):
         times = ratios(measured.get("tree_match_microseconds_p50", []), measured["decision_microseconds_p50"])
