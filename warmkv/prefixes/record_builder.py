@@ -261,8 +261,11 @@ class Builder:
 
     def _numbered(self, words: Sequence[str]) -> Smalls:
         known = self._names
-        for word in dict.fromkeys(words):
-            known.setdefault(word, len(known))
+        try:
+            return np.fromiter(map(known.__getitem__, words), np.int32, len(words))
+        except KeyError:  # of a name that is new
+            for word in dict.fromkeys(words):
+                known.setdefault(word, len(known))
         return np.fromiter(map(known.__getitem__, words), np.int32, len(words))
 
     def build(self) -> RecordColumns:

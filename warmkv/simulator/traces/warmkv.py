@@ -15,8 +15,8 @@ from warmkv.simulator.traces.columns import Builder, Row, Trace
 from warmkv.simulator.traces.rows import Format, Items, has_keys, lines
 
 KEYS = ("v", "arrival", "tenant", "block_size")
-MANY = 4096  # lines that are read at a time
-MOST = 1 << 23  # characters of them
+MANY = 1024  # lines that are read at a time: what they become fits into a core's cache
+MOST = 1 << 22  # characters of them
 
 
 class LogLines(NamedTuple):
