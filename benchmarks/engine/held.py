@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,6 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.paged import PagedSlab
-from warmkv.replicas.slots.rows import FREE
 from warmkv.replicas.slots.slot import Slot, SlotRequest
 from warmkv.replicas.slots.slots import SlotPool
 
@@ -132,16 +131,13 @@ class Memory:
             if request.slot.id in full:
                 blocks.update(request.hashes)
                 rest += (request.slot.tokens - BLOCK * len(request.hashes)) * token
-        for slab in self.pool.slabs:
-            for row in range(slab.rows):
-                if slab.state.owner[row] in (FREE, *full):
-                    continue
-                if isinstance(slab, PagedSlab):
-                    rest += int(slab.state.count[row]) * token // self.shape.kv_heads
-                else:
-                    used = min(slab.state.count[row], slab.state.limit[row])
-                    each = row_bytes(slab.kind, self.shape) / slab.kind.capacity
-                    rest += int(used * each) * len(slab.layers)
+            elif request.slot.paged:
+                ((slab, rows),) = request.slot.places
+                rest += int(slab.state.count[rows[0]]) * token
+            for piece in request.slot.pieces:
+                used = np.minimum(piece.state.count[piece.rows], piece.state.limit[piece.rows]).sum()
+                each = row_bytes(piece.kind, self.shape) / piece.kind.capacity
+                rest += int(used * each) * len(piece.layers)
         return len(blocks) * BLOCK * token + rest
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.kernels import LaunchProgress
-from warmkv.replicas.slots.row_tables import FACTS, NUMBERS, PARTS, RowBatch, RowTables
+from warmkv.replicas.slots.row_facts import FACTS, PARTS
+from warmkv.replicas.slots.row_tables import NUMBERS, RowBatch, RowTables
 
 
 def at_address(address: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from warmkv.policies.slot_sizes import RowKind
-from warmkv.replicas.slots.rows import Ints
 
 Row = tuple[RowKind, int, int]
 """The kind of a row, the entries that it may use, and those that it begins with."""
@@ -29,13 +28,12 @@ def wanted_rows(rows: Sequence[Sequence[Row]]) -> list[Wanted]:
     return wanted
 
 
-def alike(rows: list[int], heads: Ints, kept: list[int]) -> list[slice]:
-    """Group neighbouring rows of neighbouring heads that keep the same number of entries."""
+def alike(rows: Sequence[int], heads: Sequence[int], kept: Sequence[int]) -> list[slice]:
+    """Group places in `rows` whose rows and heads are neighbours and keep as many entries; `kept` is by head."""
     runs: list[slice] = []
-    for row in rows:
-        head = heads[row]
-        if runs and runs[-1].stop == row and heads[row - 1] == head - 1 and kept[heads[row - 1]] == kept[head]:
-            runs[-1] = slice(runs[-1].start, row + 1)
+    for at, (row, head) in enumerate(zip(rows, heads, strict=True)):
+        if at and rows[at - 1] == row - 1 and heads[at - 1] == head - 1 and kept[head - 1] == kept[head]:
+            runs[-1] = slice(runs[-1].start, at + 1)
         else:
-            runs.append(slice(row, row + 1))
+            runs.append(slice(at, at + 1))
     return runs

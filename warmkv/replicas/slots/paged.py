@@ -18,6 +18,8 @@ from torch import Tensor
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policies.slot_sizes import KVShape, RowKind
+from warmkv.replicas.slots.piece import Piece
+from warmkv.replicas.slots.row_facts import PARTS, line
 from warmkv.replicas.slots.rows import FREE, Bools, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
@@ -71,8 +73,25 @@ class PagedSlab(Slab):
         """Return 0: a slot in pages keeps its bytes set aside, for it takes them by and by."""
         return 0
 
+    def bytes_of(self, rows: Sequence[int]) -> int:
+        return 0
+
     def tensors(self) -> list[Tensor]:
         return [page for pages in self.pages.values() for page in pages.tensors]
+
+    def pieces(self, rows: Sequence[int]) -> list[Piece]:
+        """Return none: what a slot has in pages is not filled row by row."""
+        return []
+
+    def facts(self) -> Ints:
+        found = super().facts()
+        found[line("capacity")], found[line("page_size")] = self.state.limit, self.size
+        row = np.arange(self.rows)
+        for part, table in zip(("keys", "values"), self.table, strict=True):
+            at = PARTS.index(part)
+            found[at] = table.data_ptr() + row * table.stride(0) * table.element_size()
+            found[len(PARTS) + at] = self.layer_bytes
+        return found
 
     # --- slots come and go
 
@@ -92,10 +111,10 @@ class PagedSlab(Slab):
         """Return none: they take no memory, and only `take_rows` gives them to a slot."""
         return []
 
-    def release(self, row: int) -> None:
-        """Free a row, and with the first of a slot its pages, of which others may hold some."""
-        self.pages.pop(row, None)
-        self.state.free(row)
+    def release(self, rows: Sequence[int]) -> None:
+        """Free the rows of a slot, and its pages, of which others may hold some."""
+        self.pages.pop(rows[0], None)
+        self.state.free(rows)
 
     @torch.inference_mode()
     def hand_over(
@@ -130,12 +149,12 @@ class PagedSlab(Slab):
         shape = self._shape
         size = (2, shape.layers, shape.kv_heads, self.size, shape.head_dim)
         whole = block.shape == size and block.is_contiguous() and block.data_ptr() % ALIGNED == 0
-        return whole and block.dtype == self._dtype and block.device.type == self._device.type
+        return whole and block.dtype == self.dtype and block.device.type == self._device.type
 
     def _allocate(self) -> Tensor:
         shape = self._shape
         size = 2, shape.layers, shape.kv_heads, self.size, shape.head_dim
-        return torch.empty(size, dtype=self._dtype, device=self._device)
+        return torch.empty(size, dtype=self.dtype, device=self._device)
 
     @torch.inference_mode()
     def swap_out_pages(self, row: int) -> SwappedPages:

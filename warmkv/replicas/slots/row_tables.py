@@ -18,39 +18,12 @@ from torch import Tensor
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import STORAGES
-from warmkv.replicas.slots.paged import PagedSlab
+from warmkv.replicas.slots.row_facts import NOT_FUSED, PARTS, VECTORS, line
 from warmkv.replicas.slots.rows import ARGMIN, Advance, Bools, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
 
 if TYPE_CHECKING:
     from warmkv.replicas.slots.slot import Slot
-
-PARTS = (
-    "keys", "keys_second", "keys_third", "values", "values_second", "values_third",
-    "uncompressed_keys", "uncompressed_values", "sink_keys", "scores", "ages", "lowest", "highest",
-)  # fmt: skip
-"""What a row holds. The table of facts begins with the address of each in the first layer of its slab, then has the
-bytes to the next layer."""
-
-VECTORS = ("keys", "values", "uncompressed_keys", "uncompressed_values", "sink_keys", "lowest", "highest")
-"""Parts of which kernels load whole vectors."""
-
-FACTS = (
-    "first_layer",
-    "capacity",  # packed entries that it has room for
-    "front",  # entries of the front, in the model's dtype
-    "uncompressed",  # of front and tail
-    "sinks",
-    "page",  # entries of a page of which only the promising are read; 0: all are read
-    "window",  # newest tokens that are seen, by their ages; 0: all
-    "scored",  # whether the attention received is kept
-    "replaced",  # whether it is that of the last step alone
-    "alike",  # whether it is summed over the KV heads of a sequence
-    "aged",
-    "rebased",  # whether sinks are rotated on
-    "page_size",  # entries of the pages that it lies in: `keys` and `values` list their addresses; 0: in none
-)
-"""What else is known of a row, behind these."""
 
 NUMBERS = (
     "entry",  # where the new token goes (of front and tail, where there are any)
@@ -75,6 +48,8 @@ SPLIT_ENTRIES = 256
 PROGRAMS = 8
 """Programs for a multiprocessor: a few run beside each other, and the last to start are a small part of all."""
 MOST_SPLITS = 64
+LEAST_ROWS = 64
+"""Columns of the tables; there are twice as many whenever rows lack some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +98,7 @@ class RowTables:
         self.taken = torch.empty(shape.layers, 0, dtype=torch.int64, device=device)
         self._host = _pinned(torch.empty(0, 0, dtype=torch.int64), device)
         self._known: Ints = np.empty((0, 0), dtype=np.int64)
+        self._rows, self._dtype = 0, torch.float32
         self._slots: tuple[Slot, ...] = ()
         self._batches: list[list[RowBatch]] = [[] for _ in range(shape.layers)]
         cuda = device.type == "cuda"
@@ -133,21 +109,24 @@ class RowTables:
         if self._state is state:
             return False
         self._state = state
-        self._known = np.concatenate([_facts(slab) for slab in slabs], axis=1)
-        rows = self._known.shape[1]
+        known = np.concatenate([slab.facts() for slab in slabs], axis=1)
+        rows = self._rows = known.shape[1]
+        room = max(LEAST_ROWS, 1 << (rows - 1).bit_length())  # so that tables stay where they are while few rows come
+        self._known = np.pad(known, [(0, 0), (0, room - rows)])
+        self._dtype = slabs[0].dtype
         self.facts = self.workspace("facts", self._known.shape, torch.int64)
         self.facts.copy_(torch.from_numpy(self._known))
-        self.numbers = self.workspace("numbers", (len(NUMBERS), rows), torch.int64)
-        self.taken = self.workspace("taken", (self._shape.layers, rows), torch.int64)
-        self._host = _pinned(torch.empty(len(NUMBERS), rows, dtype=torch.int64), self._device)
+        self.numbers = self.workspace("numbers", (len(NUMBERS), room), torch.int64)
+        self.taken = self.workspace("taken", (self._shape.layers, room), torch.int64)
+        if self._host.shape != self.numbers.shape:
+            self._host = _pinned(torch.zeros(self.numbers.shape, dtype=torch.int64), self._device)
         return True
 
     def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints) -> None:
         """Upload the numbers of a step. `ages` are positions of new tokens, of which the model sees `shifts` less."""
         lengths = np.where(active, done.lengths, 1)
-        host = self._host.numpy()
-        for line, column in zip(
-            host,
+        for numbers, column in zip(
+            self._host.numpy(),
             (
                 np.where(active, done.entries, 0),
                 done.before,
@@ -166,7 +145,7 @@ class RowTables:
             ),
             strict=True,
         ):
-            line[:] = column
+            numbers[: self._rows] = column
         self.numbers.copy_(self._host, non_blocking=True)
 
     def batches(self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints) -> list[list[RowBatch]]:
@@ -177,33 +156,29 @@ class RowTables:
         moved = self._follow(slabs, state)
         if moved or self._slots != tuple(slots):
             self._slots = ()
-            self._batches = self._lay_out(slabs, state, at, len(slots))
+            self._batches = self._lay_out(state, at, len(slots))
             self._slots = tuple(slots)
         return self._batches
 
-    def _lay_out(self, slabs: Sequence[Slab], state: RowTable, at: Ints, sequences: int) -> list[list[RowBatch]]:
+    def _lay_out(self, state: RowTable, at: Ints, sequences: int) -> list[list[RowBatch]]:
         heads = self._shape.kv_heads
+        facts = self._known[:, : self._rows]
+        storage, first, layers = (facts[line(name)] for name in ("storage", "first_layer", "layers"))
+        mine = np.flatnonzero((at >= 0) & (storage != NOT_FUSED))
+        of = np.repeat(mine, layers[mine])  # each as often as it has layers
+        layer = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(layers[mine]) - layers[mine], layers[mine])
         rows = np.full((self._shape.layers, sequences * heads), -1, dtype=np.int64)
-        owner = np.zeros(len(at), dtype=np.int64)  # slabs of rows
-        start = 0
-        for number, slab in enumerate(slabs):
-            mine = start + np.flatnonzero(at[start : start + slab.rows] >= 0)
-            owner[start : start + slab.rows] = number
-            start += slab.rows
-            if slab.is_fused:
-                rows[slab.layers.start : slab.layers.stop, at[mine] * heads + state.head[mine]] = mine
+        rows[layer, at[of] * heads + state.head[of]] = of
         batches: list[list[_Layout]] = []
-        for layer, there in enumerate(rows):
-            if layer and (there == rows[layer - 1]).all():
+        for number, there in enumerate(rows):
+            if number and (there == rows[number - 1]).all():
                 batches.append(batches[-1])
                 continue
             places = np.flatnonzero(there >= 0)
-            storages = np.array([slabs[number].kind.storage for number in owner[there[places]]])
             batches.append([])
-            for name in dict.fromkeys(storages.tolist()):
-                of = places[storages == name]
-                first = slabs[owner[there[of[0]]]].memory.keys[0].dtype
-                batches[-1].append(self._layout(STORAGES[name], there[of], of, state.reads[there[of]], first))
+            for name in dict.fromkeys(storage[there[places]].tolist()):
+                these = places[storage[there[places]] == name]
+                batches[-1].append(self._layout(name, there[these], these, state.reads[there[these]]))
         distinct = list({id(each): each for layer in batches for each in layer}.values())
         index = np.concatenate([np.zeros(0, dtype=np.int64), *(part for each in distinct for part in each.index)])
         sizes = [len(part) for each in distinct for part in each.index]
@@ -216,14 +191,13 @@ class RowTables:
             made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
         return [[made[id(each)] for each in layer] for layer in batches]
 
-    def _layout(
-        self, storage: StorageFormat, rows: Ints, places: Ints, reads: Ints, first_type: torch.dtype
-    ) -> _Layout:
-        """Lay out a launch over rows at their places in the batch; `reads` are those of the rows."""
+    def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints) -> _Layout:
+        """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows."""
+        storage = list(STORAGES.values())[number]
 
         def fact(name: str) -> Ints:
-            line: Ints = self._known[2 * len(PARTS) + FACTS.index(name), rows]
-            return line
+            known: Ints = self._known[line(name), rows]
+            return known
 
         page, scored = fact("page"), fact("scored") > 0
         entries = fact("capacity") + fact("uncompressed")
@@ -242,7 +216,7 @@ class RowTables:
         facts = {
             "storage": storage,
             "logits": int(logits.sum()),
-            "first_type": first_type,
+            "first_type": self._dtype if storage.plain else torch.uint8,
             "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
             "most_splits": int(splits.max()),
             "most_entries": int(entries.max()),
@@ -273,52 +247,6 @@ def split_counts(entries: Ints, processors: int) -> Ints:
     each = max(SPLIT_ENTRIES, -(-int(entries.sum()) // (PROGRAMS * processors)))
     counts: Ints = np.clip(entries // each, 1, MOST_SPLITS)
     return counts
-
-
-def _facts(slab: Slab) -> Ints:
-    """Return the facts of a slab's rows."""
-    kind, memory = slab.kind, slab.memory
-    parts = (
-        *_three(memory.keys),
-        *_three(memory.values),
-        memory.uncompressed_keys,
-        memory.uncompressed_values,
-        memory.sink_keys,
-        memory.scores,
-        memory.ages,
-        memory.lowest,
-        memory.highest,
-    )
-    row = np.arange(slab.rows)
-    addresses = [part.data_ptr() + row * part.stride(1) * part.element_size() for part in parts]
-    strides = [np.full(slab.rows, part.stride(0) * part.element_size()) for part in parts]
-    capacity, page_size = np.full(slab.rows, kind.packed), 0
-    if isinstance(slab, PagedSlab):
-        capacity, page_size = slab.state.limit, slab.size
-        for part, table in zip(("keys", "values"), slab.table, strict=True):
-            addresses[PARTS.index(part)] = table.data_ptr() + row * table.stride(0) * table.element_size()
-            strides[PARTS.index(part)] = np.full(slab.rows, slab.layer_bytes)
-    facts = (
-        slab.layers[0],
-        capacity,
-        kind.front,
-        kind.front + kind.tail,
-        kind.sinks,
-        kind.page,
-        kind.window,
-        kind.decode == "argmin",
-        kind.replaces,
-        kind.alike,
-        kind.aged,
-        kind.rebased,
-        page_size,
-    )
-    return np.stack([*addresses, *strides, *(np.full(slab.rows, fact) for fact in facts)]).astype(np.int64)
-
-
-def _three(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return three parts; the first stands in for those that are not."""
-    return (*parts, *parts[:1] * 2)[:3]
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -55,9 +55,13 @@ class RowTable:
         """Free rows."""
         state = cls.over(np.zeros((len(fields(cls)), rows), dtype=np.int64))
         state.owner[:] = FREE
-        state.decode[:] = get_args(DecodeRule).index(kind.decode)
-        state.grouped[:], state.front[:], state.sinks[:] = kind.grouped, kind.front, kind.sinks
+        state.become(slice(None), kind)
         return state
+
+    def become(self, rows: slice | Sequence[int], kind: RowKind) -> None:
+        """Let rows be of a kind from now on."""
+        self.decode[rows] = get_args(DecodeRule).index(kind.decode)
+        self.grouped[rows], self.front[rows], self.sinks[rows] = kind.grouped, kind.front, kind.sinks
 
     @classmethod
     def over(cls, matrix: Ints) -> RowTable:
@@ -97,11 +101,11 @@ class RowTable:
         """Return some rows, as copies."""
         return RowTable.over(self._matrix()[:, list(rows)])
 
-    def free(self, row: int) -> None:
-        """Forget what a row held."""
+    def free(self, rows: Sequence[int]) -> None:
+        """Forget what rows held."""
         for field in fields(self)[:-4]:
-            getattr(self, field.name)[row] = 0
-        self.owner[row] = FREE
+            getattr(self, field.name)[rows] = 0
+        self.owner[rows] = FREE
 
     def take(self, rows: Sequence[int], other: RowTable, which: Sequence[int]) -> None:
         """Copy `which` rows of another table into these rows, which keep their owner."""

@@ -20,6 +20,8 @@ from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress, RowMetadata
+from warmkv.replicas.slots.piece import Piece
+from warmkv.replicas.slots.row_facts import NOT_FUSED, facts, line
 from warmkv.replicas.slots.row_memory import RowMemory
 from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
@@ -41,7 +43,7 @@ class Slab:
     ) -> None:
         self.kind, self.layers, self.rows = kind, layers, rows
         self.storage = STORAGES[kind.storage]
-        self._row_bytes, self._dtype, self._device = row_bytes(kind, shape), dtype, device
+        self._row_bytes, self.dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
         self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
@@ -63,29 +65,31 @@ class Slab:
     def free_rows(self) -> list[int]:
         return np.flatnonzero(self.state.owner == FREE).tolist()
 
+    def bytes_of(self, rows: Sequence[int]) -> int:
+        """Return the bytes of the rows of a slot."""
+        return self._row_bytes * len(rows) * len(self.layers)
+
+    def pieces(self, rows: Sequence[int]) -> list[Piece]:
+        """Return the rows of a slot, by kind and layers."""
+        return [Piece(self.layers, self.kind, self.state, list(rows), self.memory, list(rows))]
+
+    def facts(self) -> Ints:
+        """Return what kernels know of the rows [2 * parts + facts, rows]."""
+        found = facts(self.kind, self.layers, self.memory, self.rows)
+        if not self.is_fused:
+            found[line("storage")] = NOT_FUSED
+        return found
+
     def claim(self, row: int, owner: int, head: int) -> None:
         self.state.owner[row], self.state.head[row] = owner, head
 
     @torch.inference_mode()
-    def release(self, row: int) -> None:
-        """Free a row. It is cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
-        self.state.free(row)
+    def release(self, rows: Sequence[int]) -> None:
+        """Free rows. They are cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
+        self.state.free(rows)
         for tensor in self.memory.tensors():
-            tensor[:, row].zero_()
-
-    @torch.inference_mode()
-    def take_out(self, rows: list[int]) -> tuple[RowTable, list[Tensor]]:
-        """Copy what some rows hold to host memory."""
-        index = torch.tensor(rows, device=self._device)
-        return self.state.chosen(rows), [tensor[:, index].cpu() for tensor in self.memory.tensors()]
-
-    @torch.inference_mode()
-    def put_in(self, rows: list[int], state: RowTable, tensors: Sequence[Tensor], which: list[int]) -> None:
-        """Fill claimed rows with `which` of the rows that were taken out of a slab of this kind and these layers."""
-        index, source = torch.tensor(rows, device=self._device), torch.tensor(which)
-        for mine, tensor in zip(self.memory.tensors(), tensors, strict=True):
-            mine[:, index] = tensor[:, source].to(self._device)
-        self.state.take(rows, state, which)
+            for row in rows:
+                tensor[:, row].zero_()
 
     @torch.inference_mode()
     def compact(self) -> dict[int, int]:
@@ -95,21 +99,6 @@ class Slab:
         self.memory = self.memory.map(lambda tensor: tensor.index_select(1, index))
         self.state, self.rows = self.state.chosen(used), len(used)
         return {row: at for at, row in enumerate(used)}
-
-    # --- from the hand-off
-
-    def fill(self, layer: int, rows: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None) -> None:
-        """Hand over what started rows [n], all alike, keep of a prompt: keys and values [n, kept, head_dim].
-
-        ages and scores [n, kept] are positions in the prompt and the attention received.
-        """
-        packed = int(self.state.packed[rows.start]) if self.kind.grouped else keys.shape[1]
-        self.memory.fill(layer - self.layers[0], rows, packed, keys, values, ages, scores)
-
-    @torch.inference_mode()
-    def rebase(self, rows: list[int], angles: Tensor) -> None:
-        """Rotate the keys of rows back by `angles` [head_dim / 2], but for sinks that are rotated on."""
-        self.memory.rebase(torch.tensor(rows, device=self._device), angles)
 
     # --- a decode step
 
@@ -134,7 +123,7 @@ class Slab:
         if not kind.page and (kind.grouped or reach > host.packed.min()):
             packed = self._counting[:reach] < device.packed[:, None]
             seen = packed if uncompressed_tail is None else torch.cat([packed, uncompressed_tail], dim=1)
-            bias = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+            bias = torch.zeros(seen.shape, dtype=self.dtype, device=self._device)
             bias.masked_fill_(~seen, float("-inf"))
         return AttentionMetadata(
             numbers=device,
@@ -223,7 +212,7 @@ class Slab:
         ages = self.memory.ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
         left = ages <= step.numbers.ages[:, None] - self.kind.window
-        bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self._dtype, device=self._device)
+        bias = step.bias if step.bias is not None else torch.zeros(left.shape, dtype=self.dtype, device=self._device)
         return bias.masked_fill(left, float("-inf"))
 
     def _places(self, at: int, step: AttentionMetadata) -> Tensor:

@@ -10,6 +10,7 @@ from warmkv.policies import budgets, sliding
 from warmkv.policies.slot_sizes import RowKind, layer_row_kind
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.paged import SwappedPages
+from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.rows import RowTable
 from warmkv.replicas.slots.slabs import Slab
 
@@ -54,7 +55,12 @@ class Slot:
 
     @property
     def resident_bytes(self) -> int:
-        return self.reserved + sum(len(rows) * slab.allocated_bytes // slab.rows for slab, rows in self.places)
+        return self.reserved + sum(slab.bytes_of(rows) for slab, rows in self.places)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return its rows by kind and layers; none that lie in pages."""
+        return [piece for slab, rows in self.places for piece in slab.pieces(rows)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,12 @@ from torch import Tensor
 from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
-from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, slot_bytes
+from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes, slot_bytes
+from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
-from warmkv.replicas.slots.layout import Row, Wanted, alike, wanted_rows
+from warmkv.replicas.slots.apart import ApartSlab
+from warmkv.replicas.slots.hand_over import hand_over
+from warmkv.replicas.slots.layout import Row, Wanted, wanted_rows
 from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page
 from warmkv.replicas.slots.row_tables import RowTables
 from warmkv.replicas.slots.rows import FREE, RowTable
@@ -26,7 +29,7 @@ from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slot import Slot, SlotPiece, SlotRequest, SwappedSlot
 
 SLAB_SLOTS = 4
-"""Slots of a kind's first slab. Each further one doubles them: a step attends slab by slab."""
+"""Slots of a kind's first slab. Each further one doubles them: a step attends, or packs groups, slab by slab."""
 
 
 class SlotPool:
@@ -42,6 +45,7 @@ class SlotPool:
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
         self._tables: RowTables | None = None
+        self._left = False  # whether slabs may have become empty
 
     @property
     def rows(self) -> RowTable:
@@ -72,6 +76,7 @@ class SlotPool:
         Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off; where
         it lies in pages, until it is released. Empty slabs of other sizes are given back before the answer is None.
         """
+        self.give_back()
         slot = self._new_slot(slot_request)
         claimed = False
         try:
@@ -95,10 +100,10 @@ class SlotPool:
             self._row(slot_request, layer, slot_request.in_window(kept, self.shape.window(layer)))
             for layer, kept in enumerate(layers)
         ]
-        if len(set(rows)) == 1:
-            slot.paged = can_page(rows[0][0], self.page_size)
-            return self._set_aside(slot, limit) if slot.paged else self._claim_uniform(slot, rows[0][0], limit)
-        return self._claim_ragged(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
+        slot.paged = len(set(rows)) == 1 and can_page(rows[0][0], self.page_size)
+        if slot.paged or kernels.reads(slot_request.spec.storage_format, self._dtype, self._device):
+            return self._set_aside(slot, limit)
+        return self._claim_rows(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
 
     def _set_aside(self, slot: Slot, limit: int) -> bool:
         """Set aside the bytes that a slot may need, and claim nothing yet."""
@@ -209,9 +214,17 @@ class SlotPool:
         if self.slots.pop(slot.id, None) is None:
             return
         for slab, rows in slot.places:
-            for row in rows:
-                slab.release(row)
+            slab.release(rows)
+            self._left |= slab.is_fused
         slot.places, slot.reserved = [], 0
+
+    def give_back(self) -> None:
+        """Give back slabs that are empty since a slot left, where kernels attend; not while a step goes on."""
+        if self._left:
+            self._left = False
+            kept = [slab for slab in self.slabs if not (slab.is_fused and slab.allocated_bytes and slab.is_empty)]
+            if len(kept) < len(self.slabs):
+                self.slabs, self._rows = kept, None
 
     def swap_out(self, slot: Slot) -> SwappedSlot:
         """Copy a slot that decodes to host memory, and free it."""
@@ -219,7 +232,7 @@ class SlotPool:
             slab, rows = self._in_pages(slot)
             pieces = [SlotPiece(slab.layers, slab.kind, slab.state.chosen(rows), [], slab.swap_out_pages(rows[0]))]
         else:
-            pieces = [SlotPiece(slab.layers, slab.kind, *slab.take_out(rows)) for slab, rows in slot.places]
+            pieces = [SlotPiece(piece.layers, piece.kind, *piece.take_out()) for piece in slot.pieces]
         swapped = SwappedSlot(slot.slot_request, slot.tokens, slot.shift, pieces, slot.resident_bytes)
         self.release(slot)
         return swapped
@@ -241,22 +254,19 @@ class SlotPool:
 
     @staticmethod
     def _put_back(slot: Slot, swapped: SwappedSlot) -> None:
-        for slab, rows in slot.places:
+        for mine in slot.pieces:
             for piece in swapped.pieces:
-                if (piece.kind, piece.layers) == (slab.kind, slab.layers):
-                    heads = piece.state.head.tolist()
-                    mine = [row for row in rows if slab.state.head[row] in heads]
-                    if mine:  # rows of one kind and layer may come from several slabs, and return to others
-                        which = [heads.index(slab.state.head[row]) for row in mine]
-                        slab.put_in(mine, piece.state, piece.tensors, which)
+                if (piece.kind, piece.layers) == (mine.kind, mine.layers):
+                    held, heads = piece.state.head.tolist(), mine.heads
+                    at = [i for i, head in enumerate(heads) if head in held]
+                    if at:  # rows of one kind and layer may come from several slabs, and return to others
+                        mine.put_in(at, piece.state, piece.tensors, [held.index(heads[i]) for i in at])
 
     def _claim_again(self, slot: Slot, pieces: Sequence[SlotPiece], limit: int) -> bool:
-        if len(pieces[0].layers) == self.shape.layers and len(pieces) == 1:
-            return self._claim_uniform(slot, pieces[0].kind, limit)
         heads: dict[tuple[range, RowKind], list[int]] = {}
         for piece in pieces:
             heads.setdefault((piece.layers, piece.kind), []).extend(piece.state.head.tolist())
-        return self._claim_ragged(slot, [(*place, sorted(of)) for place, of in heads.items()], limit)
+        return self._claim_rows(slot, [(*place, sorted(of)) for place, of in heads.items()], limit)
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
         """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
@@ -265,10 +275,10 @@ class SlotPool:
         """
         if slot.tokens - slot.shift < most:
             return
-        longest = max(int(slab.state.limit[rows[0]]) for slab, rows in slot.places)
+        longest = max(int(piece.state.limit[piece.rows[0]]) for piece in slot.pieces)
         back = slot.tokens - slot.shift - longest
-        for slab, rows in slot.places:
-            slab.rebase(rows, back * inv_freq)
+        for piece in slot.pieces:
+            piece.rebase(back * inv_freq)
         slot.shift += back
 
     def fill(
@@ -281,49 +291,53 @@ class SlotPool:
         if slot.paged:
             self._fill_pages(slot, prompt, selections, stored)
             return
-        slot_request = slot.slot_request
         counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
         if slot.reserved:
-            asked = [[self._row(slot_request, layer, kept) for kept in heads] for layer, heads in enumerate(counts)]
-            slot.reserved = 0
-            same = len({kept for layer in counts for kept in layer}) == len({row for of in asked for row in of}) == 1
-            if not (same and self._claim_uniform_exact(slot, asked[0][0][0])):
-                claimed = self._claim_ragged(slot, wanted_rows(asked), slot.limit)
-                assert claimed, "the bytes that were set aside did not suffice"
-        reads = budgets.page_reads(slot_request.spec, prompt.tokens, self.shape.head_dim)
-        for slab, rows in slot.places:
-            window = self.shape.window(slab.layers[0])
-            spec = slot_request.in_layer(window)
-            for row in rows:
-                kept = counts[slab.layers[0]][slab.state.head[row]]
-                _, limit = slot_request.row(kept, window)
-                slab.state.start(
-                    row,
-                    slab.kind,
-                    kept=kept,
-                    limit=limit,
-                    packed_limit=packed_limit(spec, limit),
-                    recent=budgets.recent_entries(spec, limit),
-                    protected=budgets.protected_entries(spec, limit),
-                    reads=reads,
-                )
-            for layer in slab.layers:
-                for run in alike(rows, slab.state.head, counts[layer]):
-                    of = slice(int(slab.state.head[run.start]), int(slab.state.head[run.start]) + run.stop - run.start)
-                    kept = counts[layer][of.start]
-                    selection = selections[layer]
-                    positions = selection.positions[of, :kept]
-                    keys, values = prompt.keys[layer, of], prompt.values[layer, of]
-                    if kept < prompt.tokens:
-                        index = positions[..., None].expand(-1, -1, keys.shape[-1])
-                        keys, values = keys.gather(1, index), values.gather(1, index)
-                    scores = None if selection.attention is None else selection.attention[of, :kept]
-                    slab.fill(layer, run, keys, values, positions, scores)
+            asked = [[self._row(slot.slot_request, layer, n) for n in heads] for layer, heads in enumerate(counts)]
+            self._claim_set_aside(slot, wanted_rows(asked))
+        hand_over(slot, self.shape, prompt, selections, counts)
         slot.tokens = prompt.tokens
 
-    def _claim_uniform_exact(self, slot: Slot, kind: RowKind) -> bool:
-        one = row_bytes(kind, self.shape) * self.shape.kv_heads * self.shape.layers
-        return self._claim_uniform(slot, kind, self.allocated_bytes + one)
+    def _claim_set_aside(self, slot: Slot, wanted: Sequence[Wanted]) -> None:
+        """Claim rows for which bytes were set aside."""
+        slot.reserved = 0
+        (_, kind, heads), *_ = wanted
+        if self._is_uniform(wanted) and not self._is_fused(kind):
+            one = row_bytes(kind, self.shape) * len(heads) * self.shape.layers
+            if self._claim_uniform(slot, kind, self.allocated_bytes + one):
+                return
+        claimed = self._claim_rows(slot, wanted, slot.limit)
+        assert claimed, "the bytes that were set aside did not suffice"
+
+    def _claim_rows(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
+        """Claim rows in slabs that others share, and apart what lies apart."""
+        apart = [each for each in wanted if self._lies_apart(each[1])]
+        needed = sum(row_bytes(kind, self.shape) * len(heads) * len(layers) for layers, kind, heads in apart)
+        if not apart and self._is_uniform(wanted):
+            return self._claim_uniform(slot, wanted[0][1], limit)
+        shared = [each for each in wanted if not self._lies_apart(each[1])]
+        if not (self._claim_ragged(slot, shared, limit - needed) if shared else self.fit(limit - needed)):
+            return False
+        if apart:
+            slab = next((slab for slab in self.slabs if isinstance(slab, ApartSlab)), None)
+            if slab is None:
+                slab = ApartSlab(self.shape, self._dtype, self._device)
+                self.slabs.append(slab)
+            self._rows = None
+            slot.places.append((slab, slab.take_rows(slot.id, apart)))
+        return True
+
+    def _is_uniform(self, wanted: Sequence[Wanted]) -> bool:
+        """Return True if all layers and heads want the same."""
+        layers, _, heads = wanted[0]
+        return len(wanted) == 1 and (len(layers), len(heads)) == (self.shape.layers, self.shape.kv_heads)
+
+    def _is_fused(self, kind: RowKind) -> bool:
+        return kernels.reads(STORAGES[kind.storage], self._dtype, self._device)
+
+    def _lies_apart(self, kind: RowKind) -> bool:
+        """Return True if rows of a kind lie in memory of their own: groups are packed for many sequences at once."""
+        return self._is_fused(kind) and not kind.grouped
 
     # --- slots in pages
 

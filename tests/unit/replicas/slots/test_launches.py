@@ -146,8 +146,8 @@ def test_launches_uploads_and_workspace_do_not_grow_with_the_batch(calls, spec):
 
     before = there()
     launched, ahead = step(calls, pool, slots)
-    places = [slab for slot in slots for slab, _ in slot.places]
-    storages = [{slab.kind.storage for slab in places if layer in slab.layers} for layer in range(SHAPE.layers)]
+    pieces = [piece for slot in slots for piece in slot.pieces]
+    storages = [{piece.kind.storage for piece in pieces if layer in piece.layers} for layer in range(SHAPE.layers)]
     assert all(count <= MOST * len(own) for count, own in zip(launched, storages, strict=True))
     assert ahead == 1, "the numbers of a step are uploaded at once"
     assert there() == before

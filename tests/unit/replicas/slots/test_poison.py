@@ -33,11 +33,11 @@ def test_rows_full_of_what_nobody_wrote_change_no_token(models, monkeypatch):
     def allocated(*given: Any) -> RowMemory:
         return allocate(*given).map(lambda tensor: torch.full_like(tensor, POISON))
 
-    def released(slab: Slab, row: int) -> None:
-        release(slab, row)
-        poisoned.append(row)
+    def released(slab: Slab, rows: list[int]) -> None:
+        release(slab, rows)
+        poisoned.extend(rows)
         for tensor in slab.memory.tensors():
-            tensor[:, row].fill_(POISON)
+            tensor[:, rows] = POISON
 
     monkeypatch.setattr(RowMemory, "allocate", allocated)
     monkeypatch.setattr(Slab, "release", torch.inference_mode()(released))

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from warmkv.replicas.slots.row_tables import FACTS, NUMBERS, PARTS
+from warmkv.replicas.slots.row_facts import FACTS, PARTS
+from warmkv.replicas.slots.row_tables import NUMBERS
 
 _COUNT = tl.constexpr(len(PARTS))
 (
@@ -13,7 +14,7 @@ _COUNT = tl.constexpr(len(PARTS))
 ) = map(tl.constexpr, range(len(PARTS)))  # fmt: skip
 (
     FIRST_LAYER, CAPACITY, FRONT, UNCOMPRESSED, SINKS, PAGE, WINDOW, SCORED, REPLACED, ALIKE, AGED, REBASED,
-    PAGE_SIZE,
+    PAGE_SIZE, LAYERS, STORAGE,
 ) = map(tl.constexpr, range(2 * len(PARTS), 2 * len(PARTS) + len(FACTS)))  # fmt: skip
 (
     ENTRY, BEFORE, PACKED, AGE, OLDEST, EARLY, REROTATED, READS, CHANNELS, EVICTS,
