@@ -20,6 +20,7 @@ EngineKind = Literal["warmkv", "vllm"]
 NOT_OF_VLLM = (
     "engine.preempt_seconds",
     "engine.parked_bytes",
+    "engine.compile_seconds",
     "prefix_cache.eviction",
     "prefix_cache.host",
     "prefix_cache.disk",
@@ -77,6 +78,12 @@ class EngineConfig(Section):
         "auto",
         description="whether passes of the model are compiled; auto: on a GPU, where one is many small kernels. "
         "On a CPU packed weights, which cannot be compiled, are faster for all but small models",
+    )
+    compile_seconds: float = Field(
+        300.0,
+        ge=0,
+        description="limit of the seconds in which a start compiles attention kernels of all storages, on a GPU and "
+        "where they are not in Triton's cache; the first requests compile what is left",
     )
     self_check: bool = Field(
         True,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from warmkv.replicas.engine.prompts import Prompts
 from warmkv.replicas.engine.sampling import NO_TOKEN, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
+from warmkv.replicas.engine.warm_up import SUMMED, compile_kernels, compile_model
 from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
@@ -53,6 +53,7 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
+from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -178,26 +179,32 @@ class Engine:
 
     # --- in the engine's thread
 
-    def warm_up(self, say: Callable[[str], None] = lambda what: None) -> None:
+    def warm_up(self, say: Callable[[str], None] = lambda what: None, policy: PolicySpec = PolicySpec()) -> None:
         """Compute short prompts and a few tokens before `run`, so that no request pays for first-time set-up.
 
-        What is to be compiled is compiled here. If that fails, passes stay eager unless `engine.compile` is on.
-        `say` is told what is done next. Raises RuntimeError if the prompt fails.
+        What is to be compiled is compiled here, kernels for all policies and first for `policy`. If the model cannot
+        be, passes stay eager unless `engine.compile` is on. `say` is told what is done next. Raises RuntimeError if the
+        prompt fails.
         """
         if isinstance(self._forward, CompiledForward):
             try:
-                self._compile(self._forward, say)
+                compile_model(self._forward, say)
             except Exception:
                 if self.config.compile == "on":
                     raise
                 log.exception("the model cannot be compiled here: it stays eager")
                 self._forward = ModelRunner(self.model)
+        attends = kernels.is_available(self.model.device)
+        if attends:
+            room, seconds = self.scheduler.room, self.config.compile_seconds
+            compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
         say("computing a first prompt")
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any
-        for length in sorted({16, max(16, in_pages)}):
-            tokens = tuple(at % self.model.vocabulary for at in range(min(length, self.max_context // 2)))
-            self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec()))
+        for spec in ("full", *(SUMMED if attends else ())):
+            for length in sorted({16, max(16, in_pages)}):
+                tokens = tuple(at % self.model.vocabulary for at in range(min(length, self.max_context // 2)))
+                self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec.model_validate(spec)))
 
     def finish(self, request: GenerateRequest, *beside: GenerateRequest) -> None:
         """Compute a request and others to their end before `run`, in the caller's thread.
@@ -213,13 +220,6 @@ class Engine:
         if not told or not isinstance(told[-1], Finished):
             why = told[-1].message if told and isinstance(told[-1], Failed) else "it did not end"
             raise RuntimeError(f"the replica cannot serve: its {request.id} request failed ({why}); the cause is above")
-
-    @torch.inference_mode()
-    def _compile(self, forward: CompiledForward, say: Callable[[str], None]) -> None:
-        began = time.perf_counter()
-        for part, what in enumerate(forward.build(), start=1):
-            say(f"compiling, {part} of 3: {what}")
-        log.info("the model was compiled in %.0f s", time.perf_counter() - began)
 
     def start(self) -> None:
         """Begin to `run`, in a thread of its own."""

@@ -36,7 +36,7 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
         memory=memory,
         publish=publish,
     )
-    engine.warm_up(say)
+    engine.warm_up(say, config.compression.policy)
     check_engine(engine, say)
     return Parts(
         engine,

@@ -13,6 +13,7 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
 from warmkv.replicas.slots.kernels import LaunchProgress
+from warmkv.replicas.slots.row_tables import RowBatch
 from warmkv.replicas.slots.rows import Bools, Ints, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slot import Slot
@@ -107,8 +108,10 @@ class DecodeState:
             if len(mine.rows)
         ]
         self._tables = pool.tables(self._inv_freq)
-        self._batches = self._tables.batches(slots, pool.slabs, pool.rows, at)
-        if any(self._batches):
+        self.batches: list[list[RowBatch]] = [[] for _ in range(pool.shape.layers)]
+        if any(slab.is_fused for slab in pool.slabs):
+            self.batches = self._tables.batches(slots, pool.slabs, pool.rows, at)
+        if any(self.batches):
             self._tables.take(pool.rows, self._done, active, ages, shifts)
         self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
         if any(not slab.is_fused and active[span].any() for slab, span in spans):
@@ -172,7 +175,7 @@ class DecodeState:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
         self.begin()
-        if not (batches := self._batches[layer]):
+        if not (batches := self.batches[layer]):
             return self._attend_slabs(layer, query, key, value, softmax, None)
         out = query.new_empty(self._rows + 1, query.shape[1] * len(query) // self._rows, query.shape[-1])
         for batch in batches:

@@ -50,8 +50,12 @@ class SwappedPages:
 
 def can_page(kind: RowKind, size: int) -> bool:
     """Return True if rows of a kind may lie in pages of `size` entries: without taking more than the kind does."""
-    whole = size >= LEAST_PAGE and size & (size - 1) == 0 and kind.capacity % size == 0
-    return whole and kind == RowKind(capacity=kind.capacity)
+    return size > 0 and kind.capacity % size == 0 and kind == RowKind(capacity=kind.capacity)
+
+
+def page_of(size: int) -> int:
+    """Return the entries of a page where blocks of the prefix cache have `size`; 0 if kernels read no such pages."""
+    return size if size >= LEAST_PAGE and size & (size - 1) == 0 else 0
 
 
 class PagedSlab(Slab):

@@ -65,17 +65,13 @@ class RowBatch:
     logits: int  # entries of all scored rows
     first_type: torch.dtype  # of the first part of keys and values
     aligned: bool  # whether parts begin at multiples of 16 bytes
-    most_splits: int
     most_entries: int
     most_reads: int  # of rows whose pages are chosen
     most_pages: int
-    evicts: bool
-    aged: bool
     scored: bool
     paged: bool
     rebased: bool
     windowed: bool
-    page_size: int  # of rows that lie in pages; 0: none does
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +85,8 @@ class _Layout:
 class RowTables:
     """The tables of a pool on its device, and workspace; nothing moves unless it has to grow."""
 
-    def __init__(self, shape: KVShape, device: torch.device, inv_freq: Tensor) -> None:
-        self.inv_freq = inv_freq
+    def __init__(self, shape: KVShape, device: torch.device, inv_freq: Tensor, page_size: int = 0) -> None:
+        self.inv_freq, self.page_size = inv_freq, page_size
         self._shape, self._device = shape, device
         self._workspace: dict[str, Tensor] = {}
         self._state: RowTable | None = None  # a pool makes another whenever rows move
@@ -180,11 +176,14 @@ class RowTables:
                 these = places[storage[there[places]] == name]
                 batches[-1].append(self._layout(name, there[these], these, state.reads[there[these]]))
         distinct = list({id(each): each for layer in batches for each in layer}.values())
-        index = np.concatenate([np.zeros(0, dtype=np.int64), *(part for each in distinct for part in each.index)])
-        sizes = [len(part) for each in distinct for part in each.index]
+        parts = [part for each in distinct for part in each.index]
+        # All begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        padded = [np.pad(part, (0, len(part) % 2)) for part in parts]
+        index = np.concatenate([np.zeros(0, dtype=np.int64), *padded])
         uploaded = self.workspace("index", index.shape, torch.int64)
         uploaded.copy_(torch.from_numpy(index))
-        on_device = iter(torch.split(uploaded, sizes))
+        split = torch.split(uploaded, [len(part) for part in padded])
+        on_device = iter([at[: len(part)] for at, part in zip(split, parts, strict=True)])
         made = {}
         for each in distinct:
             rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
@@ -218,17 +217,13 @@ class RowTables:
             "logits": int(logits.sum()),
             "first_type": self._dtype if storage.plain else torch.uint8,
             "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
-            "most_splits": int(splits.max()),
             "most_entries": int(entries.max()),
             "most_reads": int(reach[page > 0].max(initial=0)),
             "most_pages": int((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
-            "evicts": bool(scored.any()) and storage.group == 1,
-            "aged": bool(fact("aged").any()),
             "scored": bool(scored.any()),
             "paged": bool(page.any()),
             "rebased": bool((fact("rebased") * fact("sinks")).any()),
             "windowed": bool(fact("window").any()),
-            "page_size": int(fact("page_size").max()),
         }
         return _Layout(index, facts)
 

@@ -22,7 +22,7 @@ from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.apart import ApartSlab
 from warmkv.replicas.slots.hand_over import hand_over
 from warmkv.replicas.slots.layout import Row, Wanted, wanted_rows
-from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page
+from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page, page_of
 from warmkv.replicas.slots.row_tables import RowTables
 from warmkv.replicas.slots.rows import FREE, RowTable
 from warmkv.replicas.slots.slabs import Slab
@@ -40,7 +40,7 @@ class SlotPool:
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
-        self.page_size = page_size if kernels.reads_pages(dtype, device) else 0
+        self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
@@ -58,7 +58,7 @@ class SlotPool:
 
     def tables(self, inv_freq: Tensor) -> RowTables:
         """Return the tables by which kernels find rows."""
-        self._tables = self._tables or RowTables(self.shape, self._device, inv_freq)
+        self._tables = self._tables or RowTables(self.shape, self._device, inv_freq, self.page_size)
         return self._tables
 
     @property

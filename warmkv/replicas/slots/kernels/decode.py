@@ -216,21 +216,25 @@ def combine(
         return
     place = tl.load(places + index)
     channels = tl.arange(0, D)
-    first = tl.load(first_parts + index)
-    part = first + tl.arange(0, S)
-    inside = part < tl.load(first_parts + index + 1)
-    peak = tl.load(peaks + part * G + head, mask=inside, other=float("-inf"))
-    highest = tl.max(peak, 0)
+    first, last = tl.load(first_parts + index), tl.load(first_parts + index + 1)
+    highest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + place % KV_HEADS * G + head).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    weight = tl.exp2(peak - _base(highest))
-    total = tl.sum(tl.load(totals + part * G + head, mask=inside, other=0.0) * weight, 0)
-    if SINKS:
-        total += tl.exp2(sink - highest)
-    at = (part * G + head)[:, None] * HEAD_DIM + channels[None, :]
-    acc = tl.load(parts + at, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(acc * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        highest = tl.load(sinks + place % KV_HEADS * G + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([D], tl.float32)
+    for start in tl.range(first, last, S):
+        part = start + tl.arange(0, S)
+        inside = part < last
+        peak = tl.load(peaks + part * G + head, mask=inside, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(peak, 0))
+        weight, shrink = tl.exp2(peak - _base(higher)), tl.exp2(highest - _base(higher))
+        total = total * shrink + tl.sum(tl.load(totals + part * G + head, mask=inside, other=0.0) * weight, 0)
+        at = (part * G + head)[:, None] * HEAD_DIM + channels[None, :]
+        values = tl.load(parts + at, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        highest = higher
+    result = acc / tl.where(total == 0.0, 1.0, total)
     if ROTATED:
         inputs = tl.arange(0, D)
         in_matrix = (inputs < HEAD_DIM)[:, None] & (channels < HEAD_DIM)[None, :]

@@ -1,7 +1,7 @@
 """Starting the kernels: the shapes of tiles, workspace, strides.
 
 All of it follows from what a `RowBatch` holds and never from values on the device, so that CUDA graphs can capture a
-call. The first call of a kind compiles it: make one before a graph is captured.
+call. The first call of a kind compiles it, so there are few kinds, whatever is mixed in a batch (`slots/warm_up.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots.kernels import LaunchProgress, choose, decode, update
 from warmkv.replicas.slots.kernels.tiles import Reader
-from warmkv.replicas.slots.row_tables import RowBatch, RowTables
+from warmkv.replicas.slots.row_tables import MOST_SPLITS, RowBatch, RowTables
 
 _TILE_BYTES = 1 << 14  # of keys and of values each: two stages of both leave room for other programs
 _UNCOMPRESSED_BLOCK = 32
 _SCORE_BLOCK = 128
 _LEAST_BLOCK = 1024
 _PAGES_BLOCK = 32
+_SPLITS_AT_ONCE = 8
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 
 
@@ -42,6 +43,8 @@ def attend(
     storage = batch.storage
     reader: Reader = import_module(storage.kernel or "").READER
     device, dtype, head_dim = query.device, query.dtype, query.shape[-1]
+    if head_dim % 16:  # Triton compiles anew for strides that 16 divides: let them be the same in every batch
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     group = query.shape[1] // key.shape[1]
     n, programs = len(batch.rows), len(batch.tasks)
     rows = tables.facts, tables.numbers, tables.facts.shape[1], batch.rows, batch.places, layer
@@ -53,6 +56,9 @@ def attend(
     precision = "ieee" if query.dtype == torch.float32 else "tf32"
     padded, heads = max(16, _power_of_two(head_dim)), max(16, _power_of_two(group))
     turned = tables.workspace("query", (*query.shape,), torch.float32) if storage.rotated else query
+    # What rows of a batch ask for beyond appending is compiled together: a kernel looks row by row for what is due.
+    special = batch.scored or batch.rebased
+    page_size = tables.page_size if storage.plain else 0
     types: dict[str, Any] = {"TYPE": _TYPES[dtype], "FIRST": _TYPES[batch.first_type], "OTHERS": tl.float16}
     sizes = {"KV_HEADS": key.shape[1], "G": group, "D": padded, "HEAD_DIM": head_dim}
     update.put[n,](
@@ -60,8 +66,8 @@ def attend(
         key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1),
         *rows, tables.taken[layer], int(progress.put), int(progress.counted), levels, rotation, tables.inv_freq, turned,
         PUT=reader.put, BITS=storage.bits, **types, ALIGNED=batch.aligned, **sizes, BLOCK=_LEAST_BLOCK,
-        EVICTS=batch.evicts, AGED=batch.aged, PAGED=batch.paged, REBASED=batch.rebased, GROUPED=storage.group > 1,
-        ROTATED=storage.rotated, PAGE_SIZE=batch.page_size,
+        EVICTS=special and storage.group == 1, AGED=special or batch.windowed, PAGED=batch.paged, REBASED=special,
+        GROUPED=storage.group > 1, ROTATED=storage.rotated, PAGE_SIZE=page_size,
     )  # fmt: skip
     progress.put, query = True, turned
     chosen, counts = absent, absent
@@ -80,8 +86,8 @@ def attend(
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if batch.scored else absent
     block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
-    if batch.page_size:
-        block = min(block, batch.page_size)
+    if page_size:
+        block = min(block, page_size)
     decode.attend_split[programs,](
         query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
         chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
@@ -89,24 +95,23 @@ def attend(
         out, parts, peaks, totals, logits,
         LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide, **types,
         ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
-        PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=batch.rebased,
-        WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=batch.scored, WHOLE=whole,
-        PAGE_SIZE=batch.page_size,
+        PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=special,
+        WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=special, WHOLE=whole,
+        PAGE_SIZE=page_size,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     sinks = absent if softmax.sinks is None else softmax.sinks
-    splits = _power_of_two(batch.most_splits)
     if not whole:
         decode.combine[n, group](
             parts, peaks, totals, batch.rows, batch.places, batch.first_parts, sinks, rotation, out,
-            **sizes, S=splits, SINKS=softmax.sinks is not None, ROTATED=storage.rotated,
+            **sizes, S=_SPLITS_AT_ONCE, SINKS=softmax.sinks is not None, ROTATED=storage.rotated,
         )  # fmt: skip
     if (
         batch.scored and not progress.counted
     ):  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-batch.most_entries // _SCORE_BLOCK)](
             logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_parts,
-            KV_HEADS=key.shape[1], G=group, M=_power_of_two(group), S=splits, BLOCK=_SCORE_BLOCK,
+            KV_HEADS=key.shape[1], G=group, M=_power_of_two(group), S=MOST_SPLITS, BLOCK=_SCORE_BLOCK,
             GROUPED=storage.group > 1, WINDOWED=batch.windowed, SINKS=softmax.sinks is not None,
         )  # fmt: skip
         progress.counted = True

@@ -1,0 +1,58 @@
+"""What is compiled before the first request: the model, and the kernels that attend."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from warmkv.policy_spec import STORAGES, Storage
+from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
+from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.slots import SlotPool
+from warmkv.replicas.slots.warm_up import KernelWarmUp
+
+log = logging.getLogger(__name__)
+SUMMED = ("h2o@8",)
+"""Policies whose prompts run the other kernels: sums of what every token received."""
+
+
+@torch.inference_mode()
+def compile_model(forward: CompiledForward, say: Callable[[str], None]) -> None:
+    """Compile passes of the model. `say` is told what is next."""
+    began = time.perf_counter()
+    for part, what in enumerate(forward.build(), start=1):
+        say(f"compiling, {part} of 3: {what}")
+    log.info("the model was compiled in %.0f s", time.perf_counter() - began)
+
+
+@torch.inference_mode()
+def compile_kernels(
+    model: LoadedModel,
+    pool: SlotPool,
+    forward: ModelRunner | CompiledForward,
+    limit: int,
+    seconds: float,
+    first: Storage,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Compile what attends rows of every storage, from the model's own and `first` on, within `seconds`.
+
+    Slots for it take at most `limit` bytes. Nothing happens where no kernels attend. `say` is told what is next.
+    """
+    device, head_dim, began = model.device, pool.shape.head_dim, clock()
+    storages = [
+        name
+        for name in dict.fromkeys(("model", first, *STORAGES))
+        if kernels.reads(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
+    ]
+    if not storages or seconds <= 0:
+        return
+    state = KernelWarmUp(pool, model.inv_freq, storages, limit, lambda: clock() - began < seconds, say)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    forward(ids, torch.zeros_like(ids), state)
+    log.info("attention kernels were compiled in %.0f s", clock() - began)

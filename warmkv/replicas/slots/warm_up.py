@@ -1,0 +1,93 @@
+"""Compile the attention kernels before requests come: every variant that a batch can ask for, whatever is mixed in it.
+
+A variant depends on the storage, on whether rows do more than append, choose pages, and are split; and on the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.selection import Selection
+from warmkv.policies.compression.softmax import Softmax
+from warmkv.policy_spec import METHODS, PolicySpec
+from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.kernels import LaunchProgress
+from warmkv.replicas.slots.row_tables import RowBatch
+from warmkv.replicas.slots.slot import SlotRequest
+from warmkv.replicas.slots.slots import SlotPool
+
+log = logging.getLogger(__name__)
+TOKENS = 160
+"""Of the prompt in a slot: whole groups of entries are packed of it in every storage."""
+
+
+class KernelWarmUp:
+    """A state whose attention launches every variant once, at the first of the layers that are alike."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        inv_freq: Tensor,
+        storages: Sequence[str],
+        limit: int,
+        goes_on: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._pool, self._inv_freq, self._limit = pool, inv_freq, limit
+        self._storages, self._goes_on, self._say = storages, goes_on, say
+        self._seen: set[tuple[int, bool, bool]] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """Attend as `DecodeState` with rows of zeros; q [1, q_heads, 1, head_dim], whose shape is returned."""
+        like = self._pool.shape.window(layer), softmax.softcap is None, softmax.sinks is None
+        if like not in self._seen:
+            self._seen.add(like)
+            for storage in self._storages:
+                self._launch_all(storage, layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], softmax)
+        return query.clone()
+
+    def _launch_all(
+        self, storage: str, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax
+    ) -> None:
+        spec, pool = PolicySpec(storage=storage), self._pool
+        slot = pool.claim(SlotRequest(spec, TOKENS, 2), self._limit)
+        if slot is None:
+            log.warning("kernels of %s are compiled by the first request: there is no room for a slot", storage)
+            return
+        try:
+            shape, device = pool.shape, query.device
+            zeros = query.new_zeros(shape.layers, shape.kv_heads, TOKENS, shape.head_dim)
+            kept = [slot.slot_request.in_window(TOKENS, shape.window(at)) for at in range(shape.layers)]
+            newest = [torch.arange(TOKENS - n, TOKENS, device=device).expand(shape.kv_heads, n) for n in kept]
+            pool.fill(slot, PrefillState(zeros, zeros, q_heads=shape.q_heads), [Selection(at) for at in newest])
+            state = DecodeState(pool, [slot], self._inv_freq)
+            tables, out = pool.tables(self._inv_freq), torch.empty_like(query)
+            windowed = shape.window(layer) > 0
+            found = [each for batch in state.batches[layer] for each in variants(batch, windowed=windowed)]
+            for number, variant in enumerate(found, start=1):
+                if not self._goes_on():
+                    log.warning("the first requests compile kernels of %s: engine.compile_seconds are over", storage)
+                    return
+                self._say(f"compiling attention kernels of {storage}, {number} of {len(found)}")
+                kernels.attend(variant, tables, layer, query, key, value, softmax, out, LaunchProgress())
+        finally:
+            pool.release(slot)
+
+
+def variants(batch: RowBatch, *, windowed: bool) -> Iterator[RowBatch]:
+    """Yield these rows as every kind of batch that kernels tell apart, of a layer with a window or without one."""
+    storage, rows = batch.storage, torch.arange(len(batch.rows) + 1, device=batch.rows.device)
+    methods = [method for method in METHODS.values() if storage.name in (method.storages or (storage.name,))]
+    scores, pages = "argmin" in storage.decode_rules, any(method.reads_pages for method in methods)
+    for scored, paged, slid, splits in product({False, scores}, {False, pages}, {False, windowed}, (1, 2)):
+        tasks, first_parts = rows[:-1].repeat_interleave(splits), splits * rows
+        parts = replace(batch, tasks=tasks, first_parts=first_parts)
+        yield replace(parts, scored=scored, paged=paged, windowed=slid, most_reads=1, most_pages=1)
