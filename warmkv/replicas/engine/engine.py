@@ -53,7 +53,6 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
-from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -194,10 +193,8 @@ class Engine:
                     raise
                 log.exception("the model cannot be compiled here: it stays eager")
                 self._forward = ModelRunner(self.model)
-        attends = kernels.is_available(self.model.device)
-        if attends:
-            room, seconds = self.scheduler.room, self.config.compile_seconds
-            compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
+        room, seconds = self.scheduler.room, self.config.compile_seconds
+        attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
         say("computing a first prompt")
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any

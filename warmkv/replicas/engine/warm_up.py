@@ -39,10 +39,10 @@ def compile_kernels(
     first: Storage,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
-) -> None:
+) -> bool:
     """Compile what attends rows of every storage, from the model's own and `first` on, within `seconds`.
 
-    Slots for it take at most `limit` bytes. Nothing happens where no kernels attend. `say` is told what is next.
+    Slots for it take at most `limit` bytes. Returns False where no kernels attend. `say` is told what is next.
     """
     device, head_dim, began = model.device, pool.shape.head_dim, clock()
     storages = [
@@ -51,8 +51,9 @@ def compile_kernels(
         if kernels.reads(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
     ]
     if not storages or seconds <= 0:
-        return
+        return bool(storages)
     state = KernelWarmUp(pool, model.inv_freq, storages, limit, lambda: clock() - began < seconds, say)
     ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     forward(ids, torch.zeros_like(ids), state)
     log.info("attention kernels were compiled in %.0f s", clock() - began)
+    return True

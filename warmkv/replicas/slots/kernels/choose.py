@@ -8,7 +8,7 @@ from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.tiles import load_rows
 
 
-@triton.jit(do_not_specialize=["count", "layer", "most_pages", "most_chosen"])
+@triton.jit(do_not_specialize=["query_sequence", "query_head", "count", "layer", "most_pages", "most_chosen"])
 def choose_entries(
     query, query_sequence, query_head,
     facts, numbers, count, rows, places, layer, scale,
@@ -37,6 +37,7 @@ def choose_entries(
     estimates += index * most_pages
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
+    query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
     q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0).to(tl.float32)
     size = tl.sum(tl.abs(q), 0)

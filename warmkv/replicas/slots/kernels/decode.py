@@ -12,7 +12,7 @@ import triton.language as tl
 from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.tiles import load_rows
 
-_ANY = ["count", "layer", "most_chosen"]
+_ANY = ["query_sequence", "query_head", "count", "layer", "most_chosen"]
 """Numbers that differ among batches and layers: a kernel is not compiled anew for those that 16 divides."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -52,6 +52,7 @@ def attend_split(
     split, splits = part - first_part, tl.load(first_parts + index + 1) - first_part
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
+    query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
     q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
     wide = q.to(tl.float32) if WIDE else q
@@ -243,7 +244,7 @@ def combine(
     tl.store(out + (place * G + head) * HEAD_DIM + channels, result.to(out.dtype.element_ty), mask=channels < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=["count", "layer"])
 def sum_received(
     logits, logits_at, peaks, totals, sinks,
     facts, numbers, count, rows, places, layer, first_parts,

@@ -43,8 +43,6 @@ def attend(
     storage = batch.storage
     reader: Reader = import_module(storage.kernel or "").READER
     device, dtype, head_dim = query.device, query.dtype, query.shape[-1]
-    if head_dim % 16:  # Triton compiles anew for strides that 16 divides: let them be the same in every batch
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     group = query.shape[1] // key.shape[1]
     n, programs = len(batch.rows), len(batch.tasks)
     rows = tables.facts, tables.numbers, tables.facts.shape[1], batch.rows, batch.places, layer
@@ -84,7 +82,7 @@ def attend(
     parts = tables.workspace("parts", (programs, group, head_dim), torch.float32) if not whole else absent
     peaks = tables.workspace("peaks", (programs, group), torch.float32)
     totals = tables.workspace("totals", (programs, group), torch.float32)
-    logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if batch.scored else absent
+    logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if special else absent
     block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
     if page_size:
         block = min(block, page_size)

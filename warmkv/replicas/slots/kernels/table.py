@@ -29,6 +29,14 @@ def number(table, count, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def strides(sequence, head, HEAD_DIM: tl.constexpr):
+    """Return strides of queries, with what the compiler may know of them."""
+    if HEAD_DIM % 16 == 0:
+        sequence, head = tl.multiple_of(sequence, 16), tl.multiple_of(head, 16)
+    return sequence, head
+
+
+@triton.jit
 def location(facts, count, row, layer, PART: tl.constexpr):
     """Return where a part of a row lies, or the list of its pages, and how many bytes further a layer begins."""
     stride = tl.load(facts + (_COUNT + PART) * count + row)

@@ -11,7 +11,10 @@ RECENT = tl.constexpr(1e30)
 """Added to the score of recent entries, so that they are given up last."""
 
 
-@triton.jit(do_not_specialize=["count", "layer", "repeats", "counted"])
+_STRIDES = [f"{of}_{each}" for of in ("query", "key", "value") for each in ("sequence", "head")]
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "count", "layer", "repeats", "counted"])
 def put(
     query, query_sequence, query_head, key, key_sequence, key_head, value, value_sequence, value_head,
     facts, numbers, count, rows, places, layer,
