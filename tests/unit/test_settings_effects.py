@@ -167,6 +167,9 @@ EFFECTS = {
     "tests/unit/replicas/slots/test_forward.py": {
         "test_compiled_steps_draw_what_eager_ones_do_and_are_never_built_again": ["engine.compile"],
     },
+    "tests/unit/replicas/engine/test_warm_up.py": {
+        "test_a_start_ends_when_its_seconds_are_over": ["engine.compile_seconds"],
+    },
     "tests/unit/replicas/engine/test_preemption.py": {
         "test_one_is_set_aside_after_a_while_within_the_limit_of_bytes_unless_that_is_off": [
             "engine.preempt_seconds",
