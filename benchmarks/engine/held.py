@@ -104,6 +104,7 @@ class Memory:
 
     def step(self, inv_freq: Tensor) -> None:
         """Let all draw a token; who has drawn all leaves."""
+        self.pool.give_back()
         if self.decoding:
             DecodeState(self.pool, [request.slot for request in self.decoding], inv_freq)
         for request in self.decoding:

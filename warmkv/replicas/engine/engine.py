@@ -265,6 +265,7 @@ class Engine:
             self._inbox.drain()
             self.store.settle()
             self.store.expire()
+            self.pool.give_back()
             self._admit()
             prompts = self._begin_chunks()
             if prompts or self.scheduler.decoding:

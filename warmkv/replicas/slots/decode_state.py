@@ -49,7 +49,6 @@ class DecodeState:
         self._tokens = {slot: slot.tokens for slot in slots}
         self._packed: dict[tuple[int, int], set[int]] = {}  # layers in which groups have left their tails
         self._launched: dict[tuple[int, str], LaunchProgress] = {}  # by layer and storage
-        pool.give_back()
         state = pool.rows
         before = state.advanced()
         try:

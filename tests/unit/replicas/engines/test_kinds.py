@@ -26,6 +26,7 @@ def test_the_kind_decides_which_engine_is_built(kind, module, monkeypatch):
 OTHERS = {
     "engine.preempt_seconds": 3,
     "engine.parked_bytes": "1MiB",
+    "engine.compile_seconds": 3,
     "prefix_cache.eviction": "lfu",
     "prefix_cache.host": {"memory_bytes": "1MiB"},
     "prefix_cache.disk": {"memory_bytes": "1MiB", "path": "/somewhere"},

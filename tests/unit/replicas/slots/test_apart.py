@@ -67,7 +67,9 @@ def test_a_pool_holds_what_its_slots_need_whoever_joins_and_leaves(arrivals):
         assert there[-1].resident_bytes <= promised
         if leaves:
             slots.release(there.pop(seed % len(there)))
-        DecodeState(slots, there, INV_FREQ) if there else slots.give_back()
+        slots.give_back()
+        if there:
+            DecodeState(slots, there, INV_FREQ)
         assert slots.allocated_bytes >= sum(slot.resident_bytes for slot in there)
         held = sum(tensor.nbytes for tensor in slots.tensors())
         assert held <= slots.allocated_bytes <= held + sum(slab.rows for slab in slots.slabs) * SHAPE.layers
