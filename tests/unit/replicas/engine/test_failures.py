@@ -15,6 +15,7 @@ from warmkv.replicas.engine.faults import FAILURES_IN_A_ROW, FailureCounts, is_o
 from warmkv.replicas.engine.inbox import ClosedError
 from warmkv.replicas.protocol import Failed, Finished
 from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.piece import Piece
 
 STICKY = "CUDA error: an illegal memory access was encountered"
 
@@ -207,12 +208,11 @@ def test_a_slot_that_cannot_be_set_aside_goes_on(models, monkeypatch):
     driver.submit(*(dataclasses.replace(request, tenant="greedy") for request in greedy))
     while len(driver.engine.scheduler.decoding) < 2:
         driver.engine.step()
-    slab = driver.engine.pool.slabs[0]
 
-    def full(rows: Any) -> Any:
+    def full(piece: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(type(slab), "take_out", lambda self, rows: full(rows))
+    monkeypatch.setattr(Piece, "take_out", full)
     driver.run(dataclasses.replace(make_request(prompt(6), name="modest", new=2), tenant="modest"))
     assert driver.told["modest"][-1] == Failed("MemoryError", "replica")
     assert [driver.tokens(request.id) for request in greedy] == expected

@@ -21,7 +21,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import Failed, GenerateRequest
 from warmkv.replicas.slots import kernels
-from warmkv.replicas.slots.paged import PagedSlab, can_page
+from warmkv.replicas.slots.paged import PagedSlab, can_page, page_of
 from warmkv.replicas.slots.row_tables import RowBatch, RowTables
 
 SIZE = 16
@@ -218,8 +218,7 @@ def test_what_was_set_aside_resumes_in_the_blocks_that_others_keep(in_pages: Non
 def test_rows_lie_in_pages_where_these_take_no_more_than_the_row_would() -> None:
     assert can_page(RowKind(capacity=64), 16)
     assert not can_page(RowKind(capacity=80), 64)  # two pages would be more
-    assert not can_page(RowKind(capacity=64), 8)
-    assert not can_page(RowKind(capacity=96), 48)
+    assert [page_of(size) for size in (16, 64, 8, 48, 0)] == [16, 64, 0, 0, 0]  # of others, kernels have no tiles
     assert not can_page(RowKind(capacity=64), 0)
     assert not can_page(RowKind(capacity=64, storage="fp8"), 16)
     assert not can_page(RowKind(capacity=64, decode="ring"), 16)
@@ -232,7 +231,8 @@ def test_what_attends_rows_in_pages_is_compiled_before_a_request_comes(in_pages:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "attend", attended)
         busy.engine.warm_up()
-    assert attended.call_args.args[0].page_size == SIZE
+    launched = [call.args[:2] for call in attended.call_args_list]
+    assert any(batch.storage.plain and tables.page_size == SIZE for batch, tables in launched)
     assert not busy.engine.pool.slots
 
 
