@@ -15,7 +15,7 @@ MARGIN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class WarmPrefix:
+class KeptPrefix:
     """The whole blocks before a mark, by the engine's keys, and their tokens with one more, which ask for them all."""
 
     mark: bytes
@@ -26,7 +26,7 @@ class WarmPrefix:
 
 @dataclass(slots=True)
 class _Kept:
-    prefix: WarmPrefix
+    prefix: KeptPrefix
     used: int  # blocks that the engine had stored when it used this prefix last
 
 
@@ -50,7 +50,7 @@ class KeepWarm:
         """Return how many distinct blocks are kept."""
         return len(self._blocks)
 
-    def keep(self, prefix: WarmPrefix, stored: int) -> None:
+    def keep(self, prefix: KeptPrefix, stored: int) -> None:
         """Keep a prefix that was used now; others give way to it. One that exceeds the limit is not kept."""
         self.forget(prefix.mark)
         if not 0 < len(prefix.chain) <= self._limit:
@@ -81,7 +81,7 @@ class KeepWarm:
             if not self._blocks[key]:
                 del self._blocks[key]
 
-    def due(self, stored: int, room: int, alive: Callable[[WarmPrefix], bool]) -> WarmPrefix | None:
+    def due(self, stored: int, room: int, alive: Callable[[KeptPrefix], bool]) -> KeptPrefix | None:
         """Return the prefix to touch now, and take it as used; None if none is due.
 
         `room` are the blocks of the engine that no running request uses. What is not `alive` is forgotten.

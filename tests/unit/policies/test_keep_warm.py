@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.policies.keep_warm import KeepWarm, WarmPrefix
+from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
 
 ROOM = 40
 
@@ -26,7 +26,7 @@ class Lru:
 
 def prefix(name, blocks, end=None):
     chain = tuple(f"{name}{at}".encode() for at in range(blocks))
-    return WarmPrefix(f"mark {name} {end or blocks}".encode(), b"", chain[:end], ())
+    return KeptPrefix(f"mark {name} {end or blocks}".encode(), b"", chain[:end], ())
 
 
 ASKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=40)

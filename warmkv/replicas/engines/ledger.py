@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from warmkv.policies.contents import Contents, contents_of
-from warmkv.policies.keep_warm import KeepWarm, WarmPrefix
+from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
 from warmkv.policies.tiers import Left, Step, Tier
 from warmkv.prefixes import hashing
@@ -142,9 +142,9 @@ class PrefixLedger:
                 self._tails[request.hashes[blocks - 1]].add(mark.key)
                 self._before[mark.key] = request.hashes[blocks - 1]
             asked = (*tokens[: blocks * size], tokens[min(blocks * size, len(tokens) - 1)])
-            self._warm.keep(WarmPrefix(mark.key, request.root, chain[:blocks], asked), self._stored)
+            self._warm.keep(KeptPrefix(mark.key, request.root, chain[:blocks], asked), self._stored)
 
-    def to_touch(self, usage: float) -> tuple[WarmPrefix, str] | None:
+    def to_touch(self, usage: float) -> tuple[KeptPrefix, str] | None:
         """Return a prefix that is to be touched now, and its `cache_salt`; None if none is.
 
         `usage` is the share of vLLM's cache that running requests use. A touch is no request: it is not billed, and no
@@ -153,7 +153,7 @@ class PrefixLedger:
         now, has_mark = self._clock(), self._cache.tiers.has_mark
         room = int(self._limit // (self._size * self._token_bytes) * (1 - usage))
 
-        def alive(prefix: WarmPrefix) -> bool:
+        def alive(prefix: KeptPrefix) -> bool:
             return has_mark(prefix.mark, now) and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
 
         prefix = self._warm.due(self._stored, room, alive)

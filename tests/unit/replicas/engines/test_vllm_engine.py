@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
-from warmkv.policies.keep_warm import WarmPrefix
+from warmkv.policies.keep_warm import KeptPrefix
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
@@ -306,7 +306,7 @@ def test_fp8_on_a_cpu_is_refused_by_what_it_lacks(avx512, head_dim, lacking, mon
 def test_a_prefix_is_touched_by_a_request_of_one_token_that_nobody_is_billed_for(monkeypatch):
     async def scenario() -> None:
         here = Setup(monkeypatch)
-        due = [(WarmPrefix(b"m", b"r", (b"k",), (3, 4, 5)), salt) for salt in ("first", "fails", "last")]
+        due = [(KeptPrefix(b"m", b"r", (b"k",), (3, 4, 5)), salt) for salt in ("first", "fails", "last")]
         monkeypatch.setattr(here.engine.store, "to_touch", lambda usage: due.pop(0) if due else None)
         here.put("touch-0", output(7, finish="length"))
         here.put("touch-1", ValueError("no"))
