@@ -10,6 +10,7 @@ from benchmarks.overhead_race import LOADS, ratios_of, shares_of
 from benchmarks.served.load import Measured
 from warmkv import telemetry
 from warmkv.config import load
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replays import log_fit
 from warmkv.simulator.studies.replays.replay import replay
@@ -65,7 +66,7 @@ def test_the_calls_that_record_are_timed(monkeypatch):
 
 def test_what_is_replayed_beside_the_load_can_be_replayed_and_fitted():
     records = requests_of(60, "tiny")
-    assert len(log_fit.measured(records)) == 60
+    assert log_fit.measured(columns_of(records)).tolist() == [True] * 60
     cost = StepCost(0.005, 1e-3, 1e-6)
     (result,) = replay(records, load(flags=[], environ={}), [Variant()], UniformCosts(PhaseCosts(cost, cost)))
     assert (result.requests, result.refused) == (60, 0)
