@@ -34,7 +34,7 @@ TEXTS = {
 
 
 class ApiServer:
-    """vLLM's own API server over an engine that runs already."""
+    """Serve vLLM's own API over an engine that runs already."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -76,7 +76,7 @@ def servers(replica: Replica) -> Iterator[list[ApiServer]]:
 
 
 class Routed:
-    """A router in front of the servers, and requests to it or past it."""
+    """Send requests to a router in front of the servers, or past it."""
 
     def __init__(self, url: str, servers: list[ApiServer], session: aiohttp.ClientSession) -> None:
         self.url, self.servers, self._session = url, servers, session

@@ -33,7 +33,7 @@ _CHANGE_BYTES = 256  # of a change in the log, beside its keys
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to one replica's blocks, as packed keys; `reset` forgets what it held before."""
+    """Tell what happened to one replica's blocks, as packed keys; `reset` forgets what it held before."""
 
     replica: str
     stored: bytes = b""

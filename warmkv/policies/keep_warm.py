@@ -16,7 +16,7 @@ MARGIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """The whole blocks before a mark, by the engine's keys, and their tokens with one more, which ask for them all."""
+    """Name the whole blocks before a mark by the engine's keys; `token_ids` are theirs and one more, to ask for all."""
 
     mark: bytes
     root: bytes
@@ -31,7 +31,7 @@ class _Kept:
 
 
 class KeepWarm:
-    """Prefixes that are kept warm, at most `limit` distinct blocks; those that requests used last.
+    """Choose which prefixes are kept warm: at most `limit` distinct blocks, those that requests used last.
 
     `stored` always counts the blocks that the engine has stored so far.
     """

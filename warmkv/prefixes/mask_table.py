@@ -52,7 +52,7 @@ def numbers(packed: bytes) -> Words:
 
 
 class MaskTable:
-    """Columns of three bits by key. A key is held while one of its columns is not 0. Not thread-safe.
+    """Map keys to columns of three bits. A key is held while one of its columns is not 0. Not thread-safe.
 
     A key that is not held any more keeps its row until the table is rebuilt. Takes 16 bytes a row for up to 21 columns,
     8 more for each further 21; there are 1.7 to 4 rows for each that is taken.

@@ -15,7 +15,7 @@ _FREE = -1
 
 
 class KeyTable:
-    """A hash table of packed keys: 16 bytes a key, and 8 to 16 for its slots. Thousands are looked up at once."""
+    """Number packed keys by a hash table: 16 bytes a key, 8 to 16 for its slots. Thousands are looked up at once."""
 
     def __init__(self) -> None:
         self._keys: Packed = np.empty((FIRST_SLOTS // 2, 2), dtype=np.uint64)

@@ -59,12 +59,12 @@ with suppress(ImportError):  # a third faster; not all who replay have it
 
 
 class UnusualError(Exception):
-    """Lines among which one is wrong, or right in a way that is rare."""
+    """Report lines among which one is wrong, or right in a way that is rare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some records in columns, names and keys as they are."""
+    """Hold some records in columns, names and keys as they are."""
 
     numbers: Mapping[str, NDArray[Any]]  # plain ones and those of usage, by column
     words: Mapping[str, Sequence[str]]  # names and texts, those of several of a request behind each other

@@ -27,7 +27,7 @@ PIECE = 1 << 16  # requests whose parts are gathered at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What requests have several of: those of request i are `values[starts[i]:starts[i] + counts[i]]`."""
+    """Hold what requests have several of: those of request i are `values[starts[i]:starts[i] + counts[i]]`."""
 
     starts: Ints  # [n]
     counts: Smalls  # [n]
@@ -62,7 +62,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """Strings of which each is another one."""
+    """Hold strings, of which hardly two are equal, in one."""
 
     text: str
     starts: Ints  # [n]
@@ -78,7 +78,7 @@ class Texts:
 
 @dataclass(frozen=True, eq=False)
 class RecordColumns(Sequence[RequestRecord]):
-    """n records, each made where it is asked for; fields are those of `RequestRecord`.
+    """Hold n records, each made where it is asked for; fields are those of `RequestRecord`.
 
     Columns of names hold their places in `names`, parts have these: `hashes` and `generated` numbers of keys, `marks`
     positions, places of TTLs and numbers of keys, `reads` positions and numbers of keys, `written` places of TTLs and

@@ -9,7 +9,7 @@ ROOM = 40
 
 
 class Lru:
-    """Blocks of an engine, least recently used first. A prompt takes what it finds and then the first ones; its own go
+    """Keep blocks, least recently used first. A prompt takes what it finds and then the first ones; its own go
     to the end, the last of them first."""
 
     def __init__(self, blocks):

@@ -36,7 +36,7 @@ TOO_MANY = "bad record: counts must be below 2,147,483,648"
 
 @st.composite
 def lines(draw):
-    """Lines of a log, some of them with values that a record may not have, or has rarely."""
+    """Draw lines of a log, some of them with values that a record may not have, or has rarely."""
     found = json.loads(draw(records()).to_json())
     if draw(st.integers(0, 3)) == 0:
         return draw(st.sampled_from(["", "{", "[]", "null", '{"v":1},{"v":1}', '"v"']))

@@ -26,7 +26,7 @@ Told = Callable[[Changes, bool], None]
 
 
 class Endpoints(NamedTuple):
-    """Where a server publishes its events and, if it can be asked for missing ones, its replay buffer."""
+    """Name where a server publishes its events and, if it has one, its replay buffer."""
 
     events: str
     replay: str = ""
@@ -45,7 +45,7 @@ def endpoints_of(text: str) -> Endpoints:
 
 
 class EventFeed:
-    """Follows the events of one server's cache. `block_size` is that of keys, a multiple of the server's."""
+    """Follow the events of one server's cache. `block_size` is that of keys, a multiple of the server's."""
 
     def __init__(self, engine: str, endpoints: Endpoints, block_size: int, told: Told) -> None:
         self._engine, self._endpoints, self._size, self._told = engine, endpoints, block_size, told

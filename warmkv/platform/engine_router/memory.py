@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 class EngineMemory:
-    """Blocks that a server is taken to hold: at most `blocks`, each for `ttl` seconds after its last use."""
+    """Remember the blocks that a server was sent: at most `blocks`, each for `ttl` seconds after its last use."""
 
     def __init__(self, blocks: int, ttl: float, clock: Callable[[], float]) -> None:
         self._blocks, self._ttl, self._clock = blocks, ttl, clock

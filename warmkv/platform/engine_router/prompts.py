@@ -14,7 +14,7 @@ SALT_FIELD = "cache_salt"
 
 
 class Prompt(NamedTuple):
-    """Keys of a prompt's blocks by its text and, where they are known, by its tokens."""
+    """Hold keys of a prompt's blocks by its text and, where they are known, by its tokens."""
 
     text: Sequence[bytes] = ()
     tokens: Sequence[bytes] = ()

@@ -20,7 +20,7 @@ IMAGES = frozenset(
 
 
 class Post(Protocol):
-    """Sends a JSON body to an address; returns the status and the answer. Raises ClientError, OSError or ValueError."""
+    """Send a JSON body to an address; return the status and the answer. Raises ClientError, OSError or ValueError."""
 
     async def __call__(self, url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]: ...
 
@@ -38,7 +38,7 @@ def poster(session: aiohttp.ClientSession, seconds: float) -> Post:
 
 
 class Tokenizers:
-    """Asks servers in turn for token ids; of those that lack an endpoint, once."""
+    """Ask servers in turn for token ids; of those that lack an endpoint, once."""
 
     def __init__(self) -> None:
         self._turn = itertools.count()

@@ -66,7 +66,7 @@ def compiles(config: EngineConfig, device: torch.device) -> bool:
 
 
 class CompiledForward:
-    """The model through `torch.compile`; attention stays a call from the compiled code into a step's own state.
+    """Run the model through `torch.compile`; attention stays a call from the compiled code into a step's own state.
 
     There are three graphs, for a sequence that decodes, for any number of them, and for passes with prompts: requests
     come and go without a rebuild. Passes whose logits are wanted at more places than tokens are drawn from run eagerly.
@@ -156,12 +156,19 @@ class _Relay:
             self.state = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        out: Tensor = _attend(query, key, value, layer, self.number, softmax.scale, softmax.softcap, softmax.sinks)
+        return self.attend_places(layer, query, key, value, softmax, None)
+
+    def attend_places(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, places: Tensor | None
+    ) -> Tensor:
+        """Attend as `attend`, or by the state's `attend_drawn` where `places` are given."""
+        rest = (softmax.scale, softmax.softcap, softmax.sinks)
+        out: Tensor = _attend(query, key, value, places, layer, self.number, *rest)
         return out
 
 
 class _DrawnRelay:
-    """A relay that knows of how many places the last layer is wanted, as a compiler wants to know."""
+    """Tell a compiler at how many places the last layer is computed; attend through a relay."""
 
     def __init__(self, relay: _Relay, places: Tensor) -> None:
         self._relay, self._places = relay, places
@@ -170,9 +177,7 @@ class _DrawnRelay:
         return self._relay.attend(layer, query, key, value, softmax)
 
     def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        number, rest = self._relay.number, (softmax.scale, softmax.softcap, softmax.sinks)
-        out: Tensor = _attend_drawn(query, key, value, self._places, layer, number, *rest)
-        return out
+        return self._relay.attend_places(layer, query, key, value, softmax, self._places)
 
 
 _numbers = itertools.count()
@@ -184,37 +189,25 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    places: Tensor | None,
     layer: int,
     relay: int,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _relays[relay].state.attend(layer, query, key, value, Softmax(scale, softcap, sinks))
+    """Attend by the state of a relay; with `places`, as many positions come back, zeros where fewer are drawn from."""
+    state, softmax = _relays[relay].state, Softmax(scale, softcap, sinks)
+    if places is None:
+        out: Tensor = state.attend(layer, query, key, value, softmax)
+    else:
+        out = state.attend_drawn(layer, query, key, value, softmax)
+        out = F.pad(out, (0, 0, 0, len(places) - out.shape[2]))
     return out.contiguous()
 
 
 @_attend.register_fake
-def _(query: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("warmkv::attend_drawn", mutates_args=())
-def _attend_drawn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    places: Tensor,
-    layer: int,
-    relay: int,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    out: Tensor = _relays[relay].state.attend_drawn(layer, query, key, value, Softmax(scale, softcap, sinks))
-    return F.pad(out, (0, 0, 0, len(places) - out.shape[2])).contiguous()
-
-
-@_attend_drawn.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, places: Tensor, *_: object) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, *_: object) -> Tensor:
+    if places is None:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
     return query.new_empty(1, query.shape[1], places.shape[0], query.shape[3])

@@ -58,7 +58,7 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What was told before does not count any more. Blocks may be held of which nothing tells."""
+    """Discard what was told before. Blocks may be held of which nothing tells."""
 
 
 KVEvent = BlocksStored | BlocksRemoved | Cleared | Forgotten

@@ -30,7 +30,7 @@ TOKENS = 160
 
 
 class KernelWarmUp:
-    """A state whose attention launches every variant once, at the first of the layers that are alike."""
+    """Launch every variant of the attention kernels once, in a pass, at the first of the layers that are alike."""
 
     def __init__(
         self,

@@ -168,7 +168,7 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """Positions within prompts: their full blocks, the tokens behind these, and where the last of the blocks is."""
+    """Hold positions within prompts: full blocks, the tokens behind these, and where the last of the blocks is."""
 
     owner: Ints
     position: Numbers
@@ -189,7 +189,7 @@ class _Positions:
 
 @dataclass(frozen=True, slots=True)
 class _Tails:
-    """The tails that marks write, in the order in which they occur first."""
+    """Number the tails that marks write, in the order in which they occur first."""
 
     numbers: Ints  # of each mark; no number where it ends with a block
     parents: Ints  # of each tail: the run before it

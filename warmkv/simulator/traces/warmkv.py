@@ -20,7 +20,7 @@ MOST = 1 << 22  # characters of them
 
 
 class LogLines(NamedTuple):
-    """Records in columns, those of failed requests as well, and the lines where they stand."""
+    """Hold records in columns, those of failed requests as well, and the lines where they stand."""
 
     chunk: Chunk
     lines: Sequence[int]

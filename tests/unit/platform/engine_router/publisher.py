@@ -14,7 +14,7 @@ SIZE = 4
 
 
 class Publisher:
-    """Numbered batches from 0 on; the last `buffer` of them can be had again."""
+    """Publish numbered batches from 0 on; the last `buffer` of them can be had again."""
 
     def __init__(self, sockets: tuple[zmq.asyncio.Socket, zmq.asyncio.Socket], clock: float, buffer: int) -> None:
         self._events, self._replays = sockets

@@ -18,7 +18,7 @@ X, Y, Z = [1] * 12, [2] * 12, [3] * 12
 
 
 class Known:
-    """What was told of a server's cache."""
+    """Collect what was told of a server's cache."""
 
     def __init__(self):
         self.keys, self.whole, self.changed = set(), False, asyncio.Event()

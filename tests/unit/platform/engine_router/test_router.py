@@ -119,7 +119,7 @@ def test_capacity_is_in_tokens(clock):
 
 
 def tokens(name, blocks):
-    """A prompt whose tokens are known, but not what it is as a text."""
+    """Return a prompt whose tokens are known, but not what it is as a text."""
     return Prompt((), hashing.block_hashes([ord(name)] * blocks * BLOCK, BLOCK, b"root"))
 
 

@@ -13,7 +13,7 @@ KEY = {"authorization": "Bearer k", "x-other": "no"}
 
 
 class Servers:
-    """Answers posts as it is told to; an exception is raised."""
+    """Answer posts as it is told to; an exception is raised."""
 
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []

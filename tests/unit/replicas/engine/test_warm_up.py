@@ -98,7 +98,7 @@ for family, windows in (("llama", False), ("mistral-windowed", True)):
 """
 
 
-@pytest.mark.soak(least=0.5)
+@pytest.mark.soak
 def test_after_a_start_no_request_compiles_a_kernel():
     """By what Triton compiles by, for a GPU that is not there: alone, mixed, with windows, in pages, in splits."""
     ran = subprocess.run(
