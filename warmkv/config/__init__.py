@@ -1,7 +1,7 @@
 """Every setting of warmkv, with its default, as one frozen tree: one file a section. Nothing else defines a default."""
 
 from warmkv.config.base import AutoBytes, ConfigError, Section
-from warmkv.config.capabilities import Capabilities, Needs, refusal
+from warmkv.config.capabilities import Capabilities, Needs, able, move_blocks, refusal
 from warmkv.config.cluster import AutoscalingConfig, ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import AutopilotConfig, ControlConfig, WhatIfConfig
@@ -65,9 +65,11 @@ __all__ = [
     "TierConfig",
     "TransferConfig",
     "WhatIfConfig",
+    "able",
     "check_key_holders",
     "describe",
     "load",
+    "move_blocks",
     "parse",
     "put",
     "read_value",

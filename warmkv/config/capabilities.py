@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from warmkv.policy_spec import PolicySpec
@@ -52,6 +52,16 @@ NAMES = {
     "resumed_constraint": "the rest of a constrained answer that another replica began",
 }
 """Needs that an engine has or lacks, as a refusal names them."""
+
+
+def able(groups: Mapping[str, Capabilities], needs: Needs) -> frozenset[str]:
+    """Return the names of the groups of replicas that can serve a request."""
+    return frozenset(name for name, group in groups.items() if group.lacks(needs) is None)
+
+
+def move_blocks(groups: Collection[Capabilities]) -> bool:
+    """Return True if replicas of these groups can fetch blocks from each other: those of one that does."""
+    return len(groups) == 1 and all(group.moves_blocks for group in groups)
 
 
 def refusal(groups: Collection[Capabilities], needs: Needs) -> str | None:

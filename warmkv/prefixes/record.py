@@ -59,6 +59,7 @@ class RequestRecord:
     usage: Usage = field(default_factory=Usage)
     generated: tuple[bytes, ...] = ()  # full blocks behind, of its answer, if the engine keeps them
     replica: str = ""
+    group: str = ""  # of `cluster.groups`, which the replica is of
     cached_tokens: int = 0  # prompt tokens whose KV was reused, whatever was billed
     resident_bytes: int = 0  # of the decode slot
     queue: float = 0.0

@@ -108,6 +108,7 @@ class RecordColumns(Sequence[RequestRecord]):
     api: Smalls
     policy: Smalls
     replica: Smalls
+    group: Smalls
     status: Smalls
     stop_reason: Smalls
     error: Smalls
@@ -211,7 +212,7 @@ NUMBERS = (
     "arrival", "queue", "prefill", "ttft", "e2e", "bytes_per_token",
     "block_size", "input_tokens", "output_tokens", "cached_tokens", "max_tokens", "resident_bytes",
 )  # fmt: skip
-NAMES = ("tenant", "model", "api", "policy", "replica", "status", "stop_reason", "error", "session")
+NAMES = ("tenant", "model", "api", "policy", "replica", "group", "status", "stop_reason", "error", "session")
 TEXTS = ("id", "client_id", "trace_id")
 PARTS = ("hashes", "generated", "marks", "reads", "written")
 USAGE = ("usage_input", "usage_read", "usage_output")

@@ -99,7 +99,13 @@ class Gateway:
         self._whatif = RemoteWhatIf(config.cluster.application, self._name) if config.control.whatif else None
         self._feed: Feed | None = None
         self._service = Service(
-            config, self._sender.send, recorder, write_log=self._write_log, clock=time.monotonic, wall_clock=time.time
+            config,
+            self._sender.send,
+            recorder,
+            write_log=self._write_log,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            group_of=self._sender.group_of,
         )
         if self._whatif is not None:
             lost = partial(recorder.add, telemetry.DROPPED_LINES, log="whatif")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from warmkv.config import Config, Needs, refusal
+from warmkv.config import Config, able, move_blocks, refusal
 from warmkv.platform.gateway.apis.errors import overloaded
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies, Watch
 from warmkv.platform.gateway.resume import Attempt
@@ -34,6 +34,7 @@ class Sender(Watch):
         self._everywhere = frozenset(() if limited else self._groups)  # all groups, where each can serve everything
         self._router, self._replies, self._clock = router, replies, clock
         self._running: Mapping[str, str] = {}  # groups of the replicas that run
+        self._group_of: dict[str, str] = {}  # and of those that are connected still
         self._connections: dict[str, Connection] = {}
         self._line: dict[Mailbox, Attempt] = {}
         self._sent: dict[int, tuple[str, Attempt]] = {}  # where each is that has not ended there, given up or not
@@ -53,14 +54,19 @@ class Sender(Watch):
     def follow(self, running: Mapping[str, str]) -> None:
         """Take Serve's word of which replicas run, and of which group each is."""
         stopped, self._running = self._running.keys() - running.keys(), running
+        self._group_of |= running
         for name in stopped - self._connections.keys():
-            self._router.gone(name)
+            self._gone(name)
         self._serve_line()
+
+    def group_of(self, replica: str) -> str:
+        """Return the group of a replica that runs or is connected."""
+        return self._group_of.get(replica, "")
 
     def send(self, attempt: Attempt) -> Mailbox:
         """Send an attempt, or have it wait in line; its events, a refusal or a fault come to the mailbox."""
         mailbox = self._replies.mailbox(self._closed, attempt.take)
-        attempt.groups = self._everywhere or self._able(attempt.request.needs)
+        attempt.groups = self._everywhere or able(self._groups, attempt.request.needs)
         if not attempt.groups:
             mailbox.fail(UnservableRequestError(refusal(self._groups.values(), attempt.request.needs)))
             return mailbox
@@ -91,7 +97,7 @@ class Sender(Watch):
         self._sent = {stream: sent for stream, sent in self._sent.items() if sent[0] != name}
         self._router.disconnected(name)
         if name not in self._running:
-            self._router.gone(name)
+            self._gone(name)
 
     def admitted(self, connection: Connection, ongoing: int) -> None:
         assert connection.name is not None
@@ -112,9 +118,9 @@ class Sender(Watch):
 
     # --- who gets what
 
-    def _able(self, needs: Needs) -> frozenset[str]:
-        """Return the groups that can serve what is needed."""
-        return frozenset(name for name, group in self._groups.items() if group.lacks(needs) is None)
+    def _gone(self, name: str) -> None:
+        self._router.gone(name)
+        self._group_of.pop(name, None)
 
     def _reachable(self) -> list[str]:
         return [name for name in self._connections if name in self._running]
@@ -133,8 +139,8 @@ class Sender(Watch):
         groups = {name: group for name in self._reachable() if (group := self._running[name]) in attempt.groups}
         if not groups:
             return False
-        stream, names, one = mailbox.stream, list(groups), set(groups.values())
-        moves = len(one) == 1 and self._groups[one.pop()].moves_blocks
+        stream, names = mailbox.stream, list(groups)
+        moves = move_blocks([self._groups[group] for group in set(groups.values())])
         order = self._router.choose(stream, attempt, names, moves=moves)
         name = next((name for name in order if name in free), None)
         if name is None:

@@ -78,7 +78,10 @@ class Choice:
 
 
 class Service:
-    """Everything the endpoints share. `send` makes an attempt at a request and streams the replica's events."""
+    """Everything the endpoints share.
+
+    `send` makes an attempt at a request and streams the replica's events; `group_of` tells a replica's group.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class Service:
         write_log: Callable[[RequestRecord], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        group_of: Callable[[str], str] = lambda replica: "",
     ) -> None:
+        self._group_of = group_of
         self.config, self._send, self._recorder = config, send, recorder
         self.capabilities = tuple(config.capabilities.values())
         self._keeps_generated = any(group.keeps_generated for group in self.capabilities)
@@ -343,6 +348,7 @@ class Service:
             usage=answer.usage,
             generated=self._generated(answer),
             replica=started.replica,
+            group=self._group_of(started.replica),
             cached_tokens=started.cached_tokens,
             resident_bytes=started.resident_bytes,
             queue=started.queue_seconds,

@@ -88,7 +88,7 @@ def _records(trace: Trace, size: int, model: str, policy: str, counts: Ints, blo
 
     alike: dict[str, Any] = {name: np.zeros(count) for name in ("queue", "prefill", "ttft", "e2e", "bytes_per_token")}
     alike |= dict.fromkeys(("cached_tokens", "max_tokens", *USAGE), nothing)
-    alike |= dict.fromkeys(("replica", "stop_reason", "error", "session"), named(""))
+    alike |= dict.fromkeys(("replica", "group", "stop_reason", "error", "session"), named(""))
     return RecordColumns(
         **alike,
         names=[*names, *(f"tenant-{tenant}" for tenant in tenants.tolist())],

@@ -213,6 +213,7 @@ def test_a_request_goes_where_its_policy_is_served_and_waits_there():
         cluster.sender.follow({"0": "", "1": "small"})
         await settle(cluster)
         assert loads(cluster) == {"0": 2, "1": 2}
+        assert [cluster.sender.group_of(name) for name in "01"] == ["", "small"]
         assert {request.policy.name for request, _ in cluster.replicas[1].answers.values()} == {"full"}
         for box in (waiting, *full):
             await box.aclose()
