@@ -8,6 +8,7 @@ from warmkv.faults import UserError
 
 EXTRAS = {
     "serve": ("fastapi", "jinja2", "ray", "safetensors", "tokenizers", "torch", "transformers", "uvicorn"),
+    "quantized": ("accelerate", "compressed_tensors"),
     "record": ("aiohttp", "brotli", "zstandard"),
     "route": ("zmq", "msgpack"),
     "vllm": ("vllm", "msgpack", "zmq"),

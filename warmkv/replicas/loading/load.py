@@ -19,7 +19,7 @@ from warmkv.policies.compression.observe import kv_shape, rotation
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import supported
+from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
@@ -27,7 +27,6 @@ from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_li
 from warmkv.replicas.loading.structure import (
     LayerTraits,
     check_config,
-    check_quantization,
     is_listed,
     layer_traits,
     refusal,
@@ -162,8 +161,10 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
         keep_freed_memory()
     configured = AutoConfig.from_pretrained(model_path(config), revision=config.revision)
     check_config(configured)  # before weights are read
-    check_quantization(configured)
-    module = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.revision, dtype=dtype)
+    if quantized.settle(configured, device):
+        return prepare(quantized.load_dense(fetch(config), configured, dtype).to(device), packed=packed)
+    load = AutoModelForCausalLM.from_pretrained
+    module = load(model_path(config), config=configured, revision=config.revision, dtype=dtype)
     if getattr(configured, "quantization_config", None) is not None and not getattr(module, "is_quantized", False):
         module.to(dtype)  # what a quantiser made plain, as fp8 without a GPU, is of its own dtype
     return prepare(module.to(device), packed=packed)

@@ -35,24 +35,6 @@ def check_config(config: Any) -> None:
         raise refusal(text.model_type, reason)
 
 
-def check_quantization(config: Any) -> None:
-    """Raise ValueError, with the method's name, if a checkpoint's weights are quantised by one that cannot run here."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is None:
-        return
-    known = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    try:
-        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment(device_map=None)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        why = f"{error}".rstrip(". ")
-        raise ValueError(
-            f"weights that are quantised by {known.get('quant_method')} cannot be loaded here: {why}. "
-            "vLLM serves such models (engine.kind: vllm)"
-        ) from error
-
-
 def is_listed(config: Any) -> bool:
     """Return whether the family of a model is one that the tests compare with transformers."""
     return config.get_text_config().model_type in supported.SERVED

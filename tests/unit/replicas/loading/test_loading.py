@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -188,28 +186,6 @@ def test_scores_are_shares_of_the_models_own_softmax(family):
         )
 
 
-@pytest.mark.parametrize(
-    ("method", "needs", "settings"),
-    [
-        ("gptq", "gptqmodel", {"bits": 4, "group_size": 32}),
-        ("awq", "gptqmodel", {"bits": 4, "group_size": 32}),
-        ("fp8", "accelerate", {"weight_block_size": [32, 32]}),
-        ("compressed-tensors", "compressed_tensors", {}),
-        ("unheard-of", "", {}),
-    ],
-)
-def test_weights_quantised_by_what_cannot_run_here_are_refused_by_name(
-    tmp_path: Path, method: str, needs: str, settings: dict[str, Any]
-) -> None:
-    if needs and find_spec(needs):
-        pytest.skip(f"{needs} is installed")
-    config = LlamaConfig(**SHAPE)
-    config.quantization_config = {"quant_method": method, **settings}
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"quantised by {method} cannot be loaded here: .* \(engine.kind: vllm\)"):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
-
-
 @pytest.mark.parametrize("refuse", [check_model, fetch, load_model])
 def test_an_adapter_is_refused_with_its_kind_and_its_model_whatever_lies_beside_it(tmp_path: Path, refuse: Any) -> None:
     config = ModelConfig(path=str(tmp_path), device="cpu")
@@ -221,36 +197,3 @@ def test_an_adapter_is_refused_with_its_kind_and_its_model_whatever_lies_beside_
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match="unknown"):
         refuse(config)
-
-
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="fp8 needs accelerate")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_weights_are_served_in_the_models_dtype_where_there_is_no_gpu(tmp_path: Path, dtype: str) -> None:
-    """As the weights are that they stand for: blocks of 16 x 16 with a scale each."""
-    if torch.cuda.is_available():
-        pytest.skip("there fp8 is computed")
-    torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "initializer_range": 0.3}))
-    stored: dict[str, torch.Tensor] = {}
-    for name, weight in plain.state_dict().items():
-        stored[name] = weight
-        if name.endswith("proj.weight"):
-            blocks = weight.view(len(weight) // 16, 16, -1, 16)
-            scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-            stored[name] = (blocks / scale).to(torch.float8_e4m3fn).view(weight.shape)
-            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].clone()
-            weight.copy_((stored[name].float().view(blocks.shape) * scale).view(weight.shape))
-    plain.config.quantization_config = {
-        "quant_method": "fp8",
-        "weight_block_size": [16, 16],
-        "activation_scheme": "dynamic",
-    }
-    plain.config.save_pretrained(tmp_path)
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = load_model(ModelConfig(path=str(tmp_path), device="cpu", dtype=dtype))
-    assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
-    drawn = Driver(model).run(make_request([1, 2, 3], new=6))
-    if dtype == "float32":  # another rounding may draw other tokens
-        with torch.no_grad():
-            expected = plain.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False)
-        assert drawn == [expected[0, 3:].tolist()]
