@@ -81,7 +81,7 @@ def test_every_replica_tells_what_it_holds(cluster):
     cluster.anthropic("held").messages.create(
         model=cluster.config.model.name, max_tokens=1, messages=[{"role": "user", "content": text}]
     )
-    told = asyncio.run(contents_of_replicas(cluster.config.cluster.application, 1000))
+    told = asyncio.run(contents_of_replicas(cluster.config.cluster.application, ("",), 1000))
     assert len(told) == cluster.config.cluster.replicas
     held = [block for replica in told for block in replica.tiers["device"]]
     ttl = cluster.config.prefix_cache.ttls[cluster.config.prefix_cache.default_ttl]

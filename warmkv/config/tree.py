@@ -31,6 +31,7 @@ OF_GROUPS: dict[str, frozenset[str]] = {
     "prefix_cache": frozenset(
         ("memory_bytes", "eviction", "storage", "host", "disk", "moving_bytes", "tenant_share", "packs", "keep_warm")
     ),
+    "simulator": frozenset(("profile", "gpu", "step_a", "step_b", "step_c")),
 }
 """Settings in which groups of replicas may differ: all others are of the model, or of the gateways."""
 
@@ -90,8 +91,6 @@ class Config(Section):
         self._check_defaults(NOT_OF_VLLM if self.engine.kind == "vllm" else NOT_OF_WARMKV)
         if fault := refusal(self.capabilities.values(), Needs(self.compression.policy)):
             raise ValueError(f"compression.policy: {fault}")
-        if self.cluster.groups and self.control.whatif is not None:
-            raise ValueError("control.whatif: groups of replicas (cluster.groups) are not simulated yet: leave it out")
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
         for failure in self.simulator.failures:
@@ -149,6 +148,8 @@ def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
     if not re.fullmatch("[a-z0-9-]+", name):
         raise ValueError(f"{at}: a name has small letters, digits and dashes")
     merged = plain.model_dump(mode="json", exclude_defaults=True)
+    for others in ("compression", "simulator"):  # of requests that may be for another group; see below
+        merged.pop(others, None)
     for section, settings in tree.items():
         if section not in OF_GROUPS or not isinstance(settings, Mapping):
             raise ValueError(f"{at}.{section}: write the settings of {', '.join(OF_GROUPS)} that differ")
@@ -156,14 +157,15 @@ def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
             known = ", ".join(sorted(OF_GROUPS[section]))
             raise ValueError(f"{at}.{section}.{other[0]} cannot differ; known: {known}")
         merged[section] = {**merged.get(section, {}), **copy.deepcopy(dict(settings))}
-    for others in ("compression", "simulator"):  # of requests that may be for another group; of all replicas
-        merged.pop(others, None)
     storage = merged.get("prefix_cache", {}).get("storage")
     if merged.get("engine", {}).get("kind") == "vllm" and storage in VLLM_STORAGES:
         merged["compression"] = {"policy": {"storage": storage}}  # the only one that it serves
     try:
-        return Config.model_validate(merged)
+        group = Config.model_validate(merged)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, (at, *fault["loc"])))
         raise ValueError(f"{place}: {fault['msg'].removeprefix('Value error, ')}") from None
+    own = {name: getattr(group.simulator, name) for name in group.simulator.model_fields_set}
+    simulator = plain.simulator.model_copy(update={"failures": (), **own})  # of replicas of the configuration itself
+    return group.model_copy(update={"simulator": simulator})

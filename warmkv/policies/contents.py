@@ -35,11 +35,12 @@ class Contents:
 
     at: float  # Unix time
     tiers: Mapping[str, Sequence[HeldBlock]]
+    group: str = ""  # of replicas (`cluster.groups`)
 
     def stored_by(self, time: float) -> Contents:
         """Return it without what came after a time."""
         tiers = {name: [held for held in blocks if not held.since > time] for name, blocks in self.tiers.items()}
-        return Contents(self.at, tiers)
+        return Contents(self.at, tiers, self.group)
 
 
 def contents_of(tiers: Tiers, most: int, now: float, wall: float) -> Contents:

@@ -7,7 +7,7 @@ moves only where each begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, overload
 
@@ -201,6 +201,10 @@ class RecordColumns(Sequence[RequestRecord]):
         at = self.names.index(name) if name in self.names else -1
         found: NDArray[np.bool_] = getattr(self, column) == at
         return found
+
+    def are_named(self, column: str, names: Collection[str]) -> NDArray[np.bool_]:
+        """Return which records have one of some names."""
+        return np.isin(getattr(self, column), [at for at, name in enumerate(self.names) if name in names])
 
     def values(self, column: str) -> list[str]:
         """Return the names of a column."""

@@ -69,7 +69,7 @@ def replay(
     if profile is not None and machine.step_times is StepTimeChoice.LOG:
         fail("--profile and --step-times log exclude each other")
     settings = options.read(*([] if profile is None else [f"simulator.profile={json.dumps(str(profile))}"]))
-    if settings.batches_as_vllm and not _given(context, "policy"):
+    if all(group.batches_as_vllm for group in settings.groups().values()) and not _given(context, "policy"):
         policy = []  # vLLM keeps the whole cache
     base, budgets = settings.compression.policy, [_budget(text) for text in budget]
     grid = variants.grid(base, ttl, budgets, policy, settings.whole_cache)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from warmkv import telemetry
@@ -39,7 +40,7 @@ class WhatIfActor(WhatIf):
         application = start.cluster.application
 
         async def contents(most: int) -> Sequence[Contents]:
-            return await contents_of_replicas(application, most)
+            return await contents_of_replicas(application, tuple(start.groups()), most)
 
         control = RemoteControl(application)
         memory = Memory(store_of(start.control), application, time.time())
@@ -74,13 +75,17 @@ class WhatIfActor(WhatIf):
         return {**await super().table(), "autopilot": self._autopilot.status() if self._autopilot else None}
 
 
-async def contents_of_replicas(application: str, most: int) -> Sequence[Contents]:
+async def contents_of_replicas(application: str, groups: Sequence[str], most: int) -> Sequence[Contents]:
     """Ask all running replicas which blocks they hold, `most` of each at most."""
     from ray import serve
 
-    replicas = await asyncio.to_thread(serve.get_deployment_handle, named_actors.replicas_name(""), application)
-    found: list[Contents] = await replicas.broadcast("contents", most).results_async(timeout_s=PATIENCE)
-    return found
+    async def of(group: str) -> Sequence[Contents]:
+        name = named_actors.replicas_name(group)
+        replicas = await asyncio.to_thread(serve.get_deployment_handle, name, application)
+        found: list[Contents] = await replicas.broadcast("contents", most).results_async(timeout_s=PATIENCE)
+        return [replace(contents, group=group) for contents in found]
+
+    return [contents for found in await asyncio.gather(*map(of, groups)) for contents in found]
 
 
 async def replayed_on_ray(work: Round) -> AsyncGenerator[Basis | Replayed]:

@@ -74,7 +74,7 @@ class WhatIf:
         self.window, self._own = RequestWindow(), OperatorCandidates(memory.kept.candidates)
         self._snapshots, self._started = Snapshots(), wall_clock()
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
-        self._replicas = start.cluster.replicas
+        self._replicas = start.first_replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
         self._loaded = asyncio.Event()
         self._rests_until = 0.0
@@ -248,7 +248,7 @@ class WhatIf:
     async def _round(self) -> Round:
         now, defaults, changed = await self._in_force()
         held = await self._held()
-        self._replicas = held.replicas or self._start.cluster.replicas
+        self._replicas = held.replicas or self._start.first_replicas
         sized = with_sizes(now, held)
         quiet = self._clock() - self._heard > SILENCE_SECONDS  # what they hold has expired since
         candidates = sorted(

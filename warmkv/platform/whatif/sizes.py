@@ -19,11 +19,14 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the replicas say of themselves. `limits` are those of the one with the least memory, by setting."""
+    """What the replicas say of themselves.
+
+    `limits` are those of the one with the least memory, by group and setting.
+    """
 
     replicas: int = 0
     stored_bytes: int | None = None  # of prefixes, all tiers and replicas
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     on_gpu: bool = False
     slot_bytes: int = 0  # of decode slots, all replicas
 
@@ -31,11 +34,11 @@ class Held:
     def of(cls, status: Mapping[str, Any]) -> Held:
         """Read what the prefix directory knows of the replicas."""
         replicas = [replica for replica in status["replicas"].values() if "phase" not in replica]  # that serve
-        plans = [plan for replica in replicas if (plan := replica.get("memory"))]
-        limits: dict[str, int] = {}
-        for plan in plans:
-            for name, limit in plan["limits"].items():
-                limits[name] = min(limit["bytes"], limits.get(name, limit["bytes"]))
+        limits: dict[str, dict[str, int]] = {}
+        for replica in replicas:
+            least = limits.setdefault(replica.get("group", ""), {})
+            for name, limit in (replica.get("memory") or {"limits": {}})["limits"].items():
+                least[name] = min(limit["bytes"], least.get(name, limit["bytes"]))
         stored = sum(sum(replica.get("store_tiers", {}).values()) for replica in replicas)
         on_gpu = any(replica.get("allocator_bytes") is not None for replica in replicas)  # none is counted on a CPU
         slots = sum(replica.get("slot_bytes", 0) for replica in replicas)
@@ -48,14 +51,35 @@ def with_sizes(config: Config, held: Held) -> Config:
     Where a size is not known it is the simulator's; where the model's configuration is not on this node, the shape is
     that of `simulator.model`.
     """
-    engine, cache, simulator = config.engine, config.prefix_cache, config.simulator
-    if engine.kv_bytes == "auto" and (limit := held.limits.get("engine.kv_bytes")):
-        engine = engine.model_copy(update={"kv_bytes": ByteSize(limit)})
-    if cache.memory_bytes == "auto" and (limit := held.limits.get("prefix_cache.memory_bytes")):
-        cache = cache.model_copy(update={"memory_bytes": ByteSize(limit)})
+    simulator = config.simulator
     if simulator.model == ModelShape.model_validate({}) and (folder := _folder(config.model)) is not None:
         simulator = simulator.model_copy(update={"model": _shape(folder, config.model, held.on_gpu)})
-    return resolved(config.model_copy(update={"engine": engine, "prefix_cache": cache, "simulator": simulator}))
+    config = config.model_copy(update={"simulator": simulator})
+    sized = {name: _sized(group, held.limits.get(name, {})) for name, group in config.groups().items()}
+    trees = {name: _with_sizes(tree, sized[name]) for name, tree in config.cluster.groups.items()}
+    return sized[""].model_copy(update={"cluster": config.cluster.model_copy(update={"groups": trees})})
+
+
+def _sized(config: Config, limits: Mapping[str, int]) -> Config:
+    """Return the settings of a group with its sizes."""
+    engine, cache = config.engine, config.prefix_cache
+    if engine.kv_bytes == "auto" and (limit := limits.get("engine.kv_bytes")):
+        engine = engine.model_copy(update={"kv_bytes": ByteSize(limit)})
+    if cache.memory_bytes == "auto" and (limit := limits.get("prefix_cache.memory_bytes")):
+        cache = cache.model_copy(update={"memory_bytes": ByteSize(limit)})
+    return resolved(config.model_copy(update={"engine": engine, "prefix_cache": cache}))
+
+
+def _with_sizes(tree: Mapping[str, Any], sized: Config) -> dict[str, Any]:
+    """Return what differs in a group, its sizes included: it would have those of the others."""
+    engine, cache = sized.engine, sized.prefix_cache
+    sizes = {"kv_bytes": int(engine.kv_limit), "step_tokens": engine.step_tokens}
+    stored = {"memory_bytes": int(cache.memory_limit)}
+    return {
+        **tree,
+        "engine": {**tree.get("engine", {}), **sizes},
+        "prefix_cache": {**tree.get("prefix_cache", {}), **stored},
+    }
 
 
 def _shape(folder: Path, model: ModelConfig, on_gpu: bool) -> ModelShape:

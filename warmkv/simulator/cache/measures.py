@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,15 @@ class TimeWeightedGauge:
 
     def __init__(self) -> None:
         self._times, self._changes = array("d"), array("q")
+
+    @classmethod
+    def together(cls, gauges: Iterable[TimeWeightedGauge]) -> TimeWeightedGauge:
+        """Return the sum of some gauges; the peak is that of changes in the order of their times."""
+        changes = [pair for gauge in gauges for pair in zip(gauge._times, gauge._changes, strict=True)]
+        found = cls()
+        for at, amount in sorted(changes, key=lambda change: change[0]):
+            found.change(amount, at)
+        return found
 
     def change(self, amount: int, at: float) -> None:
         self._times.append(at)

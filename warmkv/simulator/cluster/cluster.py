@@ -1,4 +1,8 @@
-"""A simulated cluster: requests arrive, are routed by prefix and load, and run on replicas that share nothing."""
+"""A simulated cluster: requests arrive, are routed by prefix and load, and run on replicas that share nothing.
+
+Replicas may be of several kinds (`cluster.groups`): a request goes to those that can serve its policy, by the rule of
+the live gateways.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from warmkv.config import Config
+from warmkv.config import Config, move_blocks
 from warmkv.policies.breaker import retry_pause
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import weight
+from warmkv.prefixes.index import Depths
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
@@ -20,11 +26,11 @@ from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
-from warmkv.simulator.cluster.stores import LayOut, Stores
+from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.kv_blocks import BLOCK
 from warmkv.simulator.engine.mixed import BatchingError, Limits
-from warmkv.simulator.steps.costs import StepKind, StepTimes
+from warmkv.simulator.steps.costs import StepKind, StepTimes, times_of
 
 Progress = Callable[[int], None]  # told how many requests have arrived
 PROGRESS_EVERY = 500
@@ -39,6 +45,7 @@ class Outcome:
     tiers: Mapping[str, TimeWeightedGauge]  # the same, tier by tier
     removals: Removals
     alive: TimeWeightedGauge  # replicas, those that start included
+    alive_of: Mapping[str, TimeWeightedGauge]  # the same, by group
     moved: Moved  # between replicas
     end: float  # virtual seconds from the first arrival to the last end
 
@@ -72,19 +79,29 @@ def simulate(
 
     Raises BatchingError if a request could not be batched as `simulator.batching: mixed` does.
     """
-    config = resolved(config)
-    if not config.engine.capabilities(config.prefix_cache.storage).moves_blocks:
-        config = config.model_copy(update={"routing": config.routing.model_copy(update={"transfer": False})})
-    mixed = mixed_limits(jobs, config, token_bytes) if config.batches_as_vllm else None
-    stores = Stores(jobs, config, lifetimes, token_bytes, lay_out, held)
-    return Cluster(jobs, config, stores, times, fast_forward, as_placed, seed, progress, mixed).run(held, begun)
+    groups = {name: resolved(group) for name, group in config.groups().items()}
+    laid = laid_out(jobs, lay_out, held, generated=any(group.has_one_pool for group in groups.values()))
+    levels, block_size = Levels(), jobs[0].block_size if jobs else 1
+    kinds = {
+        name: ReplicaKind(
+            group,
+            Stores(group, lifetimes, token_bytes, block_size, laid, levels),
+            times_of(times, name),
+            mixed_limits(jobs, group, token_bytes, name) if group.batches_as_vllm else None,
+        )
+        for name, group in groups.items()
+    }
+    return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun)
 
 
-def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limits:
-    """Return the limits of replicas that batch as vLLM does. Raises BatchingError for what vLLM does not do."""
+def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int, group: str = "") -> Limits:
+    """Return the limits of replicas of a group that batch as vLLM does.
+
+    Raises BatchingError for what vLLM does not do of what the group is to serve.
+    """
     engine, kind = config.engine, StepKind.of(config.whole_cache)
     for job in jobs:
-        if job.kind not in (kind, WHOLE_CACHE):
+        if group in job.groups and job.kind not in (kind, WHOLE_CACHE):
             raise BatchingError(
                 f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
                 f"{job.kind.label}; choose the policy {kind.label}"
@@ -99,54 +116,92 @@ def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int) -> Limit
     return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, block)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaKind:
+    """Replicas of one group: their settings, caches and step times, and their limits if they batch as vLLM does."""
+
+    config: Config
+    stores: Stores
+    times: StepTimes
+    mixed: Limits | None
+
+
 class Cluster:
-    """Requests on their way through the gateways to the replicas, in SimPy's time."""
+    """Requests on their way through the gateways to the replicas, in SimPy's time. `kinds` are those of each group."""
 
     def __init__(
         self,
         jobs: Sequence[Job],
         config: Config,
-        stores: Stores,
-        times: StepTimes,
+        kinds: Mapping[str, ReplicaKind],
+        levels: Levels,
         fast_forward: bool,
         as_placed: bool,
         seed: int,
         progress: Progress,
-        mixed: Limits | None = None,
     ) -> None:
-        self._mixed = mixed
-        self._jobs, self._config, self._stores, self._times = jobs, config, stores, times
+        self._jobs, self._config, self._kinds, self._levels = jobs, config, kinds, levels
         self._fast_forward, self._as_placed, self._progress = fast_forward, as_placed, progress
-        self._env, self._slots = Clock(), TimeWeightedGauge()
+        self._env, self._slots, self._moved = Clock(), TimeWeightedGauge(), Moved()
         count = config.cluster.gateways
+        warm = self._warm if len(kinds) > 1 else kinds[""].stores.warm
         self._gateways = [
-            SimulatedGateway(config, stores.warm, count == 1, random.Random(seed + number), lambda: self._env.now)
+            SimulatedGateway(config, warm, count == 1, random.Random(seed + number), lambda: self._env.now)
             for number in range(count)
         ]
-        self._fleet = Fleet(self._env, config, stores, self._replica, self._ready, self._gone, self._lost)
+        told = self._ready, self._gone, self._lost, self._moved
+        self._fleets = {
+            group: Fleet(
+                self._env, kind.config, kind.stores, partial(self._replica, group), *told,
+                f"replica-{group}" if group else "replica",
+            )
+            for group, kind in kinds.items()
+        }  # fmt: skip
+        self._group_of: dict[str, str] = {}  # by the name of a replica
+        self._capabilities = config.capabilities
+        self._moves: dict[tuple[str, ...], bool] = {}  # by the groups that may get a request
+        self._counted: dict[int, str] = {}  # the group whose autoscaling counts a request
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
 
     def run(self, held: Sequence[Contents] = (), begun: float = 0.0) -> Outcome:
         """Run until all jobs have ended. What is `held` is there when the clock starts, at the Unix time `begun`."""
-        if self._as_placed:
-            self._fleet.open_named(sorted(set(self._jobs[0].records.values("replica")) if self._jobs else ()))
-        else:
-            self._fleet.open()
-        for replica, contents in zip(self._fleet.serving.values(), held, strict=False):
-            replica.restore(contents, begun)
+        placed = self._placed() if self._as_placed else {}
+        for group, fleet in self._fleets.items():
+            if self._as_placed:
+                fleet.open_named(sorted(placed.get(group, ())))
+            else:
+                fleet.open()
+            own = [contents for contents in held if contents.group == group or len(self._fleets) == 1]
+            for replica, contents in zip(fleet.serving.values(), own, strict=False):
+                replica.restore(contents, begun)
         if not self._jobs:
-            self._fleet.close()
+            self._close()
         first = [job for job in self._jobs if not job.waits]
         _arrivals(self._env, first, self._arrive)
         self._env.run()
         end = max(0.0, max((job.finished for job in self._jobs), default=0.0))
-        for cache in self._fleet.caches:
-            cache.expire(end)
+        for fleet in self._fleets.values():
+            for cache in fleet.caches:
+                cache.expire(end)
         self._progress(len(self._jobs))
-        stores, fleet = self._stores, self._fleet
-        return Outcome(self._slots, stores.stored, stores.by_tier, stores.removals, fleet.alive, fleet.moved, end)
+        levels, alive = self._levels, {name: fleet.alive for name, fleet in self._fleets.items()}
+        all_alive = alive[""] if len(alive) == 1 else TimeWeightedGauge.together(alive.values())
+        return Outcome(self._slots, levels.stored, levels.by_tier, levels.removals, all_alive, alive, self._moved, end)
+
+    def _placed(self) -> Mapping[str, set[str]]:
+        """Return the names of the replicas that records name, by group; their requests go nowhere else."""
+        placed: dict[str, set[str]] = {}
+        for job in self._jobs:
+            if len(self._fleets) > 1:
+                job.groups = (job.records.name("group", job.number),)
+            placed.setdefault(job.groups[0], set()).add(job.records.name("replica", job.number))
+        return placed
+
+    def _close(self) -> None:
+        for fleet in self._fleets.values():
+            fleet.close()
 
     # --- a request comes and goes
 
@@ -155,33 +210,58 @@ class Cluster:
             self._progress(self._arrived)
         job.gateway = self._arrived % len(self._gateways)
         self._arrived += 1
-        self._fleet.in_flight(1)
+        if len(self._fleets) == 1:
+            self._count(job.number, "")
         if job.shares:
             self._gateways[job.gateway].writers.arrived(job.number, self._env.now)
         self._send(job)
 
     def _send(self, job: Job) -> None:
         """Hand a job to the best replica that can take it. It waits while there is none; if none can, it is refused."""
-        now, gateway, fleet = self._env.now, self._gateways[job.gateway], self._fleet
-        if not fleet.serving:
+        now, gateway = self._env.now, self._gateways[job.gateway]
+        groups = tuple([name for name, fleet in self._fleets.items() if name in job.groups and fleet.serving])
+        if not groups:
             if len(self._unplaced) < self._config.cluster.max_queued_requests * len(self._gateways):
                 self._unplaced.append(job)
             else:
                 self._refuse(job)
             return
-        for cache in fleet.caches:
-            if cache.deadlines.due <= now:
-                cache.expire(now)
-        order, fetch = gateway.choose(job, fleet.names, now)
+        for fleet in self._fleets.values():
+            for cache in fleet.caches:
+                if cache.deadlines.due <= now:
+                    cache.expire(now)
+        if len(groups) == 1:
+            names: Sequence[str] = self._fleets[groups[0]].names
+        else:
+            names = [name for group in groups for name in self._fleets[group].names]
+        moves = self._moves.get(groups)
+        if moves is None:
+            moves = self._moves[groups] = move_blocks([self._capabilities[group] for group in groups])
+        order, fetch = gateway.choose(job, names, now, moves=moves)
         if self._as_placed:
             order = (job.records.name("replica", job.number),)
         for name in order:
+            fleet = self._fleets[self._group_of[name]]
             replica = fleet.serving[name]
             if not replica.full and replica.ever_fits(job):
+                if len(self._fleets) > 1:
+                    self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
                 gateway.sent(job, name, replica.in_flight, now)
                 return
         self._refuse(job)
+
+    def _warm(self, job: Job, now: float) -> Mapping[str, Depths]:
+        """Return leading blocks of a job's prompt that replicas of all groups hold."""
+        return {name: depths for kind in self._kinds.values() for name, depths in kind.stores.warm(job, now).items()}
+
+    def _count(self, number: int, group: str | None) -> None:
+        """Let the autoscaling of a group count a request, and that of another one no more."""
+        if (before := self._counted.pop(number, None)) is not None:
+            self._fleets[before].in_flight(-1)
+        if group is not None:
+            self._counted[number] = group
+            self._fleets[group].in_flight(1)
 
     def _refuse(self, job: Job) -> None:
         job.replica, job.started, job.first, job.finished = "", NEVER, NEVER, NEVER
@@ -193,39 +273,40 @@ class Cluster:
         gateway.in_flight.began(job.number)
         if job.resumptions:
             return
-        self._fleet.transfers[job.replica].computed(job)
+        self._fleets[self._group_of[job.replica]].transfers[job.replica].computed(job)
         if job.shares:
             reads, found, now = job.records.reads_of(job.number), job.match.hit, self._env.now
             job.read = gateway.writers.began(job.number, job.replica, reads, job.marks, found, job.written, now)
 
     def _ended(self, job: Job) -> None:
         self._over(job)
-        self._fleet.ended(job.replica)
+        self._fleets[self._group_of[job.replica]].ended(job.replica)
 
     def _over(self, job: Job) -> None:
         gateway = self._gateways[job.gateway]
         gateway.in_flight.release(job.number)
-        self._fleet.in_flight(-1)
+        self._count(job.number, None)
         if job.shares:
             gateway.writers.left(job.number)
         job.known_hashes = None
         following = job.following
         if following is not None:
-            wait = self._times.overhead + following.think
+            wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + following.think
             following.arrival = self._env.now + wait
             self._env.timeout(wait).callbacks.append(lambda _: self._arrive(following))
         self._left -= 1
         if not self._left:
-            self._fleet.close()
+            self._close()
 
     # --- replicas come and go
 
-    def _replica(self, name: str, cache: ReplicaCache) -> SimulatedReplica:
-        engine, times, fast = self._config.engine, self._times, self._fast_forward
-        reading = self._stores.tier_seconds
+    def _replica(self, group: str, name: str, cache: ReplicaCache) -> SimulatedReplica:
+        kind, fast = self._kinds[group], self._fast_forward
+        config, reading = kind.config, kind.stores.tier_seconds
+        self._group_of[name] = group
         return SimulatedReplica(
-            self._env, name, engine, times, cache, self._slots, fast, self._ended, self._began, reading, self._mixed,
-            self._config.prefix_cache.enabled, StepKind.of(self._config.whole_cache), self._config.has_one_pool,
+            self._env, name, config.engine, kind.times, cache, self._slots, fast, self._ended, self._began, reading,
+            kind.mixed, config.prefix_cache.enabled, StepKind.of(config.whole_cache), config.has_one_pool,
         )  # fmt: skip
 
     def _ready(self) -> None:

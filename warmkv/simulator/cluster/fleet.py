@@ -20,10 +20,10 @@ from warmkv.simulator.cluster.transfers import Moved, Process, SimulatedTransfer
 
 
 class Fleet:
-    """Replicas that come and go, in SimPy's time, until `close`.
+    """Replicas of one kind that come and go, in SimPy's time, until `close`.
 
     They have places, numbered from 0: one that starts takes the lowest that is free. Those that follow the first in a
-    place have names of their own, as in Ray Serve.
+    place have names of their own, as in Ray Serve. All names begin with `name`.
 
     Whoever has one tells what is to be done where: `began` and `ended` are told of requests, `ready` when a replica
     takes requests, `gone` the name of one that is there no more, `lost` the requests that it had.
@@ -38,14 +38,16 @@ class Fleet:
         ready: Callable[[], None],
         gone: Callable[[str], None],
         lost: Callable[[Sequence[Job]], None],
+        moved: Moved,
+        name: str = "replica",
     ) -> None:
-        self._env, self._config, self._stores, self._new = env, config, stores, new
+        self._env, self._config, self._stores, self._new, self._name = env, config, stores, new, name
         self._on_ready, self._on_gone, self._on_lost = ready, gone, lost
         self._wanted, self._terms = config.cluster.replicas, TransferTerms.of(config)
         scaling = config.cluster.autoscaling
         self._autoscaler = Autoscaler(scaling, self._wanted) if scaling is not None else None
         self._open = True
-        self.alive, self.moved = TimeWeightedGauge(), Moved()
+        self.alive, self.moved = TimeWeightedGauge(), moved
         self.serving: dict[str, SimulatedReplica] = {}  # those that take requests
         self.names: list[str] = []  # theirs
         self.caches: list[ReplicaCache] = []  # likewise
@@ -91,7 +93,8 @@ class Fleet:
         place = next(number for number in itertools.count() if number not in self._places)
         generation = self._generations[place]
         self._generations[place] += 1
-        return self._add(place, f"replica-{place}.{generation}" if generation else f"replica-{place}")
+        name = f"{self._name}-{place}"
+        return self._add(place, f"{name}.{generation}" if generation else name)
 
     def _add(self, place: int, name: str) -> SimulatedReplica:
         replica = self._starting[name] = self._new(name, self._stores.new(name))

@@ -28,21 +28,26 @@ class SimulatedGateway:
         late = config.simulator.index_delay > 0
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=late)
         self.in_flight = self._dispatcher.in_flight
-        self._warm, self._alone = warm, alone
+        self._warm, self._alone, self._one_kind = warm, alone, not config.cluster.groups
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
         self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
         self.writers = Writers()
 
-    def choose(self, job: Job, replicas: Sequence[str], now: float) -> tuple[Sequence[str], Fetch | None]:
-        """Rank the replicas, at least one, for a job, and choose where the others may fetch blocks."""
-        if len(replicas) == 1:
+    def choose(
+        self, job: Job, replicas: Sequence[str], now: float, *, moves: bool = True
+    ) -> tuple[Sequence[str], Fetch | None]:
+        """Rank the replicas, at least one, for a job, and choose where the others may fetch blocks.
+
+        `moves` says that each of them can fetch blocks from any other.
+        """
+        if len(replicas) == 1 and self._one_kind:
             return replicas, None
         hashes, leaves = job.hashes, 0
         if self._lifetimes is not None:
             leaves = self._lifetimes.stored_blocks(job.marks, len(hashes), job.block_size)
         queues = None if self._alone else self._queues(now)
         choice = self._dispatcher.choose(
-            job.number, hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves
+            job.number, hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves, moves=moves
         )
         return choice.order, choice.fetch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import ByteSize
 
 from warmkv.config import Config
@@ -24,6 +26,18 @@ than people serve."""
 def gpus_per_replica(config: Config) -> float:
     """Return the GPUs of a replica; one without a GPU stands for one that has one."""
     return config.cluster.gpus_per_replica or 1.0
+
+
+def gpu_hours(config: Config, replicas: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Return the GPU hours by group, of so many replicas on average over a time."""
+    groups = config.groups()
+    return {name: gpus_per_replica(groups[name]) * count * seconds / 3600 for name, count in replicas.items()}
+
+
+def gpu_dollars(config: Config, hours: Mapping[str, float]) -> float:
+    """Return the price of GPU hours, by group."""
+    groups = config.groups()
+    return sum([hours[name] * groups[name].simulator.gpu.dollars for name in hours])
 
 
 def pool_bytes(config: Config) -> int:

@@ -26,6 +26,7 @@ from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 
 NEVER = -1.0
+ONE_GROUP = ("",)
 NO_COSTS = PhaseCosts(FREE, FREE)
 WHOLE_CACHE = StepKind.of(PolicySpec())
 
@@ -59,6 +60,7 @@ class Job:
     think: float = 0.0  # seconds from that end to its arrival
     following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
     generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
+    groups: tuple[str, ...] = ONE_GROUP  # of replicas that can serve it
 
     replica: str = ""  # the last that had it; stays empty if it was refused
     started: float = NEVER

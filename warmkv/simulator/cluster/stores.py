@@ -28,17 +28,53 @@ LayOut = Callable[[Sequence[RequestRecord]], Layout]
 """Lay out the prompts of a replay, and more prompts behind them."""
 
 
+class Levels:
+    """What all replicas together hold over time, in bytes, and what left."""
+
+    def __init__(self) -> None:
+        self.stored, self.removals = TimeWeightedGauge(), Removals()
+        self.by_tier: dict[str, TimeWeightedGauge] = {}
+
+    def of(self, tiers: Sequence[Tier]) -> tuple[TimeWeightedGauge, ...]:
+        """Return the gauges of some tiers."""
+        return tuple([self.by_tier.setdefault(tier.name, TimeWeightedGauge()) for tier in tiers])
+
+
+def laid_out(
+    jobs: Sequence[Job], lay_out: LayOut | None = None, held: Sequence[Contents] = (), *, generated: bool = False
+) -> Layout:
+    """Lay out the prompts of jobs, and what replicas hold; each job gets its blocks.
+
+    With `generated` also those that answers complete, as far as they are part of other prompts.
+    """
+    records = jobs[0].records if jobs else columns_of([])
+    lay_out = lay_out or (lambda more: layout([*records, *more] if more else records))
+    found = lay_out(prompts_of(held, jobs[0].block_size if jobs else 1))
+    for job in jobs:
+        job.blocks = found.prompts[job.number]
+    if generated and records.generated.counts.any():
+        (wanted,) = records.generated.flat()
+        places = found.places(set(records.keys_of(np.unique(wanted))))
+        for job in jobs:
+            own = records.keys_of(*records.generated.of(job.number))
+            job.generated = tuple(places[key] for key in own if key in places)
+    return found
+
+
 class Stores:
-    """The caches of all replicas, and what routers know of them. Times are virtual seconds."""
+    """The caches of replicas of one kind, and what routers know of them. Times are virtual seconds.
+
+    `laid` are the prompts' blocks, `levels` is told what the replicas hold.
+    """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
         config: Config,
         lifetimes: Lifetimes,
         token_bytes: int,
-        lay_out: LayOut | None = None,
-        held: Sequence[Contents] = (),
+        block_size: int,
+        laid: Layout,
+        levels: Levels,
     ) -> None:
         config = resolved(config)
         cache = config.prefix_cache
@@ -46,23 +82,11 @@ class Stores:
         self._tiers = tiers_of(cache, kv_shape(config)) if cache.enabled else [Tier("device", 0)]
         if cache.enabled and config.has_one_pool:  # which evicts; tails, which are no blocks of it, have room as well
             self._tiers = [replace(tier, capacity=2 * pool_bytes(config)) for tier in self._tiers]
-        self._block_size = jobs[0].block_size if jobs else 1
-        self.stored, self.removals = TimeWeightedGauge(), Removals()
-        self.by_tier: Mapping[str, TimeWeightedGauge] = {tier.name: TimeWeightedGauge() for tier in self._tiers}
+        self._block_size, self._layout = block_size, laid
+        self._levels, self._by_tier = levels, levels.of(self._tiers)
         simulator = config.simulator
         pcie = simulator.gpu.pcie if simulator.model.is_whole else None
         self._bandwidths = {"host": simulator.host_bandwidth or pcie, "disk": simulator.disk_bandwidth}
-        records = jobs[0].records if jobs else columns_of([])
-        lay_out = lay_out or (lambda more: layout([*records, *more] if more else records))
-        self._layout = lay_out(prompts_of(held, self._block_size))
-        for job in jobs:
-            job.blocks = self._layout.prompts[job.number]
-        if config.has_one_pool and records.generated.counts.any():
-            (wanted,) = records.generated.flat()
-            places = self._layout.places(set(records.keys_of(np.unique(wanted))))
-            for job in jobs:
-                generated = records.keys_of(*records.generated.of(job.number))
-                job.generated = tuple(places[key] for key in generated if key in places)
         self._caches: dict[str, ReplicaCache] = {}
         self._late = None
         if delay := simulator.index_delay:
@@ -83,8 +107,8 @@ class Stores:
     def new(self, name: str) -> ReplicaCache:
         """Make the empty cache of a replica that starts."""
         self._caches[name] = ReplicaCache(
-            name, self._layout, self._tiers, self._token_bytes, self._lifetimes, self.stored, self.removals,
-            self._share, tuple(self.by_tier.values()), self._late,
+            name, self._layout, self._tiers, self._token_bytes, self._lifetimes, self._levels.stored,
+            self._levels.removals, self._share, self._by_tier, self._late,
         )  # fmt: skip
         return self._caches[name]
 

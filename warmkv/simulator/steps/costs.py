@@ -163,6 +163,28 @@ class MeasuredCosts:
         return {kind.label: asdict(costs) for kind, costs in self.measured.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """Step times of several kinds of replicas, by their group; its own are those of the group ""."""
+
+    groups: Mapping[str, StepTimes]
+
+    @property
+    def overhead(self) -> float:
+        return self.groups[""].overhead
+
+    def of(self, kind: StepKind) -> PhaseCosts:
+        return self.groups[""].of(kind)
+
+    def figures(self) -> dict[str, Any]:
+        return {name or "replica": times.figures() for name, times in self.groups.items()}
+
+
+def times_of(times: StepTimes, group: str) -> StepTimes:
+    """Return the step times of a group of replicas."""
+    return times.groups[group] if isinstance(times, GroupTimes) else times
+
+
 def batch_seconds(loads: Sequence[tuple[Cost, float, float]]) -> float:
     """Return the seconds of a step that computes several kinds together, each with its cost, tokens and context.
 

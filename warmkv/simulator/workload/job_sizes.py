@@ -18,7 +18,8 @@ Sizes = tuple[StepKind, int, int, int, int, int, int, bool]
 """What a job takes: fields of `Job`, from `kind` on."""
 
 Ints = NDArray[np.int64]
-Specs = tuple[Sequence[PolicySpec], NDArray[np.integer[Any]]]
+Numbers = NDArray[np.integer[Any]]
+Specs = tuple[Sequence[PolicySpec], Numbers]
 """Policies, and which of them each request has."""
 
 

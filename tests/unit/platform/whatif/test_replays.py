@@ -141,6 +141,19 @@ def test_what_cannot_be_replayed_is_a_fault_of_its_candidate_alone():
     assert results["2"].prediction is not None
 
 
+def test_a_service_of_two_kinds_is_predicted_as_a_whole():
+    now = settings("cluster.groups={vllm: {engine: {kind: vllm}}}")
+    log = logged(prompts()[:160], now)
+    assert len({record.replica for record in log}) == 2
+    fewer = WhatIfCandidate("fewer", {"compression.policy": "snapkv@0.5"})
+    _, results = replayed(log, now, [fewer])
+    error = results[NOW].error
+    assert error is not None
+    assert error["hit_rate"] == 0
+    assert results["fewer"].fault == ""
+    assert figure(results, "fewer", "slot_bytes") < figure(results, NOW, "slot_bytes")
+
+
 def test_the_search_combines_what_is_better_alone():
     now = settings("compression.policy=streaming_llm@0.8")
     log = logged([replace(line, policy="streaming_llm@0.8") for line in prompts()], now)

@@ -37,6 +37,7 @@ from warmkv.platform.whatif.warm_start import BLOCKS
 from warmkv.platform.whatif.window import BYTES, REQUESTS, RequestWindow, size_of
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator.cluster import memory
 from warmkv.simulator.studies.replays.whatif import Prediction
 
 FIGURES = {"hit_rate": 0.5, "resident_bytes": 10.0, "bytes": 10.0, "ttft_p50": 0.1, "ttft_p99": 0.2, "in_slo": 1.0}
@@ -396,7 +397,7 @@ def test_sizes_are_those_of_the_replicas_and_of_the_model():
     loading = {"c": {"phase": "loading the model"}}
     status = {"replicas": {**loading, "a": {**replica, "store_tiers": {"device": 1, "host": 2}}, "b": {**smaller}}}
     held = Held.of(status)
-    assert held == Held(2, 3, {"engine.kv_bytes": 4, "prefix_cache.memory_bytes": 9})
+    assert held == Held(2, 3, {"": {"engine.kv_bytes": 4, "prefix_cache.memory_bytes": 9}})
     sized = with_sizes(load(environ={}), held)
     assert (sized.engine.kv_limit, sized.prefix_cache.memory_limit) == (4, 9)
     assert (sized.simulator.model.layers, sized.simulator.model.dtype_bytes) == (6, 4)
@@ -407,6 +408,24 @@ def test_sizes_are_those_of_the_replicas_and_of_the_model():
         told = load(flags=[own, "simulator.model={layers: 3}"], environ={})
         assert with_sizes(told, Held()).simulator.model.layers == 3
     assert Held.of({"replicas": {}}) == Held()
+
+
+def test_each_group_has_its_own_sizes():
+    def replica(kv: int, stored: int, **group: str) -> dict[str, object]:
+        limits = {"engine.kv_bytes": {"bytes": kv}, "prefix_cache.memory_bytes": {"bytes": stored}}
+        return {"memory": {"limits": limits}, **group}
+
+    of_vllm = {"b": replica(7, 8, group="vllm"), "c": replica(6, 9, group="vllm")}
+    held = Held.of({"replicas": {"a": replica(50, 90), **of_vllm}})
+    config = load(flags=["cluster.groups={vllm: {engine: {kind: vllm, step_tokens: 64}}, last: {}}"], environ={})
+    sized = with_sizes(config, held)
+    assert with_sizes(sized, Held()) == sized
+    groups = sized.groups()
+    assert {name: (one.engine.kv_limit, one.prefix_cache.memory_limit) for name, one in groups.items()} == {
+        "": (50, 90), "vllm": (6, 8), "last": (memory.KV_BYTES, memory.STORED_BYTES),
+    }  # fmt: skip
+    assert [one.engine.step_tokens for one in groups.values()] == [1024, 64, 1024]
+    assert {one.simulator.model.layers for one in groups.values()} == {6}
 
 
 def test_a_feed_never_waits_and_counts_what_it_drops():

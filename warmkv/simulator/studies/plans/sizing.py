@@ -135,7 +135,12 @@ def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Q
 
 def dollars_month(config: Config) -> float:
     """Return what the GPUs of a configuration cost in a month."""
-    return config.cluster.replicas * gpus_per_replica(config) * config.simulator.gpu.dollars * HOURS
+    return sum(
+        [
+            group.cluster.replicas * gpus_per_replica(group) * group.simulator.gpu.dollars * HOURS
+            for group in config.groups().values()
+        ]
+    )
 
 
 def limits_of(slo: str, config: Config, measured: bool) -> tuple[TuneConstraint, ...]:
@@ -179,7 +184,7 @@ def choices(config: Config, model: ModelShape, gpu: Gpu, host_bytes: int, polici
         found += [{"prefix_cache.memory_bytes": f"{int(free * share) >> 20}MiB"} for share in STORED]
     if cache.enabled and host_bytes and not cache.host.memory_bytes:
         found.append({"prefix_cache.host.memory_bytes": f"{host_bytes >> 20}MiB"})
-    if not config.batches_as_vllm:
+    if not all(group.batches_as_vllm for group in config.groups().values()):
         found += [{POLICY: label} for label in policies]
     return found
 

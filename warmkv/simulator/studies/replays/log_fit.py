@@ -39,6 +39,9 @@ STEPS = (0.2, 0.01)  # of a scale, relative: the first and the last by which it 
 MOST_MOVES = 80
 
 
+NOTHING = "no record of the log carries timings to fit step times to"
+
+
 class LogFitError(UserError):
     """A log that tells nothing of step times."""
 
@@ -65,7 +68,7 @@ def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> Un
     columns = columns_of(records)
     timed = columns.take(measured(columns))
     if not len(timed):
-        raise LogFitError("no record of the log carries timings to fit step times to")
+        raise LogFitError(NOTHING)
     return _scaled(timed[:MOST_SIMULATED], config, linear_fit(timed, config, spec_of))
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from pydantic import ValidationError
 
-from warmkv.config import Config, describe
+from warmkv.config import Config, Needs, able, describe, refusal
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
@@ -24,12 +24,12 @@ from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, percentiles
 from warmkv.simulator.cluster.cluster import Outcome, simulate
-from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.cluster.memory import gpu_dollars, gpu_hours
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays.variants import Variant, VariantError, price_tier
-from warmkv.simulator.workload.job_sizes import Specs
+from warmkv.simulator.workload.job_sizes import Numbers, Specs
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
 from warmkv.simulator.workload.requests import FollowUp
 
@@ -201,10 +201,23 @@ def prepare(
         jobs[number].marked = False
     for number in np.flatnonzero(shares).tolist():
         jobs[number].shares = True
+    if config.cluster.groups:
+        _assign(jobs, config, *specs)
     for number, turn in turns.items():
         jobs[turn.previous].following = jobs[number]
         jobs[number].waits, jobs[number].think = True, turn.think
     return jobs, lifetimes
+
+
+def _assign(jobs: Sequence[Job], config: Config, policies: Sequence[PolicySpec], numbers: Numbers) -> None:
+    """Tell each job which groups of replicas can serve its policy. Raises VariantError where none can."""
+    capabilities = config.capabilities
+    groups = [tuple(name for name in capabilities if name in able(capabilities, Needs(spec))) for spec in policies]
+    for job, number in zip(jobs, numbers.tolist(), strict=True):
+        job.groups = groups[number]
+        if not job.groups:
+            fault = refusal(capabilities.values(), Needs(policies[number]))
+            raise VariantError(f"request {job.record.id}: {fault}")
 
 
 def _policies(columns: RecordColumns) -> Specs:
@@ -260,12 +273,14 @@ def run(
     """Replay records once, as `replay` does, and keep the outcome of every request.
 
     `as_placed` sends each to the replica that its record names. `held` is what the replicas hold at the first arrival.
-    Raises VariantError where the replicas are of several groups.
+    Raises VariantError as `prepare` does, and where a record is to be placed in a group that is not configured.
     """
-    if config.cluster.groups:
-        raise VariantError("a replay has replicas of one kind: leave cluster.groups out")
     token_bytes = kv_shape(config).token_bytes
     inputs = inputs or ReplayInputs(records)
+    if as_placed and config.cluster.groups:
+        known = config.groups()
+        if unknown := sorted(set(inputs.records.values("group")) - known.keys()):
+            raise VariantError(f"cluster.groups has no group {unknown[0]!r}, of which the log names replicas")
     with gc_paused():
         jobs, lifetimes = prepare(records, config, variant, turns, inputs)
         outcome = simulate(
@@ -300,7 +315,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     tpot = np.divide(end - first, steps, out=np.zeros(len(served)), where=decoded)
     slo = config.simulator.slo
     alive = Amount.of(outcome.alive, outcome.end)
-    gpu_hours = gpus_per_replica(config) * alive.mean * outcome.end / 3600
+    hours = gpu_hours(config, {name: level.mean(outcome.end) for name, level in outcome.alive_of.items()}, outcome.end)
     result = Result(
         policy=variant.label,
         ttl=variant.ttl,
@@ -332,8 +347,8 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         e2e=percentiles(end - arrival),
         in_slo=int(np.count_nonzero((ttft <= slo.ttft) & (tpot <= slo.tpot))),
         replicas=alive,
-        gpu_hours=gpu_hours,
-        gpu_dollars=gpu_hours * config.simulator.gpu.dollars,
+        gpu_hours=sum(hours.values()),
+        gpu_dollars=gpu_dollars(config, hours),
     )
     return Run(jobs, lifetimes, outcome, result)
 

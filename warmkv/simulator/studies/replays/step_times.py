@@ -15,7 +15,15 @@ from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
 from warmkv.simulator.steps import roofline, step_profile
-from warmkv.simulator.steps.costs import MeasuredCosts, PhaseCosts, StepCost, StepKind, StepTimes, UniformCosts
+from warmkv.simulator.steps.costs import (
+    GroupTimes,
+    MeasuredCosts,
+    PhaseCosts,
+    StepCost,
+    StepKind,
+    StepTimes,
+    UniformCosts,
+)
 from warmkv.simulator.studies.replays import log_fit
 
 ENOUGH = 20  # measured requests below which a fit says little
@@ -30,9 +38,33 @@ def choose_cost(
     """Choose the step times to replay with; return them and their origin in words.
 
     `auto` takes those of the profile that the settings name, else of the roofline of a whole simulator.model, else the
-    log's where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Raises
-    LogFitError if `log` is asked for and has none, and ProfileError if the profile cannot be read.
+    log's where enough of its records carry timings, else simulator.step_*; `config` leaves the log out. Each group of
+    replicas has its own, from what the log has of it; where that is not enough, from what the group could have served.
+    Raises LogFitError if `log` is asked for and has none, and ProfileError if the profile cannot be read.
     """
+    if not config.cluster.groups:
+        return _of_kind(records, config, spec_of, source)
+    columns, found = columns_of(records), dict[str, tuple[StepTimes, str]]()
+    if source == "log" and not log_fit.measured(columns).any():
+        raise log_fit.LogFitError(log_fit.NOTHING)
+    for name, group in config.groups().items():
+        own = columns.take(columns.is_named("group", name))
+        if log_fit.measured(own).sum() < ENOUGH:
+            served = group.engine.capabilities(group.prefix_cache.storage).policies
+            own = columns if served is None else columns.take(columns.are_named("policy", served))
+        enough = log_fit.measured(own).sum() >= ENOUGH
+        found[name] = _of_kind(own, group, spec_of, source if enough or source != "log" else "auto")
+    times = GroupTimes({name: times for name, (times, _) in found.items()})
+    return times, "; ".join(f"{name or 'replica'}: {origin}" for name, (_, origin) in found.items())
+
+
+def _of_kind(
+    records: Sequence[RequestRecord],
+    config: Config,
+    spec_of: Callable[[RequestRecord], PolicySpec],
+    source: Literal["auto", "config", "log"],
+) -> tuple[StepTimes, str]:
+    """Choose the step times of replicas of one kind."""
     simulator = config.simulator
     file = simulator.profile
     if file is not None and source != "log":
@@ -72,6 +104,9 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
 
 def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:
     """Return policies that a profile does not have, each with the one whose step times it gets instead."""
+    if isinstance(times, GroupTimes):
+        lacking = [stand_ins(each, policies) for each in times.groups.values()]
+        return lacking[0] if all(lacking) else []
     if not isinstance(times, MeasuredCosts):
         return []
     kinds = dict.fromkeys(StepKind.of(spec) for spec in policies)

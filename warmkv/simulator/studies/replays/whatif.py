@@ -18,7 +18,7 @@ from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cache.measures import percentiles
-from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.cluster.memory import gpu_dollars, gpu_hours
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.replays.replay import run, summarise
@@ -90,10 +90,9 @@ def predict(
     moments = np.linspace(since, until, MOMENTS)
     outcome = done.outcome
     tokens = result.prompt_tokens + result.usage.output
-    stored, slots, replicas = (
-        float(level.at(moments).mean()) for level in (outcome.stored, outcome.slots, outcome.alive)
-    )
-    gpu_dollars = gpus_per_replica(config) * replicas * (until - since) / 3600 * config.simulator.gpu.dollars
+    stored, slots = (float(level.at(moments).mean()) for level in (outcome.stored, outcome.slots))
+    alive = {name: float(level.at(moments).mean()) for name, level in outcome.alive_of.items()}
+    dollars = gpu_dollars(config, gpu_hours(config, alive, until - since))
     figures: Values = {
         "hit_rate": result.token_hit_rate,
         "resident_bytes": stored,
@@ -105,7 +104,7 @@ def predict(
         "in_slo": result.in_slo / len(jobs),
         "refused": float(result.refused),
         "dollars_per_million_tokens": result.dollars / tokens * 1e6 if tokens else None,
-        "gpu_dollars_per_million_tokens": gpu_dollars / tokens * 1e6 if tokens else None,
+        "gpu_dollars_per_million_tokens": dollars / tokens * 1e6 if tokens else None,
         "resident_bytes_end": float(outcome.stored.value),
         "quality": quality(),
     }

@@ -114,16 +114,23 @@ def tasks_of(
 
 def _own_times(config: Config) -> str:
     """Return the contents of the files that a point's own step times come from, which tell it apart."""
-    profile, model = config.simulator.profile, config.simulator.model
-    return file_digest(profile) if profile else model.model_dump_json() if model.is_whole else "settings"
+
+    def of(group: Config) -> str:
+        profile, model = group.simulator.profile, group.simulator.model
+        return file_digest(profile) if profile else model.model_dump_json() if model.is_whole else "settings"
+
+    return ",".join(map(of, config.groups().values()))
 
 
 def _step_settings(config: Config) -> tuple[Any, ...]:
-    simulator = config.simulator
-    found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
-    if simulator.model.is_whole:
-        found += (simulator.model, simulator.gpu, gpus_per_replica(config))
-    return found
+    def of(group: Config) -> tuple[Any, ...]:
+        simulator = group.simulator
+        found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
+        if simulator.model.is_whole:
+            found += (simulator.model, simulator.gpu, gpus_per_replica(group))
+        return found
+
+    return tuple((name, *of(group)) for name, group in config.groups().items())
 
 
 # --- doing it ---------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.simulator.conversations import config, record, run, uniform, with_timings
 from warmkv.config import load
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.costs import StepCost, times_of
 from warmkv.simulator.steps.roofline import OVERHEAD_SECONDS, roofline
 from warmkv.simulator.studies.replays import step_times
 from warmkv.simulator.studies.replays.replay import recorded_policy, replay
@@ -27,6 +28,39 @@ def test_where_step_times_come_from():
     cost, source = step_times.choose_cost(measured, settings, spec_of)
     assert cost != configured
     assert source == "fitted to 30 measured requests of the log"
+    with pytest.raises(ValueError, match="no record of the log carries timings"):
+        step_times.choose_cost(bare, settings, spec_of, "log")
+
+
+def test_each_group_of_replicas_has_step_times_of_its_own():
+    slow = StepCost(0.05, 1e-3, 5e-6)
+    bare = [record(float(n), [n] * 9, output=5) for n in range(60)]
+    fast_ones, slow_ones = bare[::2], bare[1::2]
+    log = [
+        *with_timings(run(fast_ones, config(), cost=TRUE)[0]),
+        *(replace(one, group="vllm") for one in with_timings(run(slow_ones, config(), cost=slow)[0])),
+    ]
+    settings = config("cluster.groups={vllm: {engine: {kind: vllm}, simulator: {step_a: 0.5}}}")
+    spec_of = recorded_policy()
+    times, source = step_times.choose_cost(log, settings, spec_of)
+    expected = step_times.choose_cost(log[:30], config(), spec_of)[0]
+    assert (times.of(None), times.overhead) == (expected.of(None), expected.overhead)
+    assert times_of(times, "") == expected
+    assert times_of(times, "vllm") == step_times.choose_cost(log[30:], settings.groups()["vllm"], spec_of)[0]
+    assert times_of(times, "vllm").of(None).decode.seconds(1, 10) > 5 * expected.of(None).decode.seconds(1, 10)
+    fitted = "fitted to 30 measured requests of the log"
+    assert source == f"replica: {fitted}; vllm: {fitted}"
+
+    # Which of them served a request is not told: both could have served `full`.
+    unknown = [replace(one, group="") for one in log]
+    assert times_of(step_times.choose_cost(unknown, settings, spec_of)[0], "vllm").of(None) == (
+        step_times.choose_cost(unknown, settings.groups()["vllm"], spec_of)[0].of(None)
+    )
+    compressed = [replace(one, group="", policy="snapkv@0.5") for one in log]
+    for choice in ("auto", "log"):
+        found, source = step_times.choose_cost(compressed, settings, spec_of, choice)
+        assert source.endswith("vllm: configuration (simulator.step_*)")
+        assert times_of(found, "vllm").of(None).decode.a == 0.5
     with pytest.raises(ValueError, match="no record of the log carries timings"):
         step_times.choose_cost(bare, settings, spec_of, "log")
 
