@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies import budgets
+from warmkv.policies.compression import flash
 from warmkv.policies.compression.scoring import window_attention
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
 from warmkv.policies.compression.triton_support import is_available
@@ -218,10 +219,12 @@ class PrefillState:
         """Attend the last queries of the chunk [1, q_heads, n, head_dim] to the keys and values in place."""
         end, softmax = self.chunk.stop, self._softmaxes[layer]
         start = end - query.shape[2]
+        first = self._first_seen(start, softmax.window)
+        keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
         if not softmax.is_plain:
-            first = self._first_seen(start, softmax.window)
-            keys, values = self.keys[layer, :, first:end], self.values[layer, :, first:end]
-            return attend(query[0], keys, values, start, first, softmax)[None]
+            return attend(query[0], keys[0], values[0], start, first, softmax)[None]
+        if flash.takes(query, keys, values):
+            return flash.attend(query, keys, values, softmax.scale, softmax.window)
         if start >= LEAST_BEFORE and query.shape[2] > 1 and not softmax.window and query.device.type == "cpu":
             return self._attend_apart(layer, query, softmax.scale)
         rows = end - start if query.is_cuda else ROWS_ON_CPU
