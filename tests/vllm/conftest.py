@@ -115,7 +115,7 @@ class Replica:
 
     def close(self) -> None:
         async def stop() -> None:
-            self.engine.stop()
+            await asyncio.to_thread(self.engine.stop)
 
         self.run(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)

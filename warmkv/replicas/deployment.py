@@ -138,7 +138,7 @@ class Replica:
             await self._hand_over()
         except Exception:
             log.exception("the blocks of this replica are not handed over")
-        self._engine.stop()
+        await asyncio.to_thread(self._engine.stop)
         self._recorder.flush()
 
     async def _hand_over(self) -> None:

@@ -84,7 +84,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the engine; what is in flight fails."""
+        """End the engine; what is in flight fails. For any thread but the event loop's: it may block for seconds."""
         ...
 
 

@@ -87,7 +87,7 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
 
 
 class VllmEngine:
-    """The engine interface over vLLM's AsyncLLM. For the thread of the event loop."""
+    """The engine interface over vLLM's AsyncLLM. For the thread of the event loop, but for `stop`."""
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class VllmEngine:
         self._steps, self._folder, self._name, self._clock = steps, folder, name, clock
         self.flush: Callable[[], None] = lambda: None
         self._flushing = False
+        self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beside: list[asyncio.Task[None]] = []
         self.stream: EventStream | None = None  # once it is followed
@@ -191,9 +192,8 @@ class VllmEngine:
         )
 
     def stop(self) -> None:
-        """End vLLM; what is in flight fails."""
-        for task in (*self._beside, *self._tasks.values()):
-            task.cancel()
+        """End vLLM; what is in flight fails. Blocks until its processes have ended, for some seconds."""
+        self._loop.call_soon_threadsafe(self._cancel_all)
         self._llm.shutdown()
         if self._watcher is not None:
             self._watcher.kill()
@@ -202,6 +202,10 @@ class VllmEngine:
             for socket in self._folder.iterdir():
                 socket.unlink()
             self._folder.rmdir()
+
+    def _cancel_all(self) -> None:
+        for task in (*self._beside, *self._tasks.values()):
+            task.cancel()
 
     # --- an answer
 

@@ -1,6 +1,7 @@
 """The engine over a vLLM that answers as it is told: its events, refusals, ends and health. Without vLLM."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
 from warmkv.policies.keep_warm import KeptPrefix
@@ -210,6 +212,23 @@ def test_a_full_queue_is_said_with_the_time_until_there_is_room(monkeypatch):
         assert full.value.retry_after == 4.0
         here.engine.stop()
         await turns()
+
+    asyncio.run(scenario())
+
+
+def test_while_vllm_ends_the_event_loop_goes_on(monkeypatch):
+    async def scenario() -> None:
+        here = Setup(monkeypatch)
+        here.ask("a")
+        await turns()
+        ended = threading.Event()
+        here.llm.shutdown = lambda: ended.wait(PATIENCE)
+        stopping = asyncio.create_task(asyncio.to_thread(here.engine.stop))
+        while not here.aborted:  # noqa: ASYNC110 - its task is cancelled in a turn
+            await asyncio.sleep(0)
+        assert not stopping.done()
+        ended.set()
+        await stopping
 
     asyncio.run(scenario())
 
