@@ -53,3 +53,21 @@ def test_servers_with_events_keep_api_keys_apart_unless_told_otherwise(monkeypat
     assert [feeds for feeds, _, _ in ran] == [[], ["http://a:1"], ["http://a:1"], []]
     assert [secret for _, secret, _ in ran] == [None, "secret", None, "secret"]
     assert "without KV events, by what they are sent: http://b:1" in ran[1][2]
+
+
+def test_each_data_parallel_rank_is_followed_and_routed_to_by_itself(monkeypatch):
+    ran = []
+
+    async def run(proxy, host, port, told):
+        ran.append(proxy)
+
+    monkeypatch.setattr(command, "serve_until_stopped", run)
+    events = ("--events", "tcp://a:5557,tcp://a:5657,ranks=2", "--events", "none")
+    result = CliRunner().invoke(app, ["route", *SERVERS, *events, "--shared-prefixes", "--json"])
+    assert result.exit_code == 0, result.output
+    (proxy,) = ran
+    assert list(proxy.figures()["engines"]) == ["http://a:1#0", "http://a:1#1", "http://b:1"]
+    assert [feed._endpoints[:2] for feed in proxy._feeds.values()] == [
+        ("tcp://a:5557", "tcp://a:5657"),
+        ("tcp://a:5558", "tcp://a:5658"),
+    ]

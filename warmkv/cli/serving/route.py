@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from warmkv.cli.serving.record import check_address, serve_until_stopped
 from warmkv.extras import require
 
 if TYPE_CHECKING:
-    from warmkv.platform.engine_router.event_feed import EventFeed
+    from warmkv.platform.engine_router.event_feed import Endpoints, EventFeed
     from warmkv.platform.engine_router.router import EngineRouter
 
 
@@ -39,7 +39,7 @@ def route(
         list[str] | None,
         typer.Option(
             help="KV events of each --engine, in their order: tcp://HOST:PORT, or tcp://HOST:PORT,tcp://HOST:PORT with "
-            "their replay; none for a server without.",
+            "their replay; ,ranks=N behind it for N data-parallel ranks; none for a server without.",
             show_default="none",
         ),
     ] = None,
@@ -94,8 +94,9 @@ def route(
         written = AccessLog(log, 1 << 30, lambda lines: lost[0].lost(lines))
         recorder = Recorder(written, analyst)
         lost.append(recorder)
+    followed = _followed(engines, events) if events else {}
     router = EngineRouter(
-        engines,
+        [name for each in engines for name in followed.get(each, {each: None})],
         settings,
         kv_tokens=kv_tokens,
         ttl=ttl,
@@ -103,12 +104,12 @@ def route(
         clock=time.monotonic,
         events=bool(events),
     )
-    feeds = _feeds(engines, events, router) if events else {}
+    feeds = _feeds(followed, router)
     apart = bool(feeds) if tenant_salts is None else tenant_salts
     proxy = RoutingProxy(router, recorder, feeds=feeds, secret=salt if apart else None, token_seconds=token_seconds)
     try:
         told = f"listening at {{}}, routing to {len(engines)} servers ({{}}{STATUS_PATH}); Ctrl-C ends it"
-        if feeds and (silent := [name for name in engines if name not in feeds]):
+        if feeds and (silent := [name for name in engines if name not in followed]):
             told += f"\n  without KV events, by what they are sent: {', '.join(silent)}"
         asyncio.run(serve_until_stopped(proxy, host, port, told))
     finally:
@@ -126,10 +127,11 @@ def route(
     output.give(figures, show)
 
 
-def _feeds(engines: Sequence[str], events: Sequence[str], router: EngineRouter) -> dict[str, EventFeed]:
-    """Return what follows the events of each server that has some."""
+def _followed(engines: Sequence[str], events: Sequence[str]) -> dict[str, dict[str, Endpoints]]:
+    """Return where each server that has events publishes them, by its own name or those of its data-parallel ranks."""
     require("route --events", "zmq", "msgpack")
-    from warmkv.platform.engine_router.event_feed import EventFeed, endpoints_of
+    from warmkv.platform.engine_router.event_feed import endpoints_of
+    from warmkv.platform.engine_router.router import rank_name
 
     if len(events) != len(engines):
         fail(f"--events: {len(events)} for {len(engines)} servers; give one for each, none for a server without")
@@ -138,6 +140,17 @@ def _feeds(engines: Sequence[str], events: Sequence[str], router: EngineRouter) 
     except ValueError as error:
         fail(f"--events: {error}")
     return {
+        name: {rank_name(name, rank): one.of_rank(rank) for rank in range(one.ranks)} if one.ranks > 1 else {name: one}
+        for name, one in found.items()
+    }
+
+
+def _feeds(followed: Mapping[str, Mapping[str, Endpoints]], router: EngineRouter) -> dict[str, EventFeed]:
+    """Return what follows the events of each server and rank."""
+    from warmkv.platform.engine_router.event_feed import EventFeed
+
+    return {
         name: EventFeed(name, endpoints, router.block_size, partial(router.changed, name))
-        for name, endpoints in found.items()
+        for ranks in followed.values()
+        for name, endpoints in ranks.items()
     }

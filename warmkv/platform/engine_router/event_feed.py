@@ -25,23 +25,44 @@ Told = Callable[[Changes, bool], None]
 """What changed in a server's cache, and whether all of its cache is known now."""
 
 
+RANKS = "ranks="
+
+
 class Endpoints(NamedTuple):
     """Name where a server publishes its events and, if it has one, its replay buffer."""
 
     events: str
     replay: str = ""
+    ranks: int = 1  # data-parallel ones of the server, each of which publishes by itself
+
+    def of_rank(self, rank: int) -> Endpoints:
+        """Return where a rank publishes: vLLM adds its number to the ports."""
+        return Endpoints(_later_port(self.events, rank), _later_port(self.replay, rank))
+
+
+def _later_port(address: str, more: int) -> str:
+    if not address or not more:
+        return address
+    before, _, port = address.rpartition(":")
+    return f"{before}:{int(port) + more}"
 
 
 def endpoints_of(text: str) -> Endpoints:
-    """Read `tcp://HOST:PORT[,tcp://HOST:PORT]`. Raises ValueError."""
-    found = text.split(",")
+    """Read `tcp://HOST:PORT[,tcp://HOST:PORT][,ranks=N]`. Raises ValueError."""
+    found, ranks = text.split(","), 1
+    if found[-1].startswith(RANKS):
+        number = found.pop().removeprefix(RANKS)
+        if not number.isdecimal() or not (ranks := int(number)):
+            raise ValueError(f"{RANKS}{number} is no number of data-parallel ranks")
+        if ranks > 1 and not all(address.startswith("tcp:") for address in found):
+            raise ValueError(f"{text!r}: ranks are told apart by the port of a tcp address")
     for address in found:
         parts = urlsplit(address)
         if not (parts.scheme == "tcp" and parts.hostname and parts.port) and not (parts.scheme == "ipc" and parts.path):
             raise ValueError(f"{address!r} is no address of events, as in tcp://gpu-1:5557")
-    if len(found) > 2:
-        raise ValueError(f"{text!r} has more than an address of events and one of their replay")
-    return Endpoints(*found)
+    if not 1 <= len(found) <= 2:
+        raise ValueError(f"{text!r} does not have an address of events and one of their replay at most")
+    return Endpoints(found[0], found[1] if len(found) > 1 else "", ranks)
 
 
 class EventFeed:

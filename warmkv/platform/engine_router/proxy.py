@@ -21,7 +21,7 @@ from warmkv.platform.engine_router.prompts import (
     tenant_salt,
     with_salt,
 )
-from warmkv.platform.engine_router.router import EngineRouter
+from warmkv.platform.engine_router.router import EngineRouter, address_of
 from warmkv.platform.engine_router.tokens import Tokenizers, poster
 from warmkv.platform.recording.exchange import Exchange, api_of
 from warmkv.platform.recording.proxy import LONGEST_BODY, Proxy, Recorder
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # which needs the packages of the extra `route`
 STATUS_PATH = "/v1/warmkv/route"
 READY_PATH = "/readyz"
 UNAVAILABLE = (502, 503, 504)
+RANK_HEADER = "X-data-parallel-rank"
+"""By which vLLM is told the rank that computes a request."""
 
 
 class RoutingProxy(Proxy):
@@ -103,7 +105,9 @@ class RoutingProxy(Proxy):
             for engine in order:
                 router.sent(number, engine)
                 try:
-                    answer = await self._sent(engine, request, data if request.body_exists else None)
+                    address, rank = address_of(engine)
+                    own = {RANK_HEADER: rank} if rank else {}
+                    answer = await self._sent(address, request, data if request.body_exists else None, own)
                     break
                 except (aiohttp.ClientConnectionError, TimeoutError, OSError):
                     router.failed(number, engine)
@@ -141,7 +145,7 @@ class RoutingProxy(Proxy):
             return data, prompt
         assert self._session is not None
         post = poster(self._session, self._token_seconds)
-        servers = self._router.taking()
+        servers = list(dict.fromkeys(address_of(name)[0] for name in self._router.taking()))
         ids = await self._tokenizers.tokens(post, servers, api, request.raw_path, asked, headers)
         return data, prompt._replace(tokens=hashing.block_hashes(ids, size, root_of(salt_of(asked))))
 

@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from warmkv.replicas.engines.kv_events import Changes
 
 
+RANK_MARK = "#"
+
+
+def rank_name(engine: str, rank: int) -> str:
+    """Name a data-parallel rank of a server: routed to as a server of its own."""
+    return f"{engine}{RANK_MARK}{rank}"
+
+
+def address_of(name: str) -> tuple[str, str]:
+    """Return a server's address, and the rank that is named; empty for none."""
+    address, _, rank = name.partition(RANK_MARK)
+    return address, rank
+
+
 class EngineRouter:
     """Ranks servers for requests, which are known by numbers. For one event loop; `clock` is in seconds."""
 

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -30,6 +31,7 @@ HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     )
 )
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 LONGEST_HEADER = 1 << 16
 LONGEST_BODY = 32 << 20  # bytes of a request or an answer that are kept to be written down
 MOST_KEPT = 256 << 20  # bytes of exchanges that pass or wait to be written down, all together
@@ -216,9 +218,13 @@ class Proxy:
         async with await self._sent(self._address, request, body if request.body_exists else None) as answer:
             yield answer
 
-    async def _sent(self, address: str, request: web.BaseRequest, body: Any) -> aiohttp.ClientResponse:
+    async def _sent(
+        self, address: str, request: web.BaseRequest, body: Any, own: Mapping[str, str] = NO_HEADERS
+    ) -> aiohttp.ClientResponse:
+        """Send a request on, with headers of our own in place of the client's."""
         assert self._session is not None
         headers = _end_to_end(_decoded(request.raw_headers))
+        headers.update(own)
         if isinstance(body, bytes) and "Content-Length" in headers:
             headers["Content-Length"] = str(len(body))
         return await self._session.request(

@@ -140,8 +140,14 @@ def test_a_server_that_answers_and_tells_nothing_is_named_once(caplog):
 
 
 def test_addresses_of_events():
-    assert endpoints_of("tcp://gpu-1:5557") == ("tcp://gpu-1:5557", "")
-    assert endpoints_of("tcp://gpu-1:5557,ipc:///run/replay") == ("tcp://gpu-1:5557", "ipc:///run/replay")
+    assert endpoints_of("tcp://gpu-1:5557") == ("tcp://gpu-1:5557", "", 1)
+    assert endpoints_of("tcp://gpu-1:5557,ipc:///run/replay") == ("tcp://gpu-1:5557", "ipc:///run/replay", 1)
+    ranks = endpoints_of("tcp://gpu-1:5557,tcp://[::1]:5657,ranks=2")
+    assert [ranks.of_rank(rank) for rank in range(ranks.ranks)] == [
+        ("tcp://gpu-1:5557", "tcp://[::1]:5657", 1),
+        ("tcp://gpu-1:5558", "tcp://[::1]:5658", 1),
+    ]
+    assert endpoints_of("tcp://gpu-1:5557,ranks=3").of_rank(2) == ("tcp://gpu-1:5559", "", 1)
     for wrong in (
         "",
         "gpu-1:5557",
@@ -150,6 +156,10 @@ def test_addresses_of_events():
         "http://a:1",
         "tcp://a:1,",
         "tcp://a:1,tcp://a:2,tcp://a:3",
+        "tcp://a:1,ranks=0",
+        "tcp://a:1,ranks=many",
+        "ranks=2",
+        "tcp://a:1,ipc:///run/replay,ranks=2",
     ):
-        with pytest.raises(ValueError, match=r"address|port|Port"):
+        with pytest.raises(ValueError, match=r"address|port|Port|ranks"):
             endpoints_of(wrong)

@@ -13,7 +13,7 @@ from warmkv.platform.access_log import AccessLog
 from warmkv.platform.engine_router import proxy as module
 from warmkv.platform.engine_router.prompts import root_of, tenant_salt
 from warmkv.platform.engine_router.proxy import STATUS_PATH, RoutingProxy
-from warmkv.platform.engine_router.router import EngineRouter
+from warmkv.platform.engine_router.router import EngineRouter, rank_name
 from warmkv.platform.recording.exchange import Analyst
 from warmkv.platform.recording.proxy import Recorder
 from warmkv.platform.recording.state import State
@@ -168,6 +168,32 @@ def test_tokens_are_asked_for_and_each_key_s_prompts_are_sent_with_its_salt():
         assert all(b"content-type: application/json" in head.lower() for head in asked)
         assert figures["routed"] == {"warm": 4}
         assert (figures["tokenized"], len(told)) == ({"asked": 4, "failed": 0}, 4)
+
+    run(scene())
+
+
+def test_a_rank_of_a_server_is_named_in_a_header_and_gets_what_is_warm_there():
+    async def serve(reader, writer):
+        writer.write(answer(b'{"tokens": [' + b",".join([b"7"] * 1000) + b"]}"))
+
+    async def scene():
+        upstream = Upstream(serve)
+        server = await asyncio.start_server(upstream.handle, "127.0.0.1", 0)
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ranks = [rank_name(address, rank) for rank in range(3)]
+        router = EngineRouter(
+            ranks, Config(), kv_tokens=10**6, ttl=60, random=Random(0), clock=time.monotonic, events=True
+        )
+        keys = hashing.block_hashes([7] * 1000, 64, root_of(None))
+        router.changed(ranks[2], Changes(dict.fromkeys(keys, "device"), ()), True)
+        feed = SimpleNamespace(loras=(), figures={}, follow=asyncio.Event().wait, answered=lambda: None)
+        async with RoutingProxy(router, None, feeds=dict.fromkeys(ranks, feed)).running("127.0.0.1", 0) as port:
+            await answered(port, request(body("x"), CHAT, headers="x-DATA-parallel-rank: 0\r\n"))
+            assert list((await status(port))["engines"]) == ranks
+        server.close()
+        (tokenized, _), (head, _) = upstream.requests
+        assert b"POST /tokenize" in tokenized
+        assert [line for line in head.lower().split(b"\r\n") if b"rank" in line] == [b"x-data-parallel-rank: 2"]
 
     run(scene())
 
