@@ -36,6 +36,9 @@ def attend(
     heads, dim = key.shape[1:]
     queries = query.reshape(len(query) * heads, -1, dim)
     for row, place in zip(batch.rows.tolist(), batch.places.tolist(), strict=True):
+        if row < 0:
+            out.view(-1, *queries.shape[1:])[place] = 0
+            continue
         numbers = dict(zip(NUMBERS, tables.numbers[:, row].tolist(), strict=True))
         facts = dict(zip(FACTS, tables.facts[2 * len(PARTS) :, row].tolist(), strict=True))
         size, length, page = facts["page_size"], numbers["packed"], numbers["entry"] // facts["page_size"]
@@ -44,6 +47,7 @@ def attend(
         for name, fresh in (("keys", key), ("values", value)):
             at = PARTS.index(name)
             listed = at_address(int(tables.facts[at, row]), -(-length // size), torch.int64)
+            listed[page] = numbers[f"page_{name}"]
             further = layer * int(tables.facts[len(PARTS) + at, row])
             at_address(int(listed[page]) + further, size * dim, key.dtype).view(size, dim)[numbers["entry"] % size] = (
                 fresh[place // heads, place % heads]

@@ -37,9 +37,9 @@ def watch(driver: Driver) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     draw = driver.engine._draw
 
-    def watched(sequences: Any, logits: torch.Tensor, masks: Any) -> list[int]:
+    def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits.clone())
-        return draw(sequences, logits, masks)
+        return draw(sequences, logits, *given)
 
     driver.engine._draw = watched  # type: ignore[method-assign]
     return seen

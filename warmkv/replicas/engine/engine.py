@@ -30,6 +30,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
+from warmkv.replicas.engine import step_inputs
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compiles
@@ -38,7 +39,7 @@ from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, draw, note_prompt_logprobs, positions_at_once
+from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.engine.warm_up import SUMMED, compile_kernels, compile_model
@@ -97,6 +98,7 @@ class Engine:
             engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
             model.keys_per_token,
         )
+        step_inputs.reserve(self.pool.buffer, self.scheduler.step_tokens, engine.max_slots)
         self._prompts = Prompts(model, self.store, self.pool, classes)
         self._scored_at_once = positions_at_once(model.vocabulary, model.dtype.itemsize)
         self.faults = FailureCounts()
@@ -345,21 +347,18 @@ class Engine:
 
     def _next_tokens(self, batch: Pass) -> list[int]:
         """Run the model once; returns the next token of each prompt and sequence, NO_TOKEN of prompts that go on."""
-        device = self.model.device
-        if not batch.prompts:
-            assert batch.state is not None
-            ids = torch.tensor([[sequence.last_token] for sequence in batch.decoding], device=device)
-            positions = torch.tensor(batch.state.positions, device=device)[:, None]
-            drawing, masks = list(batch.decoding), self._begin_masks(batch.decoding)
-            return self._draw(drawing, self._forward(ids, positions, batch.state), masks)
         drawing = [*batch.ending, *batch.decoding]
         masks = self._begin_masks(drawing)
-        ids, positions = batch.ids(device), batch.positions(device)
+        inputs = step_inputs.upload(self.pool.buffer, batch, drawing)
+        if not batch.prompts:
+            assert batch.state is not None
+            logits = self._forward(inputs.ids, inputs.positions, batch.state)[: len(drawing)]
+            return self._draw(drawing, logits, masks, inputs.draws)
         is_scored = any(prompt.is_scored for prompt in batch.prompts)
-        found = self._forward(ids, positions, DrawnOnly(batch, batch.drawn(device), is_scored))
+        found = self._forward(inputs.ids, inputs.positions, DrawnOnly(batch, inputs.places, is_scored))
         logits, scored = found.tensor_split([len(drawing)])
         note_prompt_logprobs(batch.prompts, scored)
-        tokens = iter(self._draw(drawing, logits, masks) if drawing else ())
+        tokens = iter(self._draw(drawing, logits, masks, inputs.draws) if drawing else ())
         drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
         for sequence in batch.prompts:
             sequence.workspace.end_chunk()
@@ -394,11 +393,13 @@ class Engine:
         matchers = [processor.matcher for processor in processors if processor.matcher is not None]
         return self._masks.begin(matchers) if matchers else None
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, masks: Future[Tensor] | None) -> list[int]:
+    def _draw(
+        self, sequences: list[Sequence], logits: Tensor, masks: Future[Tensor] | None, draws: Draws | None
+    ) -> list[int]:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
             self.watch_logits(sequences, logits)
-        return draw(sequences, logits, masks)
+        return draw(sequences, logits, masks, draws)
 
     def _works(self) -> bool:
         return works(self.model, self.pool, self._forward, self.scheduler.room)

@@ -38,21 +38,21 @@ class Pass:
         """Return the prompts of which this is the last chunk."""
         return [sequence for sequence in self.prompts if sequence.workspace.ends]
 
-    def ids(self, device: torch.device) -> Tensor:
-        """Return token ids [1, tokens]."""
+    def ids(self) -> list[int]:
+        """Return the token ids."""
         ids: list[int] = []
         for sequence in self.prompts:
             chunk = sequence.workspace.chunk
             ids += sequence.request.token_ids[chunk.start : chunk.stop]
         ids += [sequence.last_token for sequence in self.decoding]
-        return torch.tensor([ids], device=device)
+        return ids
 
-    def positions(self, device: torch.device) -> Tensor:
-        """Return positions of the tokens in their sequences [1, tokens]."""
+    def positions(self) -> list[int]:
+        """Return positions of the tokens in their sequences."""
         positions = [position for sequence in self.prompts for position in sequence.workspace.chunk]
-        return torch.tensor([[*positions, *(self.state.positions if self.state else ())]], device=device)
+        return [*positions, *(self.state.positions if self.state else ())]
 
-    def drawn(self, device: torch.device) -> Tensor:
+    def drawn(self) -> list[int]:
         """Return places of the tokens whose logits are wanted.
 
         These are the last of prompts that end and all that decode, which are sampled; then those of prompts whose
@@ -64,8 +64,7 @@ class Pass:
             end += len(sequence.workspace.chunk)
             if sequence.workspace.ends:
                 places.append(end - 1)
-        drawn = [*places, *range(end, end + len(self.decoding)), *scored]
-        return torch.tensor(drawn, dtype=torch.long, device=device)
+        return [*places, *range(end, end + len(self.decoding)), *scored]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [1, q_heads, tokens, head_dim] to k and v [1, kv_heads, tokens, head_dim], each in its sequence."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,29 +26,54 @@ PROMPT_LOGITS_BYTES = SCORING_BYTES
 FLOATS_AT_ONCE = 1 << 21
 """Logits of prompts that are made log-probabilities at a time."""
 
+PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "uniform")
+Floats = npt.NDArray[np.float64]
+
+ENDLESS = 2.0
+"""Probability that rounding cannot reach: all tokens are within a top_p of 1."""
+
 CANDIDATES = 1024
 """Most probable tokens among which top_p is looked for; all are sorted only where these do not reach it."""
 
 
-def draw(sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | None = None) -> list[int]:
-    """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Hold what tokens are drawn with, float64 [n] each as named by PARAMETERS: on the host, and on the device."""
 
-    `masks` are those of the sequences with a constraint. Log-probabilities are left in the sequences that want them.
+    host: Floats
+    device: Tensor
+
+
+def parameters_of(sequences: Items[Sequence]) -> Floats | None:
+    """Return what the next token of each sequence is drawn with [parameters, n], None if all take the most probable.
+
+    A random number stays that of the next token until this is delivered.
     """
     sampling = [sequence.request.sampling for sequence in sequences]
+    if not any(s.temperature > 0 for s in sampling):
+        return None
+    rows = [(s.temperature, s.top_p, s.top_k, s.min_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
+    return np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
+
+
+def draw(
+    sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | None = None, draws: Draws | None = None
+) -> list[int]:
+    """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite.
+
+    `masks` are those of the sequences with a constraint; `draws` is None if all take the most probable token.
+    Log-probabilities are left in the sequences that want them.
+    """
     highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
     is_finite, own = highest.isfinite(), logits
     if any(sequence.processor for sequence in sequences):
         logits = process([sequence.processor for sequence in sequences], logits, masks)
         highest, tokens = logits.max(dim=-1)
         is_finite = is_finite & highest.isfinite()
-    if any(s.temperature > 0 for s in sampling):
-        parameters = [
-            (s.temperature, s.top_p, s.top_k, s.min_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)
-        ]
-        tokens = sample(logits, *zip(*parameters, strict=True))
+    if draws is not None:
+        tokens = sample(logits, draws)
     ids: list[int] = torch.where(is_finite, tokens, NO_TOKEN).tolist()
-    if any(s.logprobs is not None for s in sampling):
+    if any(sequence.request.sampling.logprobs is not None for sequence in sequences):
         _note_logprobs(sequences, own, ids)
     return ids
 
@@ -106,15 +134,8 @@ def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor) -> None:
         sequence.prompt_logprobs = tuple(told)
 
 
-def sample(
-    logits: Tensor,
-    temperature: Items[float],
-    top_p: Items[float],
-    top_k: Items[int],
-    min_p: Items[float],
-    uniform: Items[float],
-) -> Tensor:
-    """Draw the next token of each row of logits [n, vocabulary]; parameters are of length n, the result int64 [n].
+def sample(logits: Tensor, draws: Draws) -> Tensor:
+    """Draw the next token of each row of logits [n, vocabulary]; returns int64 [n].
 
     Rows with temperature 0 take the argmax. The others draw from the top_k most probable tokens (0 is all) within the
     smallest set whose probability reaches top_p, of which none has less than min_p of the highest probability, by
@@ -122,47 +143,51 @@ def sample(
     nothing but the row's own logits and number. Sums are in float64, so that no order of adding changes a draw.
     """
     greedy, size = logits.argmax(dim=-1), logits.shape[-1]
-    uploaded = torch.tensor([temperature, min_p, uniform], dtype=torch.float64).to(logits.device)[..., None]
-    heat, least, number = uploaded[0].float(), uploaded[1].float(), uploaded[2]
+    warmth, top_p, top_k, least, number = draws.device.view(len(PARAMETERS), -1, 1).unbind()
+    heat, least = warmth.float(), least.float()
     logits = logits.float()
     # Shifted before the division, which may overflow for tiny temperatures: inf - inf would be no number.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / torch.where(heat == 0, 1.0, heat)
     probabilities = scaled.softmax(dim=-1)
     kept = (probabilities > 0) & (probabilities >= least * probabilities.amax(dim=-1, keepdim=True))
-    drawing = zip(temperature, top_p, top_k, strict=True)
-    bounds = [(p, min(k, size) or size) if t else (1.0, size) for t, p, k in drawing]
-    if any(p < 1 or k < size for p, k in bounds):
-        kept &= _most_probable(probabilities, bounds)
+    warm, most_of, highest_of = draws.host[0] > 0, draws.host[1], draws.host[2]
+    counted = (highest_of > 0) & (highest_of < size)
+    if (warm & ((most_of < 1) | counted)).any():
+        mass = torch.where((heat > 0) & (top_p < 1), top_p, ENDLESS)
+        most = torch.where((heat > 0) & (top_k > 0), top_k, size).long().clamp_max(size)
+        candidates = max(CANDIDATES, int(highest_of[warm & counted].max(initial=1)))
+        kept &= _most_probable(
+            probabilities, mass, most, min(size, candidates), falls_short=bool((warm & (most_of < 1) & ~counted).any())
+        )
     cumulative = torch.where(kept, probabilities, 0).cumsum(dim=-1, dtype=torch.float64)
     reached = torch.where(kept, cumulative, 0)
     beyond = reached > number * reached.amax(dim=-1, keepdim=True)
     return torch.where(heat[:, 0] == 0, greedy, beyond.to(torch.int8).argmax(dim=-1))  # the first beyond the number
 
 
-def _most_probable(probabilities: Tensor, bounds: Items[tuple[float, int]]) -> Tensor:
-    """Return which tokens are within the (top_p, top_k) of each row, bool [n, vocabulary]; of equals the first are."""
-    size = probabilities.shape[-1]
-    candidates = min(size, max(CANDIDATES, *(k for _, k in bounds if k < size), 1))
-    kept, is_short = _within(probabilities, bounds, candidates)
-    if candidates < size and any(p < 1 and k == size for p, k in bounds):
-        rows: list[int] = is_short.nonzero()[:, 0].tolist()
-        if rows:
-            kept[rows], _ = _within(probabilities[rows], [bounds[row] for row in rows], size)
+def _most_probable(probabilities: Tensor, mass: Tensor, most: Tensor, candidates: int, *, falls_short: bool) -> Tensor:
+    """Return which tokens are within the bounds of each row, bool [n, vocabulary]; of equals the first are.
+
+    `mass` [n, 1] is that of top_p or ENDLESS, `most` [n, 1] that of top_k or the vocabulary. Where candidates may fall
+    short of a mass, all are sorted for those rows, which the host has to ask for.
+    """
+    kept, is_short = _within(probabilities, mass, most, candidates)
+    if falls_short and candidates < probabilities.shape[-1]:
+        rows = is_short.nonzero()[:, 0]
+        if len(rows):
+            kept[rows], _ = _within(probabilities[rows], mass[rows], most[rows], probabilities.shape[-1])
     return kept
 
 
-def _within(probabilities: Tensor, bounds: Items[tuple[float, int]], candidates: int) -> tuple[Tensor, Tensor]:
+def _within(probabilities: Tensor, mass: Tensor, most: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
     """Select by the sorted probabilities of so many candidates; also bool [n], where these do not reach top_p."""
     device, size = probabilities.device, probabilities.shape[-1]
-    endless = 2.0  # what rounding cannot reach: all tokens are within a top_p of 1
-    mass = torch.tensor([p if p < 1 else endless for p, _ in bounds], dtype=torch.float64).to(device)[:, None]
-    most = torch.tensor([k for _, k in bounds]).to(device)[:, None]
     values = probabilities.topk(candidates, dim=-1).values
     before = values.cumsum(dim=-1, dtype=torch.float64) - values
     within = (before < mass) & (torch.arange(candidates, device=device) < most)
     count = within.sum(dim=-1, keepdim=True).clamp_min(1)
     last = values.gather(-1, count - 1)
-    is_whole = (mass == endless) & (most == size)
+    is_whole = (mass == ENDLESS) & (most == size)
     above, equal = probabilities > last, probabilities == last
     kept = above | (equal & (equal.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
     is_short = (count == candidates) & (most > candidates) & ~is_whole

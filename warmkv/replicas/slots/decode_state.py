@@ -13,7 +13,8 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
 from warmkv.replicas.slots.kernels import LaunchProgress
-from warmkv.replicas.slots.row_tables import RowBatch
+from warmkv.replicas.slots.paged import PagedSlab
+from warmkv.replicas.slots.row_tables import RowBatch, padded_batch
 from warmkv.replicas.slots.rows import Bools, Ints, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slot import Slot
@@ -97,6 +98,7 @@ class DecodeState:
         # Positions that the model sees [batch].
         self.positions = [self._tokens[slot] - slot.shift for slot in slots]
         self.slots, self._rows = list(slots), len(slots) * pool.shape.kv_heads
+        self.padded = len(slots)
         ages = np.array([self._tokens[slot] for slot in slots], dtype=np.int64)[at]
         shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
         spans = self._spans()
@@ -108,12 +110,19 @@ class DecodeState:
         ]
         self._tables = pool.tables(self._inv_freq)
         self.batches: list[list[RowBatch]] = [[] for _ in range(pool.shape.layers)]
+        in_slabs = any(not slab.is_fused and active[span].any() for slab, span in spans)
         if any(slab.is_fused for slab in pool.slabs):
-            self.batches = self._tables.batches(slots, pool.slabs, pool.rows, at)
+            if not in_slabs:
+                self.padded = padded_batch(len(slots))
+            self.batches = self._tables.batches(slots, pool.slabs, pool.rows, at, self.padded)
         if any(self.batches):
-            self._tables.take(pool.rows, self._done, active, ages, shifts)
+            pages = np.zeros((2, len(active)), dtype=np.int64)
+            for slab, span in spans:
+                if isinstance(slab, PagedSlab):
+                    pages[:, span] = slab.written(self._done.entries[span])
+            self._tables.take(pool.rows, self._done, active, ages, shifts, pages)
         self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
-        if any(not slab.is_fused and active[span].any() for slab, span in spans):
+        if in_slabs:
             self._plan_slabs(at, active, ages, shifts, failed)
 
     def _plan_slabs(
@@ -165,25 +174,33 @@ class DecodeState:
                 self._parts[layer].append(part)
 
     def begin(self) -> None:
-        """Pack the groups that leave their tails, in all layers at once. `attend` does so if nobody has."""
+        """Upload what the step is told, and pack the groups that leave their tails, in all layers at once.
+
+        `attend` does so if nobody has.
+        """
+        self._pool.buffer.upload()
         while self._packing:
             slab, due, ages, number = self._packing[-1]
             slab.pack(due, ages, self._packed.setdefault(number, set()))
             self._packing.pop()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q."""
+        """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q.
+
+        The batch is that of the slots, or `padded`: the output of sequences that pad it is zeros.
+        """
         self.begin()
         if not (batches := self.batches[layer]):
             return self._attend_slabs(layer, query, key, value, softmax, None)
-        out = query.new_empty(self._rows + 1, query.shape[1] * len(query) // self._rows, query.shape[-1])
+        heads = self._pool.shape.kv_heads
+        out = query.new_empty(self.padded * heads + 1, query.shape[1] // heads, query.shape[-1])
         for batch in batches:
             progress = self._launched.setdefault((layer, batch.storage.name), LaunchProgress())
             given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
         if self._parts[layer]:
             return self._attend_slabs(layer, query, key, value, softmax, out)
-        return out[:-1].view(query.shape)
+        return out[: len(query) * heads].view(query.shape)
 
     def _attend_slabs(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, out: Tensor | None

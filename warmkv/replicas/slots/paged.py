@@ -69,8 +69,10 @@ class PagedSlab(Slab):
         head_bytes = size * shape.head_dim * dtype.itemsize
         self.layer_bytes = shape.kv_heads * head_bytes
         self._heads = np.arange(shape.kv_heads) * head_bytes
-        # Addresses [2, rows, pages] of each page's keys and values in layer 0.
+        # Addresses [2, rows, pages] of each page's keys and values in layer 0, for kernels, which enter those that rows
+        # come to (`written`); and the same on the host.
         self.table = torch.zeros(2, 0, 0, dtype=torch.int64, device=device)
+        self._listed: Ints = np.zeros(self.table.shape, dtype=np.int64)
 
     @property
     def allocated_bytes(self) -> int:
@@ -187,27 +189,30 @@ class PagedSlab(Slab):
     @torch.inference_mode()
     def make_room(self, entries: Ints, active: Bools) -> None:
         due = [row for row in self.pages if active[row] and entries[row] // self.size >= len(self.pages[row].tensors)]
-        if not due:
-            return
-        fresh = [self._allocate() for _ in due]
-        self._note([(row, len(self.pages[row].tensors)) for row in due], fresh)
-        for row, page in zip(due, fresh, strict=True):
+        for row, page in [(row, self._allocate()) for row in due]:
+            self._list(row, len(self.pages[row].tensors), page)
             self.pages[row].tensors.append(page)
+
+    def written(self, entries: Ints) -> Ints:
+        """Return the addresses [2, rows] of the pages that rows put new tokens at `entries` in; of idle ones any."""
+        pages = np.minimum(entries // self.size, max(0, self._listed.shape[2] - 1))
+        found: Ints = self._listed[:, np.arange(self.rows), pages]
+        return found
 
     def _add(self, row: int, tensors: list[Tensor], shared: int) -> None:
         """Give a slot that has started its first pages, and the table room for as many as it may come to."""
         self._reserve(row + self._shape.kv_heads, -(-int(self.state.limit[row]) // self.size))
-        self._note([(row, at) for at in range(len(tensors))], tensors)
+        for at, page in enumerate(tensors):
+            self._list(row, at, page)
+        mine = slice(row, row + self._shape.kv_heads), slice(0, len(tensors))
+        self.table[:, *mine] = torch.from_numpy(self._listed[:, *mine]).to(self._device)
         self.pages[row] = Pages(tensors, shared)
 
-    def _note(self, places: Sequence[tuple[int, int]], pages: Sequence[Tensor]) -> None:
-        """Enter the addresses of pages, each with the first row of its slot and its place there."""
-        row, place = np.array(places, dtype=np.int64).reshape(-1, 2, 1).transpose(1, 0, 2)
-        keys = np.array([page.data_ptr() for page in pages], dtype=np.int64)[:, None] + self._heads
-        rows = row + np.arange(self._shape.kv_heads)
-        values = keys + self._shape.layers * self.layer_bytes
-        entered = torch.from_numpy(np.stack([rows, place + 0 * rows, keys, values])).to(self._device, non_blocking=True)
-        self.table[:, entered[0], entered[1]] = entered[2:]
+    def _list(self, row: int, at: int, page: Tensor) -> None:
+        """List the addresses of a page at its place in a slot, which is named by its first row."""
+        keys = page.data_ptr() + self._heads
+        rows = slice(row, row + self._shape.kv_heads)
+        self._listed[0, rows, at], self._listed[1, rows, at] = keys, keys + self._shape.layers * self.layer_bytes
 
     def _reserve(self, rows: int, pages: int) -> None:
         """Let the table have so many rows and pages at least. Kernels must be told where it is then."""
@@ -219,4 +224,5 @@ class PagedSlab(Slab):
                 max(_TABLE_PAGES, old_pages, 2 * pages if pages > old_pages else 0),
             )
             grown[:, :old_rows, :old_pages] = self.table
-            self.table = grown
+            added = [(0, new - old) for new, old in zip(grown.shape, self.table.shape, strict=True)]
+            self.table, self._listed = grown, np.pad(self._listed, added)

@@ -1,7 +1,8 @@
 """Rows as kernels find them: by address, so that one launch attends rows of all slabs, wherever they lie.
 
 Two tables of int64 have a column for every row of the pool. Facts stay while no slab is allocated, moved or given back;
-numbers are those of a step, uploaded at once. A launch names its rows by their columns, in the order of the batch.
+numbers are those of a step. A launch names its rows by their columns, in the order of the batch, which is padded to a
+bucket: -1 stands for rows that are none. All of it lies in the buffer of the step, and is uploaded at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots.row_facts import NOT_FUSED, PARTS, VECTORS, line
 from warmkv.replicas.slots.rows import ARGMIN, Advance, Bools, Ints, RowTable
 from warmkv.replicas.slots.slabs import Slab
+from warmkv.replicas.slots.step_buffer import StepBuffer
 
 if TYPE_CHECKING:
     from warmkv.replicas.slots.slot import Slot
@@ -40,6 +42,8 @@ NUMBERS = (
     "tail_start",  # the oldest entry that waits
     "tail_limit",  # entries that may wait
     "waiting",  # how many do
+    "page_keys",  # of rows in pages: addresses of the page that the new token goes to, in the first layer
+    "page_values",
 )
 
 
@@ -54,9 +58,12 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """The rows of one storage that a layer attends, n of them, the same in every step until its batch is another."""
+    """The rows of one storage that a layer attends, n of them, the same in every step until its batch is another.
 
-    rows: Tensor  # [n] their columns in the tables
+    The rows of one storage are followed by those that pad the batch, whose output is zeros.
+    """
+
+    rows: Tensor  # [n] their columns in the tables; -1: none
     places: Tensor  # [n] (sequence, KV head) counted through
     first_parts: Tensor  # [n + 1] where the splits of each begin among `tasks`
     tasks: Tensor  # [programs] the row of each split
@@ -83,16 +90,18 @@ class _Layout:
 
 
 class RowTables:
-    """The tables of a pool on its device, and workspace; nothing moves unless it has to grow."""
+    """The tables of a pool in the buffer of its steps, and workspace; nothing moves unless it has to grow."""
 
-    def __init__(self, shape: KVShape, device: torch.device, inv_freq: Tensor, page_size: int = 0) -> None:
-        self.inv_freq, self.page_size = inv_freq, page_size
+    def __init__(
+        self, shape: KVShape, buffer: StepBuffer, device: torch.device, inv_freq: Tensor, page_size: int = 0
+    ) -> None:
+        self.buffer, self.inv_freq, self.page_size = buffer, inv_freq, page_size
         self._shape, self._device = shape, device
         self._workspace: dict[str, Tensor] = {}
         self._state: RowTable | None = None  # a pool makes another whenever rows move
+        self._moves = 0  # of the buffer when its facts were written
         self.facts = self.numbers = torch.empty(0, 0, dtype=torch.int64, device=device)
         self.taken = torch.empty(shape.layers, 0, dtype=torch.int64, device=device)
-        self._host = _pinned(torch.empty(0, 0, dtype=torch.int64), device)
         self._known: Ints = np.empty((0, 0), dtype=np.int64)
         self._rows, self._dtype = 0, torch.float32
         self._slots: tuple[Slot, ...] = ()
@@ -102,27 +111,37 @@ class RowTables:
 
     def _follow(self, slabs: Sequence[Slab], state: RowTable) -> bool:
         """Take the facts of slabs, whose rows are those of `state`; return False if they are as they were."""
-        if self._state is state:
+        if self._state is state and self._moves == self.buffer.moves:
             return False
-        self._state = state
+        self._state = None
         known = np.concatenate([slab.facts() for slab in slabs], axis=1)
         rows = self._rows = known.shape[1]
         room = max(LEAST_ROWS, 1 << (rows - 1).bit_length())  # so that tables stay where they are while few rows come
         self._known = np.pad(known, [(0, 0), (0, room - rows)])
         self._dtype = slabs[0].dtype
-        self.facts = self.workspace("facts", self._known.shape, torch.int64)
-        self.facts.copy_(torch.from_numpy(self._known))
-        self.numbers = self.workspace("numbers", (len(NUMBERS), room), torch.int64)
+        self.buffer.reserve(numbers=len(NUMBERS) * room, facts=self._known.size)
+        self._write_facts()
         self.taken = self.workspace("taken", (self._shape.layers, room), torch.int64)
-        if self._host.shape != self.numbers.shape:
-            self._host = _pinned(torch.zeros(self.numbers.shape, dtype=torch.int64), self._device)
+        self._state = state
         return True
 
-    def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints) -> None:
-        """Upload the numbers of a step. `ages` are positions of new tokens, of which the model sees `shifts` less."""
+    def _write_facts(self) -> None:
+        room = self._known.shape[1]
+        self.buffer.write("facts")[: self._known.size] = self._known.ravel()
+        self.facts = self.buffer.on_device("facts")[: self._known.size].view(-1, room)
+        self.numbers = self.buffer.on_device("numbers")[: len(NUMBERS) * room].view(-1, room)
+        self._moves = self.buffer.moves
+
+    def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints, pages: Ints) -> None:
+        """Write the numbers of a step, for the next upload.
+
+        `ages` are positions of new tokens, of which the model sees `shifts` less; `pages` [2, rows] the addresses of
+        those that they go to, where rows lie in pages.
+        """
         lengths = np.where(active, done.lengths, 1)
+        room = self._known.shape[1]
         for numbers, column in zip(
-            self._host.numpy(),
+            self.buffer.write("numbers")[: len(NUMBERS) * room].reshape(-1, room),
             (
                 np.where(active, done.entries, 0),
                 done.before,
@@ -138,25 +157,27 @@ class RowTables:
                 state.tail_start,
                 state.tail_limit,
                 state.waiting,
+                *pages,
             ),
             strict=True,
         ):
             numbers[: self._rows] = column
-        self.numbers.copy_(self._host, non_blocking=True)
 
-    def batches(self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints) -> list[list[RowBatch]]:
+    def batches(
+        self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints, padded: int
+    ) -> list[list[RowBatch]]:
         """Return what each layer launches for slots, whose rows have the places `at` in the batch (-1: none).
 
-        It is laid out, and uploaded at once, when the batch is another than before or rows have moved.
+        It is laid out, for `padded` sequences, when the batch is another than before or rows have moved.
         """
         moved = self._follow(slabs, state)
         if moved or self._slots != tuple(slots):
             self._slots = ()
-            self._batches = self._lay_out(state, at, len(slots))
+            self._batches = self._lay_out(state, at, len(slots), padded)
             self._slots = tuple(slots)
         return self._batches
 
-    def _lay_out(self, state: RowTable, at: Ints, sequences: int) -> list[list[RowBatch]]:
+    def _lay_out(self, state: RowTable, at: Ints, sequences: int, padded: int) -> list[list[RowBatch]]:
         heads = self._shape.kv_heads
         facts = self._known[:, : self._rows]
         storage, first, layers = (facts[line(name)] for name in ("storage", "first_layer", "layers"))
@@ -172,17 +193,21 @@ class RowTables:
                 continue
             places = np.flatnonzero(there >= 0)
             batches.append([])
+            pads = np.arange(sequences * heads, padded * heads)
             for name in dict.fromkeys(storage[there[places]].tolist()):
                 these = places[storage[there[places]] == name]
-                batches[-1].append(self._layout(name, there[these], these, state.reads[there[these]]))
+                found = self._layout(name, there[these], these, state.reads[there[these]], pads)
+                batches[-1].append(found)
+                pads = pads[:0]
         distinct = list({id(each): each for layer in batches for each in layer}.values())
         parts = [part for each in distinct for part in each.index]
         # All begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do not.
-        padded = [np.pad(part, (0, len(part) % 2)) for part in parts]
-        index = np.concatenate([np.zeros(0, dtype=np.int64), *padded])
-        uploaded = self.workspace("index", index.shape, torch.int64)
-        uploaded.copy_(torch.from_numpy(index))
-        split = torch.split(uploaded, [len(part) for part in padded])
+        aligned = [np.pad(part, (0, len(part) % 2)) for part in parts]
+        index = np.concatenate([np.zeros(0, dtype=np.int64), *aligned])
+        if self.buffer.reserve(index=len(index)):
+            self._write_facts()
+        self.buffer.write("index")[: len(index)] = index
+        split = torch.split(self.buffer.on_device("index")[: len(index)], [len(part) for part in aligned])
         on_device = iter([at[: len(part)] for at, part in zip(split, parts, strict=True)])
         made = {}
         for each in distinct:
@@ -190,8 +215,11 @@ class RowTables:
             made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
         return [[made[id(each)] for each in layer] for layer in batches]
 
-    def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints) -> _Layout:
-        """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows."""
+    def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints, pads: Ints) -> _Layout:
+        """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows.
+
+        They are followed by rows that are none, at the places `pads`.
+        """
         storage = list(STORAGES.values())[number]
 
         def fact(name: str) -> Ints:
@@ -201,16 +229,17 @@ class RowTables:
         page, scored = fact("page"), fact("scored") > 0
         entries = fact("capacity") + fact("uncompressed")
         reach = np.where(page > 0, np.minimum(reads, entries), entries)
-        splits = split_counts(reach, self._processors)
+        splits = np.concatenate([split_counts(reach, self._processors), np.ones_like(pads)])
         ends = np.cumsum(splits)
         logits = np.where(scored, entries, 0)
         vectors = [PARTS.index(name) for name in VECTORS]
+        nothing = np.full_like(pads, -1)
         index = (
-            rows,
-            places,
+            np.concatenate([rows, nothing]),
+            np.concatenate([places, pads]),
             np.concatenate([[0], ends]),
-            np.repeat(np.arange(len(rows)), splits),
-            np.where(scored, np.cumsum(logits) - logits, -1),
+            np.repeat(np.arange(len(splits)), splits),
+            np.concatenate([np.where(scored, np.cumsum(logits) - logits, -1), nothing]),
         )
         facts = {
             "storage": storage,
@@ -244,5 +273,9 @@ def split_counts(entries: Ints, processors: int) -> Ints:
     return counts
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+def padded_batch(sequences: int) -> int:
+    """Return the sequences that a batch is padded to: 1, 2, 4, 8, then multiples of 8, as of 256 of 16 (cf. vLLM)."""
+    if sequences <= 8:
+        return 1 << (sequences - 1).bit_length()
+    step = 8 if sequences <= 256 else 16
+    return -(-sequences // step) * step

@@ -27,6 +27,7 @@ from warmkv.replicas.slots.row_tables import RowTables
 from warmkv.replicas.slots.rows import FREE, RowTable
 from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slot import Slot, SlotPiece, SlotRequest, SwappedSlot
+from warmkv.replicas.slots.step_buffer import StepBuffer
 
 SLAB_SLOTS = 4
 """Slots of a kind's first slab. Each further one doubles them: a step attends, or packs groups, slab by slab."""
@@ -41,6 +42,7 @@ class SlotPool:
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
+        self.buffer = StepBuffer(device)
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
@@ -58,7 +60,8 @@ class SlotPool:
 
     def tables(self, inv_freq: Tensor) -> RowTables:
         """Return the tables by which kernels find rows."""
-        self._tables = self._tables or RowTables(self.shape, self._device, inv_freq, self.page_size)
+        if self._tables is None:
+            self._tables = RowTables(self.shape, self.buffer, self._device, inv_freq, self.page_size)
         return self._tables
 
     @property

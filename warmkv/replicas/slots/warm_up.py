@@ -69,6 +69,7 @@ class KernelWarmUp:
             newest = [torch.arange(TOKENS - n, TOKENS, device=device).expand(shape.kv_heads, n) for n in kept]
             pool.fill(slot, PrefillState(zeros, zeros, q_heads=shape.q_heads), [Selection(at) for at in newest])
             state = DecodeState(pool, [slot], self._inv_freq)
+            state.begin()
             tables, out = pool.tables(self._inv_freq), torch.empty_like(query)
             windowed = shape.window(layer) > 0
             found = [each for batch in state.batches[layer] for each in variants(batch, windowed=windowed)]

@@ -69,9 +69,9 @@ def test_policies_equal_the_slow_reference(models, references, family, spec, len
     driver = Driver(models[family])
     draw = driver.engine._draw
 
-    def watched(sequences: Any, logits: torch.Tensor, masks: Any) -> list[int]:
+    def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits[0].clone())
-        return draw(sequences, logits, masks)
+        return draw(sequences, logits, *given)
 
     driver.engine._draw = watched  # type: ignore[method-assign]
     assert driver.run(make_request(tokens, new=30, policy=spec)) == [expected]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request, replace_eos
 from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.engine.test_sampling import draws
 from warmkv.replicas.engine.logits_processors import LogitsProcessor, process
 from warmkv.replicas.engine.sampling import draw, sample
 from warmkv.replicas.engine.scheduler import Sequence
@@ -97,7 +98,8 @@ def test_the_probability_of_every_token_left_is_at_least_min_p_of_the_highest():
         weights = [math.exp(float(value) / temperature) for value in logits.double()]
         kept = [weight for weight in weights if weight >= min_p * weights[0]]
         uniform = [row / rows for row in range(rows)]
-        drawn = sample(logits.expand(rows, -1), *([value] * rows for value in (temperature, 1.0, 0, min_p)), uniform)
+        same = ([value] * rows for value in (temperature, 1.0, 0, min_p))
+        drawn = sample(logits.expand(rows, -1), draws(*same, uniform))
         shares = torch.bincount(drawn, minlength=5) / rows
         expected = [weight / sum(kept) if weight in kept else 0.0 for weight in weights]
         assert shares.tolist() == pytest.approx(expected, abs=2 / rows)
@@ -108,7 +110,7 @@ def test_what_is_ruled_out_is_not_drawn_by_the_highest_number_either():
     logits = torch.full((1, 50), -math.inf)
     logits[0, 20:30] = torch.linspace(0, 1, 10)
     for top_p in (0.5, 1.0):
-        assert 20 <= sample(logits, [1.0], [top_p], [0], [0.0], [1 - 2**-53]).item() < 30
+        assert 20 <= sample(logits, draws([1.0], [top_p], [0], [0.0], [1 - 2**-53])).item() < 30
 
 
 MIXED = [

@@ -48,9 +48,9 @@ def driven(driver: Driver, request: Any) -> tuple[list[int], torch.Tensor]:
     seen: list[torch.Tensor] = []
     draw = driver.engine._draw
 
-    def watched(sequences: Any, logits: torch.Tensor, masks: Any) -> list[int]:
+    def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits[0].clone())
-        return draw(sequences, logits, masks)
+        return draw(sequences, logits, *given)
 
     driver.engine._draw = watched  # type: ignore[method-assign]
     return driver.run(request)[0], torch.stack(seen)

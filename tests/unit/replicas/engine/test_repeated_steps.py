@@ -100,8 +100,8 @@ class Fault:
             raise ValueError("it fails after a layer")
         return out
 
-    def draw(self, sequences: Any, logits: Any, masks: Any) -> Any:
-        drawn = self._draw(sequences, logits, masks)
+    def draw(self, sequences: Any, logits: Any, *given: Any) -> Any:
+        drawn = self._draw(sequences, logits, *given)
         if self.armed and self.place == "draw":
             self.armed = False
             raise ValueError("it fails when tokens are drawn")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warmkv.replicas.engine import sampling
-from warmkv.replicas.engine.sampling import CANDIDATES, sample
+from warmkv.replicas.engine.sampling import CANDIDATES, Draws, sample
 
 
 def obvious(logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, uniform: float) -> int:
@@ -42,9 +44,15 @@ def obvious(logits: list[float], temperature: float, top_p: float, top_k: int, m
 Row = tuple[list[float], float, float, int, float, float]
 
 
+def draws(*parameters: Sequence[float]) -> Draws:
+    """Return what rows are drawn with: temperature, top_p, top_k, min_p and a random number of each."""
+    host = np.array(parameters, dtype=np.float64)
+    return Draws(host, torch.from_numpy(host))
+
+
 def draw(rows: list[Row]) -> list[int]:
     logits, *parameters = zip(*rows, strict=True)
-    return sample(torch.tensor(logits), *parameters).tolist()
+    return sample(torch.tensor(logits), draws(*parameters)).tolist()
 
 
 def rows_of(size: int) -> st.SearchStrategy[Row]:

@@ -157,11 +157,14 @@ def test_kernels_are_told_where_each_row_of_each_layer_lies(policies, seed):
     slots = pool()
     there = [filled(slots, policy, 40 + 30 * at, 20, seed) for at, policy in enumerate(policies)]
     state = DecodeState(slots, there, INV_FREQ)
+    state.begin()
     tables = slots.tables(INV_FREQ)
     found: dict[tuple[int, int], tuple[str, int, int]] = {}
     for layer, batches in enumerate(state.batches):
         for batch in batches:
             for row, place in zip(batch.rows.tolist(), batch.places.tolist(), strict=True):
+                if row < 0:
+                    continue
                 facts = tables.facts[:, row].tolist()
                 further = (layer - facts[line("first_layer")]) * facts[len(PARTS)]
                 found[layer, place] = (batch.storage.name, facts[0] + further, facts[line("capacity")])

@@ -46,7 +46,7 @@ def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, p
     short = Driver(models["llama"], prefix_cache={"enabled": False})
     seen: list[torch.Tensor] = []
 
-    def draw(sequences: Any, logits: torch.Tensor, masks: Any) -> list[int]:
+    def draw(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits[0].clone())
         return [next(forced)]
 

@@ -45,13 +45,16 @@ def attend_split(
     if index < 0:
         return
     row = tl.load(rows + index)
-    if row < 0:
-        return
     place = tl.load(places + index)
-    first_part = tl.load(first_parts + index)
-    split, splits = part - first_part, tl.load(first_parts + index + 1) - first_part
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
+    if row < 0:
+        if WHOLE:
+            at = place * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
+            tl.store(out + at, tl.zeros([M, D], out.dtype.element_ty), mask=in_tile)
+        return
+    first_part = tl.load(first_parts + index)
+    split, splits = part - first_part, tl.load(first_parts + index + 1) - first_part
     query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
     q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
@@ -213,10 +216,12 @@ def combine(
     sinks [q_heads]: logits without a value; ROTATED: the result leaves the basis of `rotation` [d, d].
     """
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(rows + index) < 0:
-        return
     place = tl.load(places + index)
     channels = tl.arange(0, D)
+    if tl.load(rows + index) < 0:
+        at = out + (place * G + head) * HEAD_DIM + channels
+        tl.store(at, tl.zeros([D], out.dtype.element_ty), mask=channels < HEAD_DIM)
+        return
     first, last = tl.load(first_parts + index), tl.load(first_parts + index + 1)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)

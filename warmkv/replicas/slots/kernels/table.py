@@ -18,7 +18,7 @@ _COUNT = tl.constexpr(len(PARTS))
 ) = map(tl.constexpr, range(2 * len(PARTS), 2 * len(PARTS) + len(FACTS)))  # fmt: skip
 (
     ENTRY, BEFORE, PACKED, AGE, OLDEST, EARLY, REROTATED, READS, CHANNELS, EVICTS,
-    IN_FRONT, TAIL_START, TAIL_LIMIT, WAITING,
+    IN_FRONT, TAIL_START, TAIL_LIMIT, WAITING, PAGE_KEYS, PAGE_VALUES,
 ) = map(tl.constexpr, range(len(NUMBERS)))  # fmt: skip
 
 
@@ -58,6 +58,16 @@ def page_pointer(base, further, in_pages, page, TYPE: tl.constexpr, ALIGNED: tl.
     """
     listed = tl.load(base.to(tl.pointer_type(tl.int64)) + page, mask=in_pages, other=0)
     return _pointer(tl.where(in_pages, listed, base) + further, TYPE, ALIGNED)
+
+
+@triton.jit
+def enter_page(base, further, in_pages, page, address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """List the address of a page of a row and return the pointer to it, to the row itself where that is in no pages.
+
+    base, further: as of `location`.
+    """
+    tl.store(base.to(tl.pointer_type(tl.int64)) + page, address, mask=in_pages)
+    return _pointer(tl.where(in_pages, address, base) + further, TYPE, ALIGNED)
 
 
 @triton.jit

@@ -62,9 +62,11 @@ def put(
         if PAGE_SIZE > 0:
             in_pages = table.number(facts, count, row, table.PAGE_SIZE) != 0
             base, further = table.location(facts, count, row, layer, table.KEYS)
-            keys = table.page_pointer(base, further, in_pages, entry // PAGE_SIZE, FIRST, ALIGNED)
+            address = table.number(numbers, count, row, table.PAGE_KEYS)
+            keys = table.enter_page(base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
             base, further = table.location(facts, count, row, layer, table.VALUES)
-            values = table.page_pointer(base, further, in_pages, entry // PAGE_SIZE, FIRST, ALIGNED)
+            address = table.number(numbers, count, row, table.PAGE_VALUES)
+            values = table.enter_page(base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
             entry = tl.where(in_pages, entry % PAGE_SIZE, entry)
         sinks = tl.zeros([], tl.int64)
         if REBASED:

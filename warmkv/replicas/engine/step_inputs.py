@@ -1,0 +1,55 @@
+"""What the model and the sampler read in a pass, written to the step's buffer and uploaded with all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warmkv.replicas.engine.passes import Pass
+from warmkv.replicas.engine.sampling import PARAMETERS, Draws, parameters_of
+from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.slots.row_tables import padded_batch
+from warmkv.replicas.slots.step_buffer import StepBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Name parts of the step's buffer, which the next step writes to."""
+
+    ids: Tensor  # [1, tokens]; of a pass without prompts [batch, 1], padded
+    positions: Tensor  # as ids
+    places: Tensor  # [drawn] places whose logits are wanted, of a pass with prompts
+    draws: Draws | None  # None if all take the most probable token
+
+
+def reserve(buffer: StepBuffer, tokens: int, slots: int) -> None:
+    """Give a buffer room for passes of so many tokens beside one of each slot."""
+    most = tokens + padded_batch(slots)
+    buffer.reserve(tokens=most, positions=most, places=2 * most, parameters=len(PARAMETERS) * most)
+
+
+def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence]) -> StepInputs:
+    """Write what a pass is told, `drawing` being the sequences that a token is drawn for, and upload it all at once."""
+    ids, positions = batch.ids(), batch.positions()
+    shape = (1, len(ids))
+    if not batch.prompts and batch.state is not None:
+        shape = (batch.state.padded, 1)
+        pads = [0] * (batch.state.padded - len(ids))
+        ids, positions = ids + pads, positions + pads
+    places = batch.drawn() if batch.prompts else []
+    for part, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
+        buffer.write(part)[: len(numbers)] = numbers
+    host = parameters_of(drawing)
+    if host is not None:
+        buffer.write("parameters")[: host.size] = host.view(np.int64).ravel()
+    buffer.upload()
+    return StepInputs(
+        buffer.on_device("tokens")[: len(ids)].view(shape),
+        buffer.on_device("positions")[: len(ids)].view(shape),
+        buffer.on_device("places")[: len(places)],
+        None if host is None else Draws(host, buffer.on_device("parameters")[: host.size].view(torch.float64)),
+    )
