@@ -23,6 +23,7 @@ from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import keep_freed_memory
+from warmkv.replicas.loading.mapped_files import MappedFiles
 from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import (
     LayerTraits,
@@ -186,7 +187,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     if packed and can_pack(device, dtype):
-        pack_linears(module)
+        pack_linears(module, MappedFiles.of_process().let_go)
         leave_file(module)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else text.eos_token_id
     return LoadedModel(

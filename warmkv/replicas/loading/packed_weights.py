@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,13 +49,17 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def pack_linears(module: nn.Module) -> None:
-    """Replace every large plain linear layer inside a module. A weight that an embedding shares stays there as well."""
+def pack_linears(module: nn.Module, copied: Callable[[Tensor], None] = lambda weight: None) -> None:
+    """Replace every large plain linear layer inside a module. A weight that an embedding shares stays there as well.
+
+    `copied` is told of every weight that has been packed.
+    """
     for name, child in module.named_children():
         if type(child) is nn.Linear and child.weight.numel() >= LEAST_WEIGHTS:
             setattr(module, name, PackedLinear(child))
+            copied(child.weight)
         else:
-            pack_linears(child)
+            pack_linears(child, copied)
 
 
 @torch.no_grad()
