@@ -22,7 +22,7 @@ if not __package__:  # started as a file
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-RACES = ("decision", "tree", "directory", "live")
+RACES = ("decision", "tree", "directory", "simulated", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pass
     if "directory" in run.races:
         asyncio.run(decision.race_directory(run.blocks, run.replicas, results, say))
+    if "simulated" in run.races:
+        from benchmarks.routing import simulated
+
+        simulated.race(run.repeats, run.seed, run.quick, results, say)
     if "live" in run.races:
         from benchmarks.routing import live
 
@@ -85,9 +89,29 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
     if {"decision", "tree"} <= set(run.races):
         times = ratios(measured.get("tree_match_microseconds_p50", []), measured["decision_microseconds_p50"])
         found.append(figure("decision_times_faster_than_tree", times, 20.0, "higher"))
+    if "simulated" in run.races:
+        found += _simulated_figures(measured)
     if "live" in run.races:
         found += _live_figures(measured)
     return found + [figure(name, values, targets.get(name), "lower") for name, values in measured.items()]
+
+
+def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
+    """Return medians of TTFT ratios to the prefix router's rule, sessions by sessions."""
+    from benchmarks.report import figure, ratios
+    from benchmarks.routing.simulated import CASES
+
+    targets = {"zipf": (0.9, 0.8), "pressure": (0.7, 0.6)}  # p50 and p99
+    found = []
+    for case in CASES:
+        ideal = measured.get(f"prefix_cost_{case}_hit_rate_of_ideal", [])
+        found.append(figure(f"simulated_hit_rate_of_ideal_{case}", ideal, 0.98, "higher"))
+        for quantile, target in zip(("p50", "p99"), targets.get(case, (None, None)), strict=True):
+            ours, theirs = (
+                measured.get(f"{rule}_{case}_ttft_{quantile}_ms", []) for rule in ("prefix_cost", "affinity")
+            )
+            found.append(figure(f"simulated_ttft_{quantile}_vs_affinity_{case}", ratios(ours, theirs), target, "lower"))
+    return found
 
 
 def _live_figures(measured: dict[str, list[float]]) -> list[Figure]:
@@ -122,7 +146,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     )
     parser.add_argument("--seed", type=int, help="of prompts and order (0)")
     options = parser.parse_args(arguments)
-    run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:3], quick=True) if options.quick else Run()
+    run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:4], quick=True) if options.quick else Run()
     given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "cores", "seed")}
     if options.only:
         run = replace(run, races=tuple(race for race in RACES if race in options.only))

@@ -20,7 +20,10 @@ class RoutingConfig(Section):
         description="blocks of prefill that one request in flight counts as; less, the busier the replicas are",
     )
     overload: int = Field(
-        8, ge=1, description="requests in flight above the least loaded replica's at which warmth is ignored"
+        8,
+        ge=1,
+        description="requests in flight above the least loaded replica's at which warmth is ignored; more, the busier "
+        "the replicas are",
     )
     allow_request_replica: bool = Field(True, description="whether a request may name the replica it wants")
     transfer: bool | Literal["always"] = Field(

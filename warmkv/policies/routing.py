@@ -45,7 +45,7 @@ class View(NamedTuple):
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
     """Rank all replicas from best to worst, by the configured policy. Only `power_of_two` draws from `random`."""
-    return _POLICIES[config.policy](view, config, random)
+    return POLICIES[config.policy](view, config, random)
 
 
 def blocks_saved(depths: Depths) -> float:
@@ -62,11 +62,11 @@ def blocks_saved(depths: Depths) -> float:
 def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]:
     """Rank by cost in blocks of prefill: those left to compute or to fetch, and what each replica has to do already.
 
-    A replica with `overload` requests more than the least loaded one goes behind all that are not, however warm it is.
     A block that is computed delays all requests that come before its replica is idle again: of replicas that are busy a
     share `u` of the time, 1 / (1 - u) in the mean. Waiting delays one, and so does fetching, which computes nothing. So
     what a replica has to do counts `1 - u`, and so does what it would fetch, but at least FETCH_SHARE: it takes room
-    and the donor's time as well.
+    and the donor's time as well. A replica that has `overload / (1 - u)` requests more than the least loaded one goes
+    behind all that have not, however warm it is. Where all are busy, what is computed again makes all wait longer.
 
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
@@ -96,10 +96,11 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     if session and replicas:
         costs[_by_session(replicas, session)[0]] -= SESSION_CREDIT
     loads = [in_flight(replica, 0) for replica in replicas]
-    most, limit = max(loads, default=0), min(loads, default=0) + config.overload
-    if most >= limit or most > slots:
+    most, least = max(loads, default=0), min(loads, default=0)
+    if idle * (most - least) >= config.overload or most > slots:
         for replica, busy in zip(replicas, loads, strict=True):
-            costs[replica] += QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * (busy >= limit)
+            overloaded = idle * (busy - least) >= config.overload
+            costs[replica] += idle * QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * overloaded
     return sorted(replicas, key=costs.__getitem__)
 
 
@@ -138,7 +139,7 @@ def _by_session(replicas: Sequence[str], session: bytes) -> list[str]:
     return sorted(replicas, key=lambda replica: hashlib.blake2b(session + replica.encode(), digest_size=8).digest())
 
 
-_POLICIES: Mapping[str, Callable[[View, RoutingConfig, Random], list[str]]] = {
+POLICIES: dict[str, Callable[[View, RoutingConfig, Random], list[str]]] = {
     "prefix_cost": _prefix_cost,
     "power_of_two": _power_of_two,
     "round_robin": _round_robin,

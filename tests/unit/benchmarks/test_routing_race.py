@@ -8,7 +8,10 @@ import random
 import pytest
 
 from benchmarks import routing_race
-from benchmarks.routing import decision
+from benchmarks.routing import decision, simulated
+from benchmarks.routing.simulated import PrefixAffinity
+from warmkv.policies import routing
+from warmkv.policies.routing import View
 from warmkv.prefixes.index import PrefixIndex
 
 
@@ -26,6 +29,7 @@ def test_a_quick_run_measures_decisions_the_tree_and_the_directory(tmp_path, mon
     )
     assert figures["decision_times_faster_than_tree"]["target"] == 20
     assert figures["tree_match_microseconds_p50"]["value"] > 0
+    assert figures["simulated_ttft_p50_vs_affinity_pressure"]["value"] > 0
     for where in ("index", "directory"):
         assert figures[f"{where}_bytes_per_block"]["value"] > 16
 
@@ -69,3 +73,28 @@ def test_a_missed_target_is_told():
     assert met["ttft_p50_vs_affinity_hot"] is False  # not measured
     missing = routing_race._figures(routing_race.Run(), {"decision_microseconds_p50": [1.0]})
     assert missing[0].met is False
+
+
+def test_the_prefix_router_s_rule_goes_by_what_was_sent_and_then_by_queues():
+    """Names: what is sent where, as its tree knows it; a tenth of a prompt is the least that counts as a match."""
+    rule, rng = PrefixAffinity(), random.Random(0)
+    keys = [bytes([at]) for at in range(40)]
+
+    def sent(hashes, **load):
+        return rule(View(["a", "b", "c"], hashes, {}, load, 4, 0), None, rng)[0]
+
+    first = sent(keys[:20])
+    assert sent(keys[:20], **{first: 100}) == first  # however loaded
+    others = [name for name in "abc" if name != first]
+    assert sent(keys[20:30], **{others[0]: 5}) == others[1]  # nothing matches: the emptiest, the shorter queue of both
+    assert sent([*keys[:1], *(bytes([1, at]) for at in range(19))]) == others[0]  # too little matches
+
+
+def test_the_rule_of_the_service_is_as_before_when_the_race_is_over():
+    before = dict(routing.POLICIES)
+    records, turns = simulated.sessions(simulated.TRAFFIC, 1)
+    assert len({record.hashes[0] for record in records}) <= simulated.TRAFFIC.prompts
+    assert all(records[turn].arrival == records[follow.previous].arrival for turn, follow in turns.items())
+    with simulated._ruled_by("affinity"):
+        assert isinstance(routing.POLICIES["prefix_cost"], PrefixAffinity)
+    assert before == routing.POLICIES

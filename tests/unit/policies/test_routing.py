@@ -87,6 +87,13 @@ def test_an_overloaded_replica_goes_last_however_warm():
     assert order(device(b=100), {**load, "b": 6}, **settings)[0] == "b"
 
 
+def test_the_busier_all_are_the_longer_the_queue_of_a_warm_replica_may_be():
+    load, settings = {"a": 30, "b": 40, "c": 30}, {"overload": 5, "blocks": 100, "slots": 4, "transfer": False}
+    for idle_share, first in ((1.0, "a"), (0.6, "a"), (0.4, "b"), (0.0, "b")):
+        assert order(device(b=100), load, idle_share=idle_share, **settings)[0] == first
+    assert order(device(b=20), load, idle_share=0.3, **settings)[0] != "b"  # 10 more wait, which count as 24 and 12
+
+
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
 def test_replicas_that_are_equal_take_turns(policy):
     firsts = [order(turn=turn, policy=policy)[0] for turn in range(6)]
@@ -169,8 +176,8 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
         if transfer and lacking >= TRANSFER_MIN_BLOCKS:
             fetching = max(FETCH_SHARE, idle_share) * (TRANSFER_START + TRANSFER_BLOCK * lacking)
             left = min(left, left - lacking + fetching)
-        overloaded = busy - min(load.get(name, 0) for name in REPLICAS) >= 6
-        waiting = 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
+        overloaded = idle_share * (busy - min(load.get(name, 0) for name in REPLICAS)) >= 6
+        waiting = idle_share * 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))
         return overloaded, left + idle_share * 0.5 * busy + waiting + 3.0 * share
 
