@@ -76,14 +76,15 @@ class EngineConfig(Section):
     parked_bytes: ByteSize = Field(ByteSize(1 << 30), description="limit of host memory for slots that are set aside")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="whether passes of the model are compiled; auto: on a GPU, where one is many small kernels. "
-        "On a CPU packed weights, which cannot be compiled, are faster for all but small models",
+        description="whether passes of the model are compiled, and on a GPU decode steps recorded as CUDA graphs; "
+        "auto: on a GPU, where one is many small kernels. On a CPU packed weights, which cannot be compiled, are "
+        "faster for all but small models",
     )
     compile_seconds: float = Field(
         300.0,
         ge=0,
         description="limit of the seconds in which a start compiles attention kernels of all storages, on a GPU and "
-        "where they are not in Triton's cache; the first requests compile what is left",
+        "where they are not in Triton's cache, and records decode steps of all batch sizes; requests do what is left",
     )
     self_check: bool = Field(
         True,

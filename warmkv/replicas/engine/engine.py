@@ -31,9 +31,11 @@ from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import step_inputs
+from warmkv.replicas.engine.decode_step import Drawn, decode
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compiles
+from warmkv.replicas.engine.graphs import Graphs, graphs_on
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.passes import Pass, run
@@ -42,7 +44,14 @@ from warmkv.replicas.engine.prompts import Prompts
 from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
-from warmkv.replicas.engine.warm_up import SUMMED, compile_kernels, compile_model
+from warmkv.replicas.engine.step_inputs import StepInputs
+from warmkv.replicas.engine.warm_up import (
+    SUMMED,
+    compile_kernels,
+    compile_model,
+    recorded_batches,
+    warm_up_requests,
+)
 from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
@@ -54,6 +63,7 @@ from warmkv.replicas.protocol import (
     Started,
     UnservableRequestError,
 )
+from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -105,6 +115,8 @@ class Engine:
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
         self._forward = CompiledForward(model) if compiles(engine, model.device) else ModelRunner(model)
+        self._graphs: Graphs[Drawn] | None = graphs_on(model.device) if compiles(engine, model.device) else None
+        self.pool.is_static = self._graphs is not None
         self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
@@ -196,7 +208,14 @@ class Engine:
                 log.exception("the model cannot be compiled here: it stays eager")
                 self._forward = ModelRunner(self.model)
         room, seconds = self.scheduler.room, self.config.compile_seconds
+        began = self._clock()
         attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
+        if self._graphs is not None:
+            for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
+                say(f"recording steps of {batch} sequences")
+                with self._graphs.recording_soon():
+                    for temperature in (1.0, 0.0):
+                        self.finish(*warm_up_requests(batch, self.max_context, temperature))
         say("computing a first prompt")
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any
@@ -352,8 +371,7 @@ class Engine:
         inputs = step_inputs.upload(self.pool.buffer, batch, drawing)
         if not batch.prompts:
             assert batch.state is not None
-            logits = self._forward(inputs.ids, inputs.positions, batch.state)[: len(drawing)]
-            return self._draw(drawing, logits, masks, inputs.draws)
+            return self._decode(drawing, batch.state, inputs, masks)
         is_scored = any(prompt.is_scored for prompt in batch.prompts)
         found = self._forward(inputs.ids, inputs.positions, DrawnOnly(batch, inputs.places, is_scored))
         logits, scored = found.tensor_split([len(drawing)])
@@ -363,6 +381,22 @@ class Engine:
         for sequence in batch.prompts:
             sequence.workspace.end_chunk()
         return [*drawn, *tokens]
+
+    def _decode(
+        self, drawing: list[Sequence], state: DecodeState, inputs: StepInputs, masks: Future[Tensor] | None
+    ) -> list[int]:
+        """Run the model for what decodes, and draw."""
+        count = len(drawing)
+        logits, tokens = decode(
+            self._forward,
+            self._graphs if self.watch_logits is None else None,  # whose logits the next step overwrites
+            state,
+            inputs,
+            vocabulary=self.model.vocabulary,
+            processed=any(sequence.processor for sequence in drawing),
+        )
+        draws = None if inputs.draws is None else inputs.draws.first(count)
+        return self._draw(drawing, logits[:count], masks, draws, None if tokens is None else tokens[:count])
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:
         """Store the prompt, fill the slot, report the first token."""
@@ -394,12 +428,17 @@ class Engine:
         return self._masks.begin(matchers) if matchers else None
 
     def _draw(
-        self, sequences: list[Sequence], logits: Tensor, masks: Future[Tensor] | None, draws: Draws | None
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        masks: Future[Tensor] | None,
+        draws: Draws | None,
+        tokens: Tensor | None = None,
     ) -> list[int]:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
             self.watch_logits(sequences, logits)
-        return draw(sequences, logits, masks, draws)
+        return draw(sequences, logits, masks, draws, tokens)
 
     def _works(self) -> bool:
         return works(self.model, self.pool, self._forward, self.scheduler.room)

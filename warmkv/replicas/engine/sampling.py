@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from warmkv.replicas.engine.logits_processors import process
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.protocol import LEAST_LOGPROB, TokenLogprobs
 
+PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "uniform")
+NOT_DRAWN = (0.0, 1.0, 0, 0.0, 0.0)
+Floats = npt.NDArray[np.float64]
+
 NO_TOKEN = -1
 """Stands for a token where logits are not finite."""
 
@@ -26,14 +31,19 @@ PROMPT_LOGITS_BYTES = SCORING_BYTES
 FLOATS_AT_ONCE = 1 << 21
 """Logits of prompts that are made log-probabilities at a time."""
 
-PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "uniform")
-Floats = npt.NDArray[np.float64]
-
 ENDLESS = 2.0
 """Probability that rounding cannot reach: all tokens are within a top_p of 1."""
 
 CANDIDATES = 1024
 """Most probable tokens among which top_p is looked for; all are sorted only where these do not reach it."""
+
+
+class Branches(NamedTuple):
+    """What sampling a batch does beyond drawing from all tokens."""
+
+    bounded: bool  # top_p or top_k leave tokens out
+    candidates: int  # the most probable tokens that are sorted for it
+    falls_short: bool  # these may not reach a top_p, which the host looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +53,22 @@ class Draws:
     host: Floats
     device: Tensor
 
+    def first(self, count: int) -> Draws:
+        """Return those of the first tokens."""
+        return Draws(self.host[:, :count], self.device[:, :count])
 
-def parameters_of(sequences: Items[Sequence]) -> Floats | None:
-    """Return what the next token of each sequence is drawn with [parameters, n], None if all take the most probable.
+    def branches(self, vocabulary: int) -> Branches:
+        """Return what the host has to know to sample."""
+        temperature, top_p, top_k, _, _ = self.host
+        warm, counted = temperature > 0, (top_k > 0) & (top_k < vocabulary)
+        candidates = min(vocabulary, max(CANDIDATES, int(top_k[warm & counted].max(initial=1))))
+        falls_short = candidates < vocabulary and bool((warm & (top_p < 1) & ~counted).any())
+        bounded = bool((warm & ((top_p < 1) | counted)).any())
+        return Branches(bounded, candidates if bounded else 0, falls_short)
+
+
+def parameters_of(sequences: Items[Sequence], padded: int) -> Floats | None:
+    """Return what tokens are drawn with [parameters, padded], None if all take the most probable.
 
     A random number stays that of the next token until this is delivered.
     """
@@ -53,29 +76,37 @@ def parameters_of(sequences: Items[Sequence]) -> Floats | None:
     if not any(s.temperature > 0 for s in sampling):
         return None
     rows = [(s.temperature, s.top_p, s.top_k, s.min_p, q.uniform) for s, q in zip(sampling, sequences, strict=True)]
+    rows += [NOT_DRAWN] * (padded - len(rows))
     return np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
 
 
 def draw(
-    sequences: Items[Sequence], logits: Tensor, masks: Future[Tensor] | None = None, draws: Draws | None = None
+    sequences: Items[Sequence],
+    logits: Tensor,
+    masks: Future[Tensor] | None = None,
+    draws: Draws | None = None,
+    tokens: Tensor | None = None,
 ) -> list[int]:
     """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite.
 
     `masks` are those of the sequences with a constraint; `draws` is None if all take the most probable token.
-    Log-probabilities are left in the sequences that want them.
+    Log-probabilities are left in the sequences that want them. `tokens` are given if they are `pick`ed already.
     """
-    highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
-    is_finite, own = highest.isfinite(), logits
     if any(sequence.processor for sequence in sequences):
-        logits = process([sequence.processor for sequence in sequences], logits, masks)
-        highest, tokens = logits.max(dim=-1)
-        is_finite = is_finite & highest.isfinite()
-    if draws is not None:
-        tokens = sample(logits, draws)
-    ids: list[int] = torch.where(is_finite, tokens, NO_TOKEN).tolist()
+        processed = process([sequence.processor for sequence in sequences], logits, masks)
+        tokens = torch.where(logits.amax(dim=-1).isfinite(), pick(processed, draws), NO_TOKEN)
+    elif tokens is None:
+        tokens = pick(logits, draws)
+    ids: list[int] = tokens.tolist()
     if any(sequence.request.sampling.logprobs is not None for sequence in sequences):
-        _note_logprobs(sequences, own, ids)
+        _note_logprobs(sequences, logits, ids)
     return ids
+
+
+def pick(logits: Tensor, draws: Draws | None) -> Tensor:
+    """Sample from each row of logits [n, vocabulary], or take the most probable tokens; NO_TOKEN if not finite."""
+    highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
+    return torch.where(highest.isfinite(), tokens if draws is None else sample(logits, draws), NO_TOKEN)
 
 
 def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int]) -> None:
@@ -143,36 +174,30 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
     nothing but the row's own logits and number. Sums are in float64, so that no order of adding changes a draw.
     """
     greedy, size = logits.argmax(dim=-1), logits.shape[-1]
-    warmth, top_p, top_k, least, number = draws.device.view(len(PARAMETERS), -1, 1).unbind()
+    warmth, top_p, top_k, least, number = draws.device[..., None].unbind()
     heat, least = warmth.float(), least.float()
     logits = logits.float()
     # Shifted before the division, which may overflow for tiny temperatures: inf - inf would be no number.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / torch.where(heat == 0, 1.0, heat)
     probabilities = scaled.softmax(dim=-1)
     kept = (probabilities > 0) & (probabilities >= least * probabilities.amax(dim=-1, keepdim=True))
-    warm, most_of, highest_of = draws.host[0] > 0, draws.host[1], draws.host[2]
-    counted = (highest_of > 0) & (highest_of < size)
-    if (warm & ((most_of < 1) | counted)).any():
+    if (branches := draws.branches(size)).bounded:
         mass = torch.where((heat > 0) & (top_p < 1), top_p, ENDLESS)
         most = torch.where((heat > 0) & (top_k > 0), top_k, size).long().clamp_max(size)
-        candidates = max(CANDIDATES, int(highest_of[warm & counted].max(initial=1)))
-        kept &= _most_probable(
-            probabilities, mass, most, min(size, candidates), falls_short=bool((warm & (most_of < 1) & ~counted).any())
-        )
+        kept &= _most_probable(probabilities, mass, most, branches)
     cumulative = torch.where(kept, probabilities, 0).cumsum(dim=-1, dtype=torch.float64)
     reached = torch.where(kept, cumulative, 0)
     beyond = reached > number * reached.amax(dim=-1, keepdim=True)
     return torch.where(heat[:, 0] == 0, greedy, beyond.to(torch.int8).argmax(dim=-1))  # the first beyond the number
 
 
-def _most_probable(probabilities: Tensor, mass: Tensor, most: Tensor, candidates: int, *, falls_short: bool) -> Tensor:
+def _most_probable(probabilities: Tensor, mass: Tensor, most: Tensor, branches: Branches) -> Tensor:
     """Return which tokens are within the bounds of each row, bool [n, vocabulary]; of equals the first are.
 
-    `mass` [n, 1] is that of top_p or ENDLESS, `most` [n, 1] that of top_k or the vocabulary. Where candidates may fall
-    short of a mass, all are sorted for those rows, which the host has to ask for.
+    `mass` [n, 1] is that of top_p or ENDLESS, `most` [n, 1] that of top_k or the vocabulary.
     """
-    kept, is_short = _within(probabilities, mass, most, candidates)
-    if falls_short and candidates < probabilities.shape[-1]:
+    kept, is_short = _within(probabilities, mass, most, branches.candidates)
+    if branches.falls_short:
         rows = is_short.nonzero()[:, 0]
         if len(rows):
             kept[rows], _ = _within(probabilities[rows], mass[rows], most[rows], probabilities.shape[-1])

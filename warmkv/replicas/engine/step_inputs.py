@@ -23,7 +23,7 @@ class StepInputs:
     ids: Tensor  # [1, tokens]; of a pass without prompts [batch, 1], padded
     positions: Tensor  # as ids
     places: Tensor  # [drawn] places whose logits are wanted, of a pass with prompts
-    draws: Draws | None  # None if all take the most probable token
+    draws: Draws | None  # of tokens that are drawn, padded like ids; None if all take the most probable token
 
 
 def reserve(buffer: StepBuffer, tokens: int, slots: int) -> None:
@@ -35,21 +35,22 @@ def reserve(buffer: StepBuffer, tokens: int, slots: int) -> None:
 def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence]) -> StepInputs:
     """Write what a pass is told, `drawing` being the sequences that a token is drawn for, and upload it all at once."""
     ids, positions = batch.ids(), batch.positions()
-    shape = (1, len(ids))
+    shape, drawn = (1, len(ids)), len(drawing)
     if not batch.prompts and batch.state is not None:
-        shape = (batch.state.padded, 1)
+        shape, drawn = (batch.state.padded, 1), batch.state.padded
         pads = [0] * (batch.state.padded - len(ids))
         ids, positions = ids + pads, positions + pads
     places = batch.drawn() if batch.prompts else []
     for part, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
         buffer.write(part)[: len(numbers)] = numbers
-    host = parameters_of(drawing)
+    host = parameters_of(drawing, drawn)
     if host is not None:
         buffer.write("parameters")[: host.size] = host.view(np.int64).ravel()
     buffer.upload()
+    parameters = buffer.on_device("parameters").view(torch.float64)
     return StepInputs(
         buffer.on_device("tokens")[: len(ids)].view(shape),
         buffer.on_device("positions")[: len(ids)].view(shape),
         buffer.on_device("places")[: len(places)],
-        None if host is None else Draws(host, buffer.on_device("parameters")[: host.size].view(torch.float64)),
+        None if host is None else Draws(host, parameters[: host.size].view(host.shape)),
     )

@@ -1,21 +1,26 @@
-"""What is compiled before the first request: the model, and the kernels that attend."""
+"""What is compiled before the first request: the model, and the kernels that attend. Then steps are recorded."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from warmkv.policy_spec import STORAGES, Storage
+from warmkv.policy_spec import STORAGES, PolicySpec, Storage
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.row_tables import padded_batch
 from warmkv.replicas.slots.slots import SlotPool
 from warmkv.replicas.slots.warm_up import KernelWarmUp
 
 log = logging.getLogger(__name__)
+RECORDED_STEPS = 6
+"""Tokens of the requests that steps are recorded with: some come a step later than others."""
+
 SUMMED = ("h2o@8",)
 """Policies whose prompts run the other kernels: sums of what every token received."""
 
@@ -57,3 +62,23 @@ def compile_kernels(
     forward(ids, torch.zeros_like(ids), state)
     log.info("attention kernels were compiled in %.0f s", clock() - began)
     return True
+
+
+def recorded_batches(slots: int, goes_on: Callable[[], bool]) -> Iterator[int]:
+    """Yield the batches whose steps are recorded before requests come, while it `goes_on`.
+
+    The largest is the first: what it makes room for lies where it lay for the others.
+    """
+    for batch in sorted({min(slots, padded_batch(each)) for each in range(1, slots + 1)}, reverse=True):
+        if not goes_on():
+            log.warning("steps of %d sequences and fewer are recorded while they serve: time is over", batch)
+            return
+        yield batch
+
+
+def warm_up_requests(batch: int, max_context: int, temperature: float) -> list[GenerateRequest]:
+    """Return short requests that decode together for some steps; they leave nothing in the prefix cache."""
+    length = min(16, max_context // 2)
+    new = min(RECORDED_STEPS, max_context - length)
+    sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature)
+    return [GenerateRequest(f"warm-up {at}", (0,) * length, (), sampling, PolicySpec()) for at in range(batch)]

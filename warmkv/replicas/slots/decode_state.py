@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,6 +183,20 @@ class DecodeState:
             slab, due, ages, number = self._packing[-1]
             slab.pack(due, ages, self._packed.setdefault(number, set()))
             self._packing.pop()
+
+    @property
+    def key(self) -> Hashable | None:
+        """Return what the launches of a step depend on, with which it may be replayed; None if it may not be.
+
+        That is a step which has not begun, of which kernels attend all.
+        """
+        if self._launched or any(self._parts.values()):
+            return None
+        return self.padded, self._tables.key, self._tables.places
+
+    def restart(self) -> None:
+        """Take a step for one that has not begun: what was launched was recorded only."""
+        self._launched.clear()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q.

@@ -7,7 +7,7 @@ bucket: -1 stands for rows that are none. All of it lies in the buffer of the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class RowBatch:
     logits: int  # entries of all scored rows
     first_type: torch.dtype  # of the first part of keys and values
     aligned: bool  # whether parts begin at multiples of 16 bytes
-    most_entries: int
+    most_entries: int  # of scored rows
     most_reads: int  # of rows whose pages are chosen
     most_pages: int
     scored: bool
@@ -104,6 +104,9 @@ class RowTables:
         self.taken = torch.empty(shape.layers, 0, dtype=torch.int64, device=device)
         self._known: Ints = np.empty((0, 0), dtype=np.int64)
         self._rows, self._dtype = 0, torch.float32
+        self.is_static = False  # whether launches are the same for all batches of a size, as recordings need
+        self.key: Hashable = ()  # of the layout: all that launches take, but for what they read from the buffer
+        self._grown = 0  # how often workspace has moved
         self._slots: tuple[Slot, ...] = ()
         self._batches: list[list[RowBatch]] = [[] for _ in range(shape.layers)]
         cuda = device.type == "cuda"
@@ -213,7 +216,17 @@ class RowTables:
         for each in distinct:
             rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
             made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
+        numbers = {each: number for number, each in enumerate(made)}
+        self.key = (
+            tuple(tuple(numbers[id(each)] for each in layer) for layer in batches),
+            tuple((*map(len, each.index), *each.facts.values()) for each in distinct),
+        )
         return [[made[id(each)] for each in layer] for layer in batches]
+
+    @property
+    def places(self) -> Hashable:
+        """Return what changes whenever something that launches take lies elsewhere."""
+        return self.buffer.moves, self.facts.shape[1], self._grown
 
     def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints, pads: Ints) -> _Layout:
         """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows.
@@ -234,21 +247,24 @@ class RowTables:
         logits = np.where(scored, entries, 0)
         vectors = [PARTS.index(name) for name in VECTORS]
         nothing = np.full_like(pads, -1)
+        tasks = np.repeat(np.arange(len(splits)), splits)
+        if self.is_static:
+            tasks = np.pad(tasks, (0, len(splits) + PROGRAMS * self._processors - len(tasks)), constant_values=-1)
         index = (
             np.concatenate([rows, nothing]),
             np.concatenate([places, pads]),
             np.concatenate([[0], ends]),
-            np.repeat(np.arange(len(splits)), splits),
+            tasks,
             np.concatenate([np.where(scored, np.cumsum(logits) - logits, -1), nothing]),
         )
         facts = {
             "storage": storage,
-            "logits": int(logits.sum()),
+            "logits": self._at_most(logits.sum()),
             "first_type": self._dtype if storage.plain else torch.uint8,
             "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
-            "most_entries": int(entries.max()),
-            "most_reads": int(reach[page > 0].max(initial=0)),
-            "most_pages": int((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
+            "most_entries": self._at_most(entries[scored].max(initial=0)),
+            "most_reads": self._at_most(reach[page > 0].max(initial=0)),
+            "most_pages": self._at_most((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
             "scored": bool(scored.any()),
             "paged": bool(page.any()),
             "rebased": bool((fact("rebased") * fact("sinks")).any()),
@@ -256,11 +272,16 @@ class RowTables:
         }
         return _Layout(index, facts)
 
+    def _at_most(self, number: int) -> int:
+        """Return a bound, one of few where launches are to be the same."""
+        return 1 << (int(number) - 1).bit_length() if self.is_static and number else int(number)
+
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of anything that stays where it is while no larger one is asked for."""
         size = int(np.prod(shape))
         held = self._workspace.get(name)
         if held is None or len(held) < size:
+            self._grown += 1
             room = max(size, 2 * len(held) if held is not None else 0)
             self._workspace[name] = held = torch.empty(room, dtype=dtype, device=self._device)
         return held[:size].view(shape)

@@ -42,6 +42,7 @@ class SlotPool:
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
+        self.is_static = False  # whether steps are recorded (`RowTables`)
         self.buffer = StepBuffer(device)
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
@@ -62,6 +63,7 @@ class SlotPool:
         """Return the tables by which kernels find rows."""
         if self._tables is None:
             self._tables = RowTables(self.shape, self.buffer, self._device, inv_freq, self.page_size)
+            self._tables.is_static = self.is_static
         return self._tables
 
     @property

@@ -91,4 +91,4 @@ def variants(batch: RowBatch, *, windowed: bool) -> Iterator[RowBatch]:
     for scored, paged, slid, splits in product({False, scores}, {False, pages}, {False, windowed}, (1, 2)):
         tasks, first_parts = rows[:-1].repeat_interleave(splits), splits * rows
         parts = replace(batch, tasks=tasks, first_parts=first_parts)
-        yield replace(parts, scored=scored, paged=paged, windowed=slid, most_reads=1, most_pages=1)
+        yield replace(parts, scored=scored, paged=paged, windowed=slid, most_entries=1, most_reads=1, most_pages=1)

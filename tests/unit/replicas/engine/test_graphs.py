@@ -1,0 +1,216 @@
+"""Steps that are recorded and replayed draw what steps that are computed call by call do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.replicas import paging
+from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.engine.test_engine import prompt
+from tests.unit.replicas.recording import CpuRecorder
+from warmkv.replicas.engine.graphs import MOST_RECORDED, Graphs
+from warmkv.replicas.protocol import GenerateRequest
+from warmkv.replicas.slots import kernels, row_tables
+from warmkv.replicas.slots.row_tables import RowTables, padded_batch
+from warmkv.replicas.slots.step_buffer import StepBuffer
+
+pytest.importorskip("triton", reason="triton is not installed")
+SIZE = 16
+
+
+@pytest.fixture
+def recorder(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
+    if device.type == "cuda":
+        pytest.skip("the model is on the CPU")
+    monkeypatch.setattr(row_tables, "PROGRAMS", 1)  # each takes the interpreter long
+    found = CpuRecorder()
+    found.use(monkeypatch)
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
+    """Return a recorder where slots in pages are attended without the interpreter."""
+    found = CpuRecorder()
+    paging.use(monkeypatch)
+    found.use_attend(monkeypatch, paging.attend)
+    return found
+
+
+def crowd(count: int, chance: random.Random) -> list[GenerateRequest]:
+    """Return requests of the full cache that stay for a while, of which some draw at random."""
+    return [
+        make_request(
+            prompt(chance.randrange(5, 60), seed=at),
+            new=chance.randrange(2, 30),
+            name=str(at),
+            block=SIZE,
+            seed=at,
+            temperature=chance.choice([0.0, 0.0, 0.8]),
+            top_k=chance.choice([0, 7]),
+        )
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.soak)])
+def test_who_joins_and_leaves_recorded_steps_draws_what_it_draws_alone(
+    models: Any, quick: CpuRecorder, poisoned: None, count: int
+) -> None:
+    requests = crowd(count, random.Random(count))
+    driver = recorded(models["llama"], quick, max_slots=6, max_queue=count, step_tokens=64)
+    driver.engine.warm_up()
+    graphs = driver.engine._graphs
+    assert graphs is not None
+    before, replays = len(quick.recordings), graphs.replays
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    assert graphs.replays - replays > count
+    bounded = [key for key in graphs._recorded if key[1] is not None and key[1].bounded]  # type: ignore[index]
+    assert len(quick.recordings) - before == len(bounded), "a start records all but top_p and top_k"
+
+
+def test_a_start_records_batches_of_every_size_and_ends_in_time(models: Any, quick: CpuRecorder) -> None:
+    sizes: dict[float, list[int]] = {}
+    for seconds in (1000.0, 25.0):
+        now, said = itertools.count(), list[str]()
+        driver = recorded(models["llama"], quick, max_slots=11, clock=lambda now=now: float(next(now)))
+        driver.engine.config = driver.engine.config.model_copy(update={"compile_seconds": seconds})
+        graphs = driver.engine._graphs
+        assert graphs is not None
+        graphs.seen_before = 99  # what serves is not recorded here
+        driver.engine.warm_up(said.append)
+        sizes[seconds] = [int(each.split()[-2]) for each in said if each.startswith("recording")]
+        padded = {key[0][0] for key in graphs._recorded}  # type: ignore[index]
+        assert padded == {padded_batch(size) for size in sizes[seconds]}
+    assert sizes[1000.0] == [11, 8, 4, 2, 1]
+    assert sizes[25.0] == sizes[1000.0][: len(sizes[25.0])] != sizes[1000.0]
+
+
+def recorded(model: Any, recorder: CpuRecorder | None, **more: Any) -> Driver:
+    """Return an engine whose steps are recorded when they come the second time."""
+    driver = Driver(model, prefix_cache={"block_size": SIZE}, **{"step_tokens": 256, **more})
+    if recorder is not None:
+        driver.engine._graphs = Graphs(recorder, seen_before=1)
+        driver.engine.pool.is_static = True
+    return driver
+
+
+def plain(model: Any, *requests: GenerateRequest) -> list[list[int]]:
+    """Return what an engine draws without kernels, one request after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "is_available", lambda device: False)
+        return [Driver(model, step_tokens=256).run(each)[0] for each in requests]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what a step does not tell anew, and workspace, with what nobody wrote, before every step."""
+    upload, take = StepBuffer.upload, RowTables.take
+
+    def poisoning(buffer: StepBuffer) -> None:
+        if told := buffer._written:
+            upload(buffer)
+            buffer._on_device[told : buffer._at["index"].start] = 1 << 40
+
+    def taking(tables: RowTables, *given: Any) -> None:
+        take(tables, *given)
+        for held in tables._workspace.values():
+            held.fill_(1 << 30)
+
+    monkeypatch.setattr(StepBuffer, "upload", poisoning)
+    monkeypatch.setattr(RowTables, "take", taking)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        ("full", "h2o@12"),
+        pytest.param(("full", "snapkv@20:window=4", "h2o@12"), marks=pytest.mark.soak),
+        pytest.param(("rocketkv@12:window=4,kernel=3", "streaming_llm@12", "full+fp8"), marks=pytest.mark.soak),
+        pytest.param(("tova@12", "full+turbo4", "h2o@0.8+kivi4"), marks=pytest.mark.soak),
+    ],
+    ids=" ".join,
+)
+def test_a_replay_draws_what_the_calls_draw(
+    models: Any, recorder: CpuRecorder, poisoned: None, policies: tuple[str, ...]
+) -> None:
+    """Of every policy, greedily and at random, while requests join and leave, whatever lay in the buffers before."""
+    drawing = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_k": 9}]
+    drawing = drawing[: len(policies)]
+    requests = [
+        make_request(prompt(18 + 9 * at, seed=at), new=6 + at, policy=policy, name=str(at), block=SIZE, **how)
+        for at, (policy, how) in enumerate(zip(policies, drawing, strict=True))
+    ]
+    driver = recorded(models["llama"], recorder)
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    graphs = driver.engine._graphs
+    assert graphs is not None
+    assert recorder.recordings
+    assert graphs.replays >= 1
+    assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
+
+
+def test_what_the_host_has_to_see_is_drawn_outside(models: Any, quick: CpuRecorder) -> None:
+    """Penalties, constraints and log-probabilities: the model is replayed, tokens are drawn from its logits."""
+    requests = [
+        make_request(prompt(18, seed=1), new=8, name="penalties", block=SIZE, repetition_penalty=1.7),
+        make_request(prompt(21, seed=2), new=8, name="log-probabilities", block=SIZE, logprobs=3),
+        make_request(prompt(24, seed=3), new=8, name="bias", block=SIZE, logit_bias=((5, 3.0),), temperature=0.8),
+    ]
+    driver = recorded(models["llama"], quick)
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    assert driver.engine._graphs is not None
+    assert driver.engine._graphs.replays >= 2
+
+
+def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, recorder: CpuRecorder) -> None:
+    """And nothing that was called while it failed is taken for done."""
+
+    def failing(compute: Callable[[], Any]) -> Any:
+        compute_layer, calls = kernels.attend, 0
+
+        def attend(*given: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            given[-1].put = given[-1].counted = True  # nothing is computed while it is recorded
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "attend", attend)
+            compute()
+        assert kernels.attend is compute_layer
+
+    requests = [make_request(prompt(30), new=4, policy="h2o@12", block=SIZE)]
+    driver = recorded(models["llama"], recorder)
+    driver.engine._graphs = Graphs(failing, seen_before=1)  # type: ignore[arg-type]
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    assert driver.engine._graphs.replays == 0
+    assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
+
+
+def test_the_recordings_used_last_are_kept() -> None:
+    graphs: Graphs[int] = Graphs(lambda compute: (compute(), lambda: None), seen_before=0)
+    chance, recordings = random.Random(0), list[int]()
+
+    def compute(key: int) -> int:
+        recordings.append(key)
+        return key
+
+    for key in [*range(MOST_RECORDED), *chance.choices(range(10, MOST_RECORDED), k=500), MOST_RECORDED]:
+        assert graphs.compute(key, lambda key=key: compute(key), lambda: None) == key
+    assert recordings == list(range(MOST_RECORDED + 1))
+    assert graphs.replays == 500
+    graphs.compute(MOST_RECORDED, lambda: compute(-1), lambda: None)
+    graphs.compute(0, lambda: compute(0), lambda: None)  # not used for longest
+    assert recordings[-1] == 0
+
+
+def test_only_a_gpu_records_by_itself(models: Any) -> None:
+    assert Driver(models["llama"]).engine._graphs is None

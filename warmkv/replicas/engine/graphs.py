@@ -1,0 +1,111 @@
+"""Record whole decode steps once and replay them, as CUDA graphs: the host launches a step by one call.
+
+A replay reads and writes where the recording did, so a key names all that a recording holds on to: shapes, addresses,
+kernels. What a step is told lies in its buffer, which stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from warmkv.replicas.engine.faults import is_sticky
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MOST_RECORDED = 128
+"""Recordings that are kept, those used last; each holds the results of a step."""
+
+SEEN_BEFORE = 16
+"""Steps with a key that are computed before one is recorded, which takes as long as some of them."""
+
+
+class Recorder(Protocol):
+    """Records the calls of a computation on a device."""
+
+    def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Compute once, and return the result with what computes it again, into the same tensors."""
+        ...
+
+
+class CudaRecorder:
+    """Record CUDA graphs, which share their memory: one is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy blocks meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+        self._pool = graph.pool()
+        graph.replay()  # nothing is computed while it is recorded
+        return result, graph.replay
+
+
+def graphs_on(device: torch.device) -> Graphs[Any] | None:
+    """Return recordings on a device, None where nothing records."""
+    return Graphs(CudaRecorder()) if device.type == "cuda" else None
+
+
+@dataclass(slots=True)
+class Graphs(Generic[T]):
+    """The recordings of an engine's steps."""
+
+    record: Recorder
+    seen_before: int = SEEN_BEFORE
+    replays: int = 0  # so far
+    _seen: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+    _recorded: OrderedDict[Hashable, tuple[T, Callable[[], None]]] = field(default_factory=OrderedDict)
+    _works: bool = True
+
+    @contextmanager
+    def recording_soon(self) -> Iterator[None]:
+        """Record what is seen a second time meanwhile: the first gives everything its memory."""
+        before, self.seen_before = self.seen_before, 1
+        try:
+            yield
+        finally:
+            self.seen_before = before
+
+    def compute(self, key: Hashable, compute: Callable[[], T], again: Callable[[], None]) -> T:
+        """Compute a step, by a replay where its key is recorded; results are overwritten by the next with this key.
+
+        A step is recorded once its key was seen often enough. If it cannot be, none is from then on, and it is computed
+        after `again` has made it as if nothing had been called. Raises what computing raises.
+        """
+        if (held := self._recorded.get(key)) is not None:
+            self._recorded.move_to_end(key)
+            result, replay = held
+            replay()
+            self.replays += 1
+            return result
+        seen = self._seen[key] = self._seen.pop(key, 0) + 1  # to the end, as used last
+        _forget(self._seen)
+        if not self._works or seen <= self.seen_before:
+            return compute()
+        try:
+            self._recorded[key] = self.record(compute)
+        except Exception as error:
+            if is_sticky(error):
+                raise
+            log.exception("steps cannot be recorded here: their calls are launched one by one")
+            self._works = False
+            again()
+            return compute()
+        _forget(self._recorded)
+        return self._recorded[key][0]
+
+
+def _forget(held: OrderedDict[Hashable, Any]) -> None:
+    """Drop what was not used for longest."""
+    while len(held) > MOST_RECORDED:
+        held.popitem(last=False)
