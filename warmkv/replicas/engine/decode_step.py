@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
@@ -22,14 +23,21 @@ def decode(
     *,
     vocabulary: int,
     processed: bool,
+    drawn: Tensor | None = None,
 ) -> Drawn:
     """Run the model for a batch that may be padded.
 
     Tokens are drawn with it where it is recorded, unless logits are `processed` before or the host has to look at them.
+    `drawn` are those of the step before, for ids that name these.
     """
+
+    def run() -> Tensor:
+        ids = inputs.ids if drawn is None else resolve(inputs.ids, drawn)
+        return forward(ids, inputs.positions, state)
+
     key = state.key if graphs is not None else None
     if graphs is None or key is None:
-        return forward(inputs.ids, inputs.positions, state), None
+        return run(), None
     draws, branches = inputs.draws, None
     if draws is not None:
         branches = draws.branches(vocabulary)
@@ -38,9 +46,14 @@ def decode(
             processed = True
 
     def compute() -> Drawn:
-        logits = forward(inputs.ids, inputs.positions, state)
+        logits = run()
         return logits, pick(logits, draws)
 
     state.begin()
     logits, tokens = graphs.compute((key, branches), compute, state.restart)
     return logits, None if processed else tokens
+
+
+def resolve(ids: Tensor, drawn: Tensor) -> Tensor:
+    """Return ids of which -1 - n is replaced by the n-th token drawn before; by 0 if that was none."""
+    return torch.where(ids < 0, drawn[(-1 - ids).clamp_min(0)], ids).clamp_min(0)

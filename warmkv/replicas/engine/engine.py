@@ -38,19 +38,20 @@ from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compile
 from warmkv.replicas.engine.graphs import Graphs, graphs_on
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
+from warmkv.replicas.engine.overlap import Overlap
 from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, positions_at_once
+from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, pick, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.engine.step_inputs import StepInputs
 from warmkv.replicas.engine.warm_up import (
-    SUMMED,
     compile_kernels,
     compile_model,
+    first_requests,
     recorded_batches,
-    warm_up_requests,
+    recorded_requests,
 )
 from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
@@ -59,11 +60,10 @@ from warmkv.replicas.protocol import (
     Finished,
     GenerateRequest,
     PromptLogprobs,
-    SamplingParams,
-    Started,
     UnservableRequestError,
 )
 from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.row_tables import padded_batch
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,10 @@ class Engine:
         self._forward = CompiledForward(model) if compiles(engine, model.device) else ModelRunner(model)
         self._graphs: Graphs[Drawn] | None = graphs_on(model.device) if compiles(engine, model.device) else None
         self.pool.is_static = self._graphs is not None
+        self._drawn: Tensor | None = None  # tokens of the step before, on the device
+        self._overlap: Overlap | None = None
+        if model.device.type == "cuda":  # elsewhere the host computes
+            self.overlap()
         self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
@@ -127,6 +131,11 @@ class Engine:
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
         self._publish_stats()
+
+    def overlap(self) -> None:
+        """Launch decode steps before the tokens of those before are read, from now on."""
+        self._drawn = torch.zeros(padded_batch(self.config.max_slots), dtype=torch.int64, device=self.model.device)
+        self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, self._launch)
 
     # --- from any thread
 
@@ -211,18 +220,14 @@ class Engine:
         began = self._clock()
         attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
         if self._graphs is not None:
-            for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
-                say(f"recording steps of {batch} sequences")
-                with self._graphs.recording_soon():
-                    for temperature in (1.0, 0.0):
-                        self.finish(*warm_up_requests(batch, self.max_context, temperature))
+            with self._graphs.recording_soon():
+                for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
+                    say(f"recording steps of {batch} sequences")
+                    for requests in recorded_requests(batch, self.max_context):
+                        self.finish(*requests)
         say("computing a first prompt")
-        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-        in_pages = 4 * self.pool.page_size - sampling.max_tokens  # fills pages, where slots lie in any
-        for spec in ("full", *(SUMMED if attends else ())):
-            for length in sorted({16, max(16, in_pages)}):
-                tokens = tuple(at % self.model.vocabulary for at in range(min(length, self.max_context // 2)))
-                self.finish(GenerateRequest("warm-up", tokens, (), sampling, PolicySpec.model_validate(spec)))
+        for request in first_requests(self.model.vocabulary, self.max_context, self.pool.page_size, attends):
+            self.finish(request)
 
     def finish(self, request: GenerateRequest, *beside: GenerateRequest) -> None:
         """Compute a request and others to their end before `run`, in the caller's thread.
@@ -287,9 +292,13 @@ class Engine:
             self.store.settle()
             self.store.expire()
             self.pool.give_back()
+            if self.scheduler.waiting and self.config.preempt_seconds is not None:
+                self._collect()  # whoever is set aside has all its tokens
             self._admit()
+            if self.scheduler.prefilling:
+                self._collect()
             prompts = self._begin_chunks()
-            if prompts or self.scheduler.decoding:
+            if prompts or self.scheduler.decoding or (self._overlap is not None and self._overlap.in_flight):
                 self._compute(prompts)
             elif self.scheduler.prefilling:  # files are being read
                 self._inbox.wait(IDLE_SECONDS)
@@ -330,8 +339,19 @@ class Engine:
                 self._endings.fail_prompt(sequence, error)
         return begun
 
+    def _collect(self) -> None:
+        """Deliver the tokens of the step in flight, if there is one."""
+        if self._overlap is not None:
+            self._overlap.collect()
+
     def _compute(self, prompts: list[Sequence]) -> None:
         """Compute the chunks of prompts and a token of every running sequence; whoever that fails with ends alone."""
+        begun = None
+        if self._overlap is not None:
+            if not prompts and self.watch_logits is None and self._overlap.advance():
+                return
+            self._overlap.collect()
+            begun = self._overlap.take_begun()
         outcome = run(
             prompts,
             self.scheduler.decoding,
@@ -341,6 +361,7 @@ class Engine:
             inv_freq=self.model.inv_freq,
             leave=self._endings.shed,
             retrying=self._turn,
+            begun=begun,
         )
         computed = [(sequence, token) for sequence, token in outcome.tokens if sequence.prefill is not None]
         works = len(outcome.tokens) > len(computed)  # a decode step: that prompts are computed tells less than a probe
@@ -394,28 +415,35 @@ class Engine:
             inputs,
             vocabulary=self.model.vocabulary,
             processed=any(sequence.processor for sequence in drawing),
+            drawn=self._drawn,
         )
         draws = None if inputs.draws is None else inputs.draws.first(count)
         return self._draw(drawing, logits[:count], masks, draws, None if tokens is None else tokens[:count])
+
+    def _launch(self, sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
+        """Start a step of what decodes as `Overlap.launch`."""
+        assert self._drawn is not None
+        count = len(sequences)
+        inputs = step_inputs.upload(self.pool.buffer, Pass((), sequences, state), sequences, sources)
+        logits, tokens = decode(
+            self._forward,
+            self._graphs,
+            state,
+            inputs,
+            vocabulary=self.model.vocabulary,
+            processed=False,
+            drawn=self._drawn,
+        )
+        if tokens is None:
+            tokens = pick(logits, inputs.draws)
+        self._drawn[: len(tokens)] = tokens
+        return tokens[:count]
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:
         """Store the prompt, fill the slot, report the first token."""
         done = self._prompts.hand_off(sequence, self.scheduler.room)
         self.scheduler.begin_decoding(sequence)
-        match = done.match
-        started = Started(
-            replica=self.name,
-            hit=match.hit,
-            written=done.written,
-            cached_tokens=sequence.reused,
-            tiers=match.tiers,
-            ttl=match.match.ttl,
-            kept_tokens=done.kept_tokens,
-            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
-            queue_seconds=sequence.admitted - sequence.arrived,
-            prefill_seconds=self._clock() - sequence.admitted,
-        )
-        self._endings.tell(sequence, started)
+        self._endings.tell(sequence, done.started(sequence, self.name, self._clock()))
         if sequence.request.sampling.max_tokens == 0:
             self._endings.finish(sequence, "length")
         else:

@@ -113,13 +113,15 @@ def run(
     inv_freq: Tensor,
     leave: Callable[[Sequence, Exception], None],
     retrying: Callable[[], None],
+    begun: DecodeState | None = None,
 ) -> PassOutcome:
     """Compute the chunks that prompts have begun, and draw a token for every sequence that decodes, in one pass.
 
     If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
     down to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, the youngest
     are ended by `leave` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
-    token of every prompt and sequence of a pass. Raises errors after which the device cannot be used any more.
+    token of every prompt and sequence of a pass. `begun` is a step of what decodes that failed before. Raises errors
+    after which the device cannot be used any more.
     """
     outcome = PassOutcome()
 
@@ -127,7 +129,11 @@ def run(
         outcome.left.append(sequence)
         leave(sequence, error)
 
+    # Steps that were begun, by the slots in them.
+    steps: dict[Slot, DecodeState] = dict.fromkeys(begun.slots, begun) if begun is not None else {}
     for slot, sequence in list(decoding.items()):
+        if slot in steps:
+            continue
         try:
             pool.rebase(slot, max_context, inv_freq)
         except Exception as error:  # some of its keys may be turned: it cannot go on here
@@ -135,8 +141,6 @@ def run(
                 raise
             log.exception("the keys of %s cannot be turned back", sequence.request.id)
             end(sequence, let_go(error))
-
-    steps: dict[Slot, DecodeState] = {}  # that were begun, by the slots in them
 
     def decode_state(slots: list[Slot]) -> DecodeState:
         state = steps.get(slots[0])

@@ -16,7 +16,7 @@ from warmkv.policies.prefix_cache import sum_positions
 from warmkv.replicas.block_store import BlockStore, WarmPrefix
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.loading.load import LoadedModel
-from warmkv.replicas.protocol import GenerateRequest, UnservableRequestError
+from warmkv.replicas.protocol import GenerateRequest, Started, UnservableRequestError
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,21 @@ class HandOff:
     match: WarmPrefix
     written: int  # position of the highest mark that is stored
     kept_tokens: int  # of a layer and KV head, on average
+
+    def started(self, sequence: Sequence, replica: str, now: float) -> Started:
+        """Return what the client is told of it."""
+        return Started(
+            replica=replica,
+            hit=self.match.hit,
+            written=self.written,
+            cached_tokens=sequence.reused,
+            tiers=self.match.tiers,
+            ttl=self.match.match.ttl,
+            kept_tokens=self.kept_tokens,
+            resident_bytes=sequence.slot.resident_bytes if sequence.slot else 0,
+            queue_seconds=sequence.admitted - sequence.arrived,
+            prefill_seconds=now - sequence.admitted,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,12 @@ def reserve(buffer: StepBuffer, tokens: int, slots: int) -> None:
     buffer.reserve(tokens=most, positions=most, places=2 * most, parameters=len(PARAMETERS) * most)
 
 
-def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence]) -> StepInputs:
-    """Write what a pass is told, `drawing` being the sequences that a token is drawn for, and upload it all at once."""
-    ids, positions = batch.ids(), batch.positions()
+def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence], sources: list[int] | None = None) -> StepInputs:
+    """Write what a pass is told, `drawing` being the sequences that a token is drawn for, and upload it all at once.
+
+    `sources` stand for the tokens of a batch of which some are on the device only (`decode_step.resolve`).
+    """
+    ids, positions = batch.ids() if sources is None else sources, batch.positions()
     shape, drawn = (1, len(ids)), len(drawing)
     if not batch.prompts and batch.state is not None:
         shape, drawn = (batch.state.padded, 1), batch.state.padded

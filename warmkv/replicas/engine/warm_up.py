@@ -18,6 +18,7 @@ from warmkv.replicas.slots.slots import SlotPool
 from warmkv.replicas.slots.warm_up import KernelWarmUp
 
 log = logging.getLogger(__name__)
+LEAST_TOKENS = 16
 RECORDED_STEPS = 6
 """Tokens of the requests that steps are recorded with: some come a step later than others."""
 
@@ -76,9 +77,20 @@ def recorded_batches(slots: int, goes_on: Callable[[], bool]) -> Iterator[int]:
         yield batch
 
 
-def warm_up_requests(batch: int, max_context: int, temperature: float) -> list[GenerateRequest]:
-    """Return short requests that decode together for some steps; they leave nothing in the prefix cache."""
-    length = min(16, max_context // 2)
-    new = min(RECORDED_STEPS, max_context - length)
-    sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature)
-    return [GenerateRequest(f"warm-up {at}", (0,) * length, (), sampling, PolicySpec()) for at in range(batch)]
+def recorded_requests(batch: int, max_context: int) -> Iterator[list[GenerateRequest]]:
+    """Yield short requests that decode together for some steps: they draw at random, then greedily."""
+    length = min(LEAST_TOKENS, max_context // 2)
+    for temperature in (1.0, 0.0):
+        new = min(RECORDED_STEPS, max_context - length)
+        sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature)
+        yield [GenerateRequest(f"warm-up {at}", (0,) * length, (), sampling, PolicySpec()) for at in range(batch)]
+
+
+def first_requests(vocabulary: int, max_context: int, page_size: int, attends: bool) -> Iterator[GenerateRequest]:
+    """Yield requests of which none has to pay for what the first does; `attends`: kernels do, of rows in pages too."""
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    in_pages = 4 * page_size - sampling.max_tokens  # fills pages, where slots lie in any
+    for spec in ("full", *(SUMMED if attends else ())):
+        for length in sorted({LEAST_TOKENS, max(LEAST_TOKENS, in_pages)}):
+            tokens = tuple(at % vocabulary for at in range(min(length, max_context // 2)))
+            yield GenerateRequest("warm-up", tokens, (), sampling, PolicySpec.model_validate(spec))
