@@ -25,24 +25,25 @@ class KeyTable:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def keys(self) -> Packed:
-        """Return a copy of all keys by their numbers."""
-        return self._keys[: self._count].copy()
+    def close(self) -> Packed:
+        """Return all keys by their numbers. It is the end of the table."""
+        self._slots = np.empty(0, dtype=np.int32)
+        self._keys.resize((self._count, 2), refcheck=False)
+        return self._keys
 
     def number(self, keys: Packed) -> Numbers:
         """Return the numbers of keys, numbering those that are new."""
         before, every = self._count, self._count + len(keys)
         self._reserve(every)
         self._keys[before:every] = keys  # until it is known which are new
-        found, places = self._find(np.arange(before, every, dtype=np.int32))
+        found, places = self._find(before, every)
         new = np.flatnonzero(found == np.arange(before, every, dtype=np.int32))
         self._count = before + len(new)
         self._keys[before : self._count] = keys[new]
         self._slots[places[new]] = np.arange(before, self._count, dtype=np.int32)
         ranks = np.empty(len(keys), dtype=np.int32)
         ranks[new] = np.arange(before, self._count, dtype=np.int32)
-        late = found >= before
+        late = np.flatnonzero(found >= before)
         found[late] = ranks[found[late] - before]
         return found
 
@@ -54,29 +55,29 @@ class KeyTable:
             self._slots = np.full(1 << (2 * count - 1).bit_length(), _FREE, dtype=np.int32)
             step = max(FIRST_SLOTS, self._count // 16)  # so that moving them takes little memory
             for first in range(0, self._count, step):
-                self._find(np.arange(first, min(first + step, self._count), dtype=np.int32))
+                self._find(first, min(first + step, self._count))
 
-    def _find(self, wanted: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
-        """Return which key of all so far equals each that is wanted, by number, and its slot.
+    def _find(self, first: int, end: int) -> tuple[Numbers, NDArray[np.int64]]:
+        """Return which key of all so far equals each from number `first` to `end`, by number, and its slot.
 
-        A key that is not in the table yet takes a slot; of equal ones among the wanted the first does.
+        A key that is not in the table yet takes a slot; of equal ones among these the first does.
         """
-        found, places = np.empty_like(wanted), np.empty(len(wanted), dtype=np.int64)
-        mask = len(self._slots) - 1
-        keys = self._keys[wanted]
+        keys, wanted = self._keys[first:end], np.arange(first, end, dtype=np.int32)
         mixed = (keys[:, 0] ^ (keys[:, 1] * _SPREAD)) * _MIX
-        left, slots = np.arange(len(wanted)), (mixed >> np.uint64(65 - len(self._slots).bit_length())).astype(np.int64)
+        slots = (mixed >> np.uint64(65 - len(self._slots).bit_length())).astype(np.int64)
+        found, places = np.empty_like(wanted), np.empty_like(slots)
+        left, mask = np.arange(len(wanted)), len(self._slots) - 1
         while len(left):
-            held = self._slots[slots]
-            free = held == _FREE
-            if free.any():
+            held = self._slots.take(slots)
+            free = np.flatnonzero(held == _FREE)
+            if len(free):
                 # of several that want one slot the last assignment stays
-                self._slots[slots[free][::-1]] = wanted[left[free]][::-1]
-                held = self._slots[slots]
-            same = (self._keys[held] == keys[left]).all(axis=1)
-            found[left[same]], places[left[same]] = held[same], slots[same]
-            other = ~same
-            left, slots = left[other], (slots[other] + 1) & mask
+                self._slots[slots[free][::-1]] = wanted[free][::-1]
+                held[free] = self._slots[slots[free]]
+            equal = self._keys.take(held, axis=0) == keys
+            found[left], places[left] = held, slots  # of all; those that are others go on
+            other = np.flatnonzero(~(equal[:, 0] & equal[:, 1]))
+            left, wanted, keys, slots = left[other], wanted[other], keys[other], (slots[other] + 1) & mask
         return found, places
 
 

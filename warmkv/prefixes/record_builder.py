@@ -1,17 +1,16 @@
-"""Put records into columns, many at a time: lines of the access log, or records that are there as objects.
+"""Put records into columns, many at a time: lines of the access log in any form, or records that are there as objects.
 
-A line costs little more than its JSON: its values go into the columns as they are, and what a record must be is checked
-for thousands of lines at once. Lines among which something is wrong are halved until it is found; that line alone is
+The values of a line's JSON go into the columns as they are, and what a record must be is checked for thousands of lines
+at once; lines in the form that the gateway writes are read faster by `record_text.py`. Lines among which something is wrong are halved until it is found; that line alone is
 read as a record, which gives the reason.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -22,8 +21,9 @@ import pydantic_core
 from numpy.typing import NDArray
 
 from warmkv.prefixes.hashing import DIGEST_BYTES
-from warmkv.prefixes.packed_keys import KeyTable, Packed, packed
+from warmkv.prefixes.packed_keys import GROWTH, KeyTable, packed
 from warmkv.prefixes.record import DEFAULTS, KINDS, VERSION, RecordError, RequestRecord
+from warmkv.prefixes.record_chunk import TYPES, Chunk, UnusualError, check
 from warmkv.prefixes.record_columns import (
     NAMES,
     NUMBERS,
@@ -40,8 +40,6 @@ from warmkv.prefixes.record_columns import (
 LARGEST = 2**31 - 1  # of a count, as columns hold it
 FEW = 8  # lines that are read one by one
 MANY = 4096  # records that are put into columns at a time
-FLOATS = tuple(name for name in NUMBERS if float in KINDS[name])
-TYPES = {name: np.float64 if name in FLOATS else np.int64 if name == "resident_bytes" else np.int32 for name in NUMBERS}
 PLAIN = (*NUMBERS, *NAMES, *TEXTS)
 LISTS = ("hashes", "generated", "marks", "reads")
 
@@ -56,25 +54,6 @@ with suppress(ImportError):  # a third faster; not all who replay have it
     import orjson
 
     _loads = orjson.loads
-
-
-class UnusualError(Exception):
-    """Report lines among which one is wrong, or right in a way that is rare."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Hold some records in columns, names and keys as they are."""
-
-    numbers: Mapping[str, NDArray[Any]]  # plain ones and those of usage, by column
-    words: Mapping[str, Sequence[str]]  # names and texts, those of several of a request behind each other
-    counts: Mapping[str, Smalls]  # of parts
-    parts: Mapping[str, Smalls]  # positions, and tokens written
-    keys: Packed  # of hashes, generated, marks and reads, one behind the other
-    odd: Mapping[bytes, bytes] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.numbers["arrival"])
 
 
 def chunks_of(texts: Sequence[str], refuse: Callable[[int, str], None]) -> Iterator[tuple[int, Chunk]]:
@@ -132,7 +111,7 @@ def _chunk_of_lines(texts: Sequence[str]) -> Chunk:
         chunk = _chunk(rows, _packed_hex, checked=True)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UnusualError from error
-    _check(chunk)
+    check(chunk)
     return chunk
 
 
@@ -200,28 +179,6 @@ def _transposed(rows: Sequence[Sequence[Any]], width: int) -> Sequence[Sequence[
     return list(zip(*rows, strict=True)) if rows else [()] * width
 
 
-def _check(chunk: Chunk) -> None:
-    """Raise UnusualError where a row is not a record, as `RequestRecord.from_json` says in words."""
-    numbers, counts, parts = chunk.numbers, chunk.counts, chunk.parts
-    tokens, sizes, reads = numbers["input_tokens"], numbers["block_size"], parts["reads"]
-    inner = np.ones(len(reads), dtype=bool)  # reads that are not the first of their request
-    begins = counts["reads"].cumsum() - counts["reads"]
-    inner[begins[counts["reads"] > 0]] = False
-    if not (
-        all(np.isfinite(numbers[name]).all() for name in FLOATS)
-        and (sizes >= 1).all()
-        and (tokens >= 0).all()
-        and (numbers["output_tokens"] >= 0).all()
-        and (tokens // sizes == counts["hashes"]).all()
-        and (parts["marks"] >= 1).all()
-        and (parts["marks"] <= np.repeat(tokens, counts["marks"])).all()
-        and (reads >= 1).all()
-        and (reads <= np.repeat(tokens, counts["reads"])).all()
-        and (reads[1:] < reads[:-1])[inner[1:]].all()
-    ):
-        raise UnusualError
-
-
 class Builder:
     """Collect chunks, numbering their names and keys."""
 
@@ -229,30 +186,34 @@ class Builder:
         self._table = KeyTable()
         self._names: dict[str, int] = {}
         self._odd: dict[bytes, bytes] = {}
-        self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._columns: dict[str, _Column] = {}
         self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
 
     def add(self, chunk: Chunk) -> None:
         """Add the records of a chunk."""
-        add = self._columns
         for name, column in chunk.numbers.items():
-            add[name].append(column)
+            self._extend(name, column)
         for name, words in chunk.words.items():
             if name in TEXTS:
-                add[name].append(np.fromiter(map(len, words), np.int32, len(words)))
+                self._extend(name, np.fromiter(map(len, words), np.int32, len(words)))
                 self._texts[name].append("".join(words))
             else:
-                add[f"{name}.name" if name in PARTS else name].append(self._numbered(words))
+                self._extend(f"{name}.name" if name in PARTS else name, self._numbered(words))
         numbers, at = self._table.number(chunk.keys), 0
         for name in LISTS:
             count = int(chunk.counts[name].sum())
-            add[f"{name}.key"].append(numbers[at : at + count])
+            self._extend(f"{name}.key", numbers[at : at + count])
             at += count
         for name, values in chunk.parts.items():
-            add[f"{name}.value"].append(values)
+            self._extend(f"{name}.value", values)
         for name, counts in chunk.counts.items():
-            add[name].append(counts)
+            self._extend(name, counts)
         self._odd |= chunk.odd
+
+    def _extend(self, name: str, values: NDArray[Any]) -> None:
+        if name not in self._columns:
+            self._columns[name] = _Column(values.dtype)
+        self._columns[name].extend(values)
 
     def extend(self, records: Sequence[RequestRecord]) -> None:
         """Add records. Raises RecordError where a count is larger than columns hold."""
@@ -272,8 +233,8 @@ class Builder:
         """Return all records that were added. It is the end of the builder."""
         if not self._columns:
             self.add(chunk_of([]))
-        names, keys, odd = list(self._names), self._table.keys, self._odd
-        columns: dict[str, Any] = {name: _joined(arrays) for name, arrays in self._columns.items()}
+        names, keys, odd = list(self._names), self._table.close(), self._odd
+        columns: dict[str, Any] = {name: column.close() for name, column in self._columns.items()}
         texts = {name: Texts("".join(self._texts[name]), *_bounds(columns[name])) for name in TEXTS}
         parts = {
             "hashes": ("hashes.key",),
@@ -290,11 +251,24 @@ class Builder:
         return RecordColumns(names=names, keys=keys, odd_keys=odd, **(plain | texts | several))
 
 
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    """Join arrays, and leave none of them."""
-    found = np.concatenate(arrays)
-    arrays.clear()
-    return found
+class _Column:
+    """A column that grows in its place: many short arrays would leave holes in the memory that they had."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._values: NDArray[Any] = np.empty(0, dtype)
+        self._count = 0
+
+    def extend(self, values: NDArray[Any]) -> None:
+        """Append values."""
+        before, self._count = self._count, self._count + len(values)
+        if self._count > len(self._values):
+            self._values.resize(int(self._count * GROWTH), refcheck=False)
+        self._values[before : self._count] = values
+
+    def close(self) -> NDArray[Any]:
+        """Return all values. It is the end of the column."""
+        self._values.resize(self._count, refcheck=False)
+        return self._values
 
 
 def _bounds(counts: Smalls) -> tuple[Ints, Smalls]:

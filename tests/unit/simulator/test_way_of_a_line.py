@@ -40,6 +40,8 @@ def test_the_way_of_a_line_is_as_drawn(tmp_path, name):
     def carries(value):
         if isinstance(value, str):
             return line in value
+        if isinstance(value, bytes):
+            return line.encode() in value
         if isinstance(value, list):
             return any(isinstance(each, str) and line in each for each in value)
         return isinstance(value, Row | RequestRecord | Job | Prompt) or (

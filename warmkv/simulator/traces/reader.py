@@ -101,7 +101,7 @@ class Rows:
                 parser = self.format.parser
                 try:
                     if parser is None:
-                        for part in read_log(self.format.items(text), self._refuse):
+                        for part in read_log(text, self._refuse):
                             self.skipped += part.skipped
                             yield part
                         continue
@@ -214,7 +214,7 @@ def _rotation(file: Path) -> tuple[str, int]:
 
 
 @contextmanager
-def text_of(path: Path, digest: Digest | None = None) -> Iterator[IO[str]]:
+def text_of(path: Path, digest: Digest | None = None) -> Iterator[io.TextIOWrapper]:
     """Open a file as text, unpacked if it is compressed with gzip; all of its bytes go into `digest`.
 
     Raises TraceError, also for what fails while reading.

@@ -6,17 +6,20 @@ no place in its columns: what a cache of full blocks would find is all that they
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from warmkv.prefixes.record import RequestRecord
-from warmkv.prefixes.record_builder import Chunk, chunks_of
+from warmkv.prefixes.record_builder import chunks_of
+from warmkv.prefixes.record_chunk import Chunk, UnusualError
+from warmkv.prefixes.record_text import chunk_of_text
 from warmkv.simulator.traces.columns import Builder, Row, Trace
-from warmkv.simulator.traces.rows import Format, Items, has_keys, lines
+from warmkv.simulator.traces.rows import LONGEST, Format, TooLongError, has_keys, lines
 
 KEYS = ("v", "arrival", "tenant", "block_size")
-MANY = 1024  # lines that are read at a time: what they become fits into a core's cache
-MOST = 1 << 22  # characters of them
+BLOCK = 1 << 20  # bytes that are read at a time
+MANY = 1024  # lines that are parsed at a time: what they become fits into a core's cache
 
 
 class LogLines(NamedTuple):
@@ -32,35 +35,66 @@ class LogLines(NamedTuple):
         return len(status) - status.count("ok")
 
 
-def read(items: Items, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
-    """Read numbered lines. Those that are no records are refused with their number and the reason."""
-    for batch in _batches(items):
-        numbers = [number for number, _ in batch]
+def read(file: io.TextIOWrapper, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
+    """Read a log, many lines at a time. Those that are no records are refused with their number and the reason.
 
-        def refused(at: int, reason: str, numbers: Sequence[int] = numbers) -> None:
-            refuse(numbers[at], reason)
+    Raises TooLongError at a line that is longer than a row may be.
+    """
+    number, encoding = 1, file.encoding
+    for block in _blocks(file.buffer):
+        try:
+            if len(block) > LONGEST:
+                raise UnusualError
+            chunk = chunk_of_text(block)
+        except UnusualError:
+            lines = list(io.TextIOWrapper(io.BytesIO(block), encoding, file.errors))
+            yield from _read_lines(lines, number, refuse)
+            number += len(lines)
+        else:
+            yield LogLines(chunk, range(number, number + len(chunk)))
+            number += len(chunk)
+        encoding = "utf-8"  # a byte order mark stands at the beginning
 
-        for first, chunk in chunks_of([text for _, text in batch], refused):
-            yield LogLines(chunk, numbers[first : first + len(chunk)])
+
+def _read_lines(lines: Sequence[str], first: int, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
+    """Read lines that are numbered from `first` on. Raises TooLongError."""
+    length = next((at for at, line in enumerate(lines) if len(line) > LONGEST), len(lines))
+    numbers = [first + at for at, line in enumerate(lines[:length]) if not line.isspace()]
+    for begin in range(0, len(numbers), MANY):
+        batch = numbers[begin : begin + MANY]
+
+        def refused(at: int, reason: str, batch: Sequence[int] = batch) -> None:
+            refuse(batch[at], reason)
+
+        for at, chunk in chunks_of([lines[number - first] for number in batch], refused):
+            yield LogLines(chunk, batch[at : at + len(chunk)])
+    if length < len(lines):
+        raise TooLongError(first + length)
 
 
-def _batches(items: Items) -> Iterator[list[tuple[int, str]]]:
-    """Yield many lines at a time; those that came before one that cannot be read come before the reason."""
-    batch: list[tuple[int, str]] = []
+def _blocks(file: Any) -> Iterator[bytes]:
+    """Yield whole lines of a binary file, many together; those before what cannot be read come before the reason.
+
+    A line that is longer than a row may be is the end.
+    """
+    pieces: list[bytes] = []
     size = 0
     try:
-        for item in items:
-            batch.append(item)
-            size += len(item[1])
-            if len(batch) == MANY or size > MOST:
-                yield batch
-                batch, size = [], 0
+        while size <= LONGEST + BLOCK and (piece := file.read1(BLOCK)):
+            end = piece.rfind(b"\n") + 1
+            if size + len(piece) >= BLOCK and end:
+                yield b"".join([*pieces, piece[:end]])
+                pieces, size = [], 0
+                piece = piece[end:]
+            pieces.append(piece)
+            size += len(piece)
     except Exception:
-        if batch:
-            yield batch
+        rest = b"".join(pieces)
+        if end := rest.rfind(b"\n") + 1:
+            yield rest[:end]
         raise
-    if batch:
-        yield batch
+    if size:
+        yield b"".join(pieces)
 
 
 def trace_of(records: Iterable[RequestRecord]) -> Trace:

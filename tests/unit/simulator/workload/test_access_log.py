@@ -1,3 +1,5 @@
+import gzip
+import json
 from contextlib import suppress
 
 import pytest
@@ -28,15 +30,51 @@ def test_lines_share_what_they_have_in_common(tmp_path):
     assert (len(set(read.policy.tolist())), read[0].marks[0].key) == (1, read[1].hashes[-1])
 
 
-def test_many_lines_are_read_a_part_at_a_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", [1, 900, 2000, 1 << 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_many_lines_are_read_a_part_at_a_time(tmp_path, monkeypatch, block, packed):
+    monkeypatch.setattr("warmkv.simulator.traces.warmkv.BLOCK", block)
     monkeypatch.setattr("warmkv.simulator.traces.warmkv.MANY", 3)
-    records = [record(at, [1] * (at + 1), name=f"{at}") for at in range(10)]
-    lines = [each.to_json() for each in records]
+    records = [record(at, [1] * (at + 1), name=f"{at}" if at % 4 else f"\u00e9{at}") for at in range(10)]
+    lines = [each.to_json() if at % 3 else json.dumps(json.loads(each.to_json())) for at, each in enumerate(records)]
     lines[4:4], lines[9:9] = ["{"], ["", "[]"]
-    log = write(tmp_path / "log", *lines)
+    content = "\ufeff" + "\n".join(lines).replace("\\u00e9", "\u00e9")
+    log = tmp_path / "log"
+    log.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
     trace = access_log.read(log)
     assert list(trace.requests) == records
     assert [fault.split(": ")[0] for fault in trace.faults] == [f"{log}:5", f"{log}:11"]
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_lines_may_end_as_in_other_systems(tmp_path, end):
+    records = [record(at, [1] * 5, name=f"{at}") for at in range(3)]
+    log = tmp_path / "log"
+    log.write_text(end.join(["x", *(each.to_json() for each in records)]), newline="")
+    trace = access_log.read(log)
+    assert list(trace.requests) == records
+    assert [fault.split(": ")[0] for fault in trace.faults] == [f"{log}:1"]
+
+
+@pytest.mark.parametrize("block", [10, 1 << 20])
+def test_a_line_that_is_too_long_ends_the_reading(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("warmkv.simulator.traces.warmkv.LONGEST", 900)
+    monkeypatch.setattr("warmkv.simulator.traces.warmkv.BLOCK", block)
+    good = record(0, [1] * 5).to_json()
+    log = write(tmp_path / "log", good, "x", "y" * 1000, good)
+    with pytest.raises(TraceError, match=r"log:2: not JSON"):
+        access_log.read(log, strict=True)
+    with pytest.raises(TraceError, match=r"log:3: a row has more than"):
+        access_log.read(log)
+
+
+def test_what_stands_before_the_end_of_a_damaged_file_is_judged_first(tmp_path):
+    log = tmp_path / "log.gz"
+    log.write_bytes(gzip.compress(b"{\n" + b"x" * 100)[:-10])
+    with pytest.raises(TraceError, match=r"log.gz:1: not JSON"):
+        access_log.read(log, strict=True)
+    with pytest.raises(TraceError, match="cannot read"):
+        access_log.read(log)
 
 
 def test_broken_lines_are_counted_and_named(tmp_path):
