@@ -7,30 +7,34 @@ have taken half of the room that running requests leave.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Named = TypeVar("Named", bound=Hashable)
 
 MARGIN = 0.5
 """Share of the room that new blocks take until a touch is due. Partial ones are not counted, and a touch must wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPrefix:
+class KeptPrefix(Generic[Key, Named]):
     """Name the whole blocks before a mark by the engine's keys; `token_ids` are theirs and one more, to ask for all."""
 
-    mark: bytes
+    mark: Named
     root: bytes
-    chain: tuple[bytes, ...]
+    chain: tuple[Key, ...]
     token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _Kept:
-    prefix: KeptPrefix
+class _Kept(Generic[Key, Named]):
+    prefix: KeptPrefix[Key, Named]
     used: int  # blocks that the engine had stored when it used this prefix last
 
 
-class KeepWarm:
+class KeepWarm(Generic[Key, Named]):
     """Choose which prefixes are kept warm: at most `limit` distinct blocks, those that requests used last.
 
     `stored` always counts the blocks that the engine has stored so far.
@@ -38,9 +42,9 @@ class KeepWarm:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by mark; least recently used first
-        self._ends: dict[bytes, dict[bytes, None]] = {}  # marks by the last block before them
-        self._blocks: Counter[bytes] = Counter()
+        self._kept: OrderedDict[Named, _Kept[Key, Named]] = OrderedDict()  # by mark; least recently used first
+        self._ends: dict[Key, dict[Named, None]] = {}  # marks by the last block before them
+        self._blocks: Counter[Key] = Counter()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -50,7 +54,7 @@ class KeepWarm:
         """Return how many distinct blocks are kept."""
         return len(self._blocks)
 
-    def keep(self, prefix: KeptPrefix, stored: int) -> None:
+    def keep(self, prefix: KeptPrefix[Key, Named], stored: int) -> None:
         """Keep a prefix that was used now; others give way to it. One that exceeds the limit is not kept."""
         self.forget(prefix.mark)
         if not 0 < len(prefix.chain) <= self._limit:
@@ -61,14 +65,14 @@ class KeepWarm:
         while len(self._blocks) > self._limit:
             self.forget(next(iter(self._kept)))
 
-    def used(self, chain: Sequence[bytes], stored: int) -> None:
+    def used(self, chain: Sequence[Key], stored: int) -> None:
         """Take note that the engine used these blocks now."""
         for key in chain:
             for mark in self._ends.get(key, ()):
                 self._kept[mark].used = stored
                 self._kept.move_to_end(mark)
 
-    def forget(self, mark: bytes) -> None:
+    def forget(self, mark: Named) -> None:
         """Keep a prefix no longer."""
         if (kept := self._kept.pop(mark, None)) is None:
             return
@@ -81,15 +85,17 @@ class KeepWarm:
             if not self._blocks[key]:
                 del self._blocks[key]
 
-    def due(self, stored: int, room: int, alive: Callable[[KeptPrefix], bool]) -> KeptPrefix | None:
+    def due(
+        self, stored: int, room: int, alive: Callable[[KeptPrefix[Key, Named]], bool]
+    ) -> KeptPrefix[Key, Named] | None:
         """Return the prefix to touch now, and take it as used; None if none is due.
 
         `room` are the blocks of the engine that no running request uses. What is not `alive` is forgotten.
         """
-        longest: tuple[int, bytes] | None = None
+        longest: tuple[int, Named] | None = None
         for mark, kept in list(self._kept.items()):
             chain = kept.prefix.chain
-            if stored - kept.used <= MARGIN * (room - len(chain)):
+            if stored - kept.used <= MARGIN * max(0, room - len(chain)):
                 continue
             if not alive(kept.prefix):
                 self.forget(mark)

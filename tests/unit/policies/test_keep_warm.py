@@ -81,6 +81,13 @@ def test_the_least_recently_used_gives_way_and_what_exceeds_the_limit_is_not_kep
     assert (len(warm), warm.blocks) == (1, 3)
 
 
+def test_running_requests_that_leave_no_room_cause_no_touch_after_the_other():
+    warm = KeepWarm(10)
+    warm.keep(prefix("a", 4), 7)
+    for stored, due in ((7, False), (8, True), (8, False), (9, True)):
+        assert (warm.due(stored, 2, lambda one: True) is not None) == due
+
+
 def test_without_a_limit_nothing_is_kept():
     warm = KeepWarm(0)
     warm.keep(prefix("a", 1), 0)

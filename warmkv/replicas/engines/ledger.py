@@ -64,7 +64,7 @@ class PrefixLedger:
         self._generations: dict[bytes, int] = {}  # of these, where prefixes were dropped
         self._tails: defaultdict[bytes, set[bytes]] = defaultdict(set)  # by the block that they follow
         self._before: dict[bytes, bytes] = {}  # and the other way round
-        self._warm = KeepWarm(keep_warm // (block_size * token_bytes))
+        self._warm: KeepWarm[bytes, bytes] = KeepWarm(keep_warm // (block_size * token_bytes))
         self._stored = 0  # blocks that came to vLLM's cache so far
         self.left: dict[tuple[str, str], int] = {(tier, why): 0 for tier in TIERS for why in LEFT}
         self.residency = Residency()
@@ -144,7 +144,7 @@ class PrefixLedger:
             asked = (*tokens[: blocks * size], tokens[min(blocks * size, len(tokens) - 1)])
             self._warm.keep(KeptPrefix(mark.key, request.root, chain[:blocks], asked), self._stored)
 
-    def to_touch(self, usage: float) -> tuple[KeptPrefix, str] | None:
+    def to_touch(self, usage: float) -> tuple[KeptPrefix[bytes, bytes], str] | None:
         """Return a prefix that is to be touched now, and its `cache_salt`; None if none is.
 
         `usage` is the share of vLLM's cache that running requests use. A touch is no request: it is not billed, and no
@@ -153,7 +153,7 @@ class PrefixLedger:
         now, has_mark = self._clock(), self._cache.tiers.has_mark
         room = int(self._limit // (self._size * self._token_bytes) * (1 - usage))
 
-        def alive(prefix: KeptPrefix) -> bool:
+        def alive(prefix: KeptPrefix[bytes, bytes]) -> bool:
             return has_mark(prefix.mark, now) and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
 
         prefix = self._warm.due(self._stored, room, alive)

@@ -161,6 +161,11 @@ class ReplicaCache:
             self._nodes.trim(whole)
             self._tell(now)
 
+    def is_marked(self, number: int, now: float) -> bool:
+        """Return True if the breakpoint at the end of a run, or of a tail, by its number, may be read."""
+        node = self._nodes.by_number[number]
+        return node is not None and node.mark_expires > now
+
     def names(self, prompt: Prompt) -> list[Name]:
         """Return names of a prompt's full blocks: their runs, and their places in these."""
         return [(run, at) for run in prompt.runs for at in range(self._layout.runs[run].blocks)]

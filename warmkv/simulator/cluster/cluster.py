@@ -88,6 +88,7 @@ def simulate(
             Stores(group, lifetimes, token_bytes, block_size, laid, levels),
             times_of(times, name),
             mixed_limits(jobs, group, token_bytes, name) if group.batches_as_vllm else None,
+            group.prefix_cache.keep_warm // (block_size * entry_bytes(group, token_bytes)),
         )
         for name, group in groups.items()
     }
@@ -110,10 +111,17 @@ def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int, group: s
     if config.has_one_pool and config.prefix_cache.enabled and jobs:
         block = jobs[0].block_size  # by which prefixes are found
     room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
-    tokens = room // weight(kind.storage, kv_shape(config))(token_bytes, 1)
+    tokens = room // entry_bytes(config, token_bytes)
+    if config.prefix_cache.keep_warm > room // 2:
+        raise BatchingError(f"prefix_cache.keep_warm must not exceed half of vLLM's cache, which has {room} bytes")
     if config.has_one_pool:
         tokens -= block  # which vLLM sets aside
     return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, block)
+
+
+def entry_bytes(config: Config, token_bytes: int) -> int:
+    """Return the bytes of a token in the format of vLLM's cache."""
+    return weight(config.whole_cache.storage, kv_shape(config))(token_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class ReplicaKind:
     stores: Stores
     times: StepTimes
     mixed: Limits | None
+    keep_warm: int = 0  # blocks
 
 
 class Cluster:
@@ -307,6 +316,7 @@ class Cluster:
         return SimulatedReplica(
             self._env, name, config.engine, kind.times, cache, self._slots, fast, self._ended, self._began, reading,
             kind.mixed, config.prefix_cache.enabled, StepKind.of(config.whole_cache), config.has_one_pool,
+            kind.keep_warm,
         )  # fmt: skip
 
     def _ready(self) -> None:

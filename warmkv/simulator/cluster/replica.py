@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from warmkv.config import EngineConfig
 from warmkv.policies.contents import Contents
@@ -18,6 +19,7 @@ from warmkv.simulator.cache.layout import Prompt
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import NOTHING, Found, Name, ReplicaCache
 from warmkv.simulator.cluster.clock import Alarm, Clock
+from warmkv.simulator.cluster.kept_warm import KeptWarm
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation
@@ -135,6 +137,7 @@ class SimulatedReplica:
         stores: bool = True,
         whole: StepKind = WHOLE_CACHE,
         one_pool: bool = False,  # of blocks for requests and prefixes, as vLLM has; with `mixed`
+        keep_warm: int = 0,  # blocks of such a pool that touches keep
     ) -> None:
         self.name, self.cache, self.stores = name, cache, stores
         self._clock, self._config, self._times, self._slots = clock, config, times, slots
@@ -149,6 +152,7 @@ class SimulatedReplica:
         self.waiting: FairQueue[Job] | FirstCome[Job]
         self._engine: BatchFormation[Job]
         self._pool: BlockPool[Job] | None = None
+        self._kept: KeptWarm | None = None
         if mixed is None:
             self.waiting = FairQueue()
             self._engine = ShortestFirst(
@@ -159,8 +163,11 @@ class SimulatedReplica:
             self.waiting = FirstCome()
             if one_pool and stores and mixed.blocks is not None:
                 self._pool = BlockPool(mixed.blocks, mixed.kv_block, attrgetter("names"), self._lost)
+                if keep_warm:
+                    self._kept = KeptWarm(self, clock, cache, self._pool, keep_warm, self._touch)
+            owner = self._kept or self
             self._engine = MixedBudget(
-                self, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
+                owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
             )
         alarm.ring = self._engine.resume
 
@@ -200,9 +207,11 @@ class SimulatedReplica:
     def fail(self) -> list[Job]:
         """Stop for good and lose everything; return the requests that it had."""
         self._alarm.cancel()
-        running = self._engine.running
+        if self._kept is not None:
+            self._kept.close()
+        running = [job for job in self._engine.running if isinstance(job, Job)]
         self._slots.change(-sum(job.slot_bytes for job in running), self._clock.now)
-        return [*running, *self.waiting]
+        return [*running, *(job for job in self.waiting if isinstance(job, Job))]
 
     # --- what the engine tells
 
@@ -276,6 +285,11 @@ class SimulatedReplica:
         last = job.warm == (job.prompt - 1) // size * size
         found = job.found = self.cache.match(job.blocks, now, (job.prompt if last else job.warm) // size)
         job.match, job.reused = found, min(job.warm, found.tokens)
+
+    def _touch(self, touch: Any) -> None:
+        """Queue a touch among the jobs: the engine serves both alike."""
+        self.waiting.push(touch, "", 0.0)
+        self._engine.arrived(touch, self._clock.now)
 
     def _lost(self, name: Hashable) -> None:
         if isinstance(name, tuple) and isinstance(name[0], int):

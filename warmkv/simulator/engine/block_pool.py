@@ -37,6 +37,8 @@ class BlockPool(KVBlocks[Request]):
         evicted: Callable[[Hashable], None],
     ) -> None:
         super().__init__(blocks, size)
+        self.size = size
+        self.stored = 0  # full blocks that were computed so far
         self._keys, self._evicted = keys, evicted
         self._empty = blocks  # of the free ones, those without content
         self._released: OrderedDict[_Block, None] = OrderedDict()  # the others, which are taken from the front
@@ -58,6 +60,10 @@ class BlockPool(KVBlocks[Request]):
     def found(self, request: Request) -> int:
         """Return the tokens of a request that is to begin whose KV is there."""
         return len(self._hits(request)) * self._size
+
+    def holds(self, key: Hashable) -> bool:
+        """Return True if a block has that content."""
+        return key in self._copies
 
     def fit(self, request: Request) -> bool:
         """Return True if there are blocks for all tokens of a request that holds none, beside what it finds."""
@@ -126,6 +132,7 @@ class BlockPool(KVBlocks[Request]):
     def _name(self, request: Request, end: int) -> None:
         """Name the full blocks of a request up to `end` tokens."""
         keys, table = self._keys(request), self._tables[request]
+        self.stored += max(0, end // self._size - len(table))
         for at in range(len(table), end // self._size):
             key = keys[at] if at < len(keys) else (request, at)
             table.append(_Block(key))

@@ -16,6 +16,7 @@ from warmkv.replicas.engines.kv_events import BlocksRemoved, BlocksStored
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 from warmkv.simulator.cluster.cluster import mixed_limits, simulate
+from warmkv.simulator.engine.mixed import BatchingError
 from warmkv.simulator.studies.replays.replay import prepare
 from warmkv.simulator.studies.replays.variants import Variant
 
@@ -39,11 +40,12 @@ class Live:
     """vLLM with the ledger over it. One request at a time."""
 
     def __init__(self, settings, limits):
-        self.now, self.pool = 0.0, Lists(limits)
+        self.now, self.pool, self.touched = 0.0, Lists(limits), 0
         self.ledger = PrefixLedger(
-            BLOCK, 2, 1 << 20, Lifetimes.of(settings.prefix_cache), lambda: self.now, lambda *told: None
-        )
-        self.held = set()
+            BLOCK, 2, limits.blocks * BLOCK * 2, Lifetimes.of(settings.prefix_cache), lambda: self.now,
+            lambda *told: None, settings.prefix_cache.keep_warm,
+        )  # fmt: skip
+        self.held, self.blocks = set(), limits.blocks
 
     def tell(self):
         """Publish what came and went."""
@@ -68,11 +70,25 @@ class Live:
         assert self.pool.grab(one, job.prompt)
         self.tell()
         reading = self.ledger.began(request, len(hits) * BLOCK, job.submitted)
+        if job.output > 1:
+            self.touch()
         self.now = job.finished
         assert self.pool.grab(one, len(said))
         self.pool.release(one, len(said))
         self.tell()
+        self.touch()
         return reading
+
+    def touch(self):
+        """Ask for what is due, as long as something is, as a replica does when it has heard of its cache."""
+        while (due := self.ledger.to_touch(1 - len(self.pool.free) / self.blocks)) is not None:
+            tokens = due[0].token_ids
+            one = Asked(len(tokens), tokens)
+            self.pool.touch(one, self.pool.hits(one, 0))
+            assert self.pool.grab(one, len(tokens))
+            self.pool.release(one, len(tokens))
+            self.touched += 1
+            self.tell()
 
 
 @st.composite
@@ -94,18 +110,44 @@ def conversations(draw, aligned):
     return records, said
 
 
+@pytest.mark.parametrize("kept", [0, 32, 64])
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 @given(st.data())
-def test_a_replay_reads_and_writes_what_the_service_does(sizes, automatic, data):
+def test_a_replay_reads_and_writes_what_the_service_does(sizes, automatic, kept, data):
     """Tails, which are not vLLM's, outlive their blocks in the ledger alone: where some are evicted none are marked."""
-    settings = config(VLLM, f"prefix_cache.automatic={str(automatic).lower()}", *sizes)
+    flags = (f"prefix_cache.automatic={str(automatic).lower()}", f"prefix_cache.keep_warm={kept}")
+    settings = config(VLLM, *flags, *sizes)
     records, said = data.draw(conversations(aligned=sizes is SMALL))
     jobs, _ = run(records, settings)
+    if kept:
+        stepped, _ = run(records, settings, fast_forward=False)
+        assert [(job.finished, job.reused) for job in stepped] == [(job.finished, job.reused) for job in jobs]
     live = Live(settings, mixed_limits(jobs, settings, 2))
     for job, whole in zip(jobs, said, strict=True):
         reading = live.answer(job, whole)
         assert (job.match.hit, job.written, job.reused) == (reading.hit, reading.written, reading.cached_tokens)
+
+
+def test_a_mark_that_is_kept_warm_is_read_after_others_have_filled_the_cache():
+    marked = [7] * 8
+    others = [record(10.0 * at, [at] * 24, 1) for at in range(1, 12)]
+    records = [record(0.0, marked, 4, [8], ["1h"]), *others, record(200.0, [*marked, 5], 1, [8], ["1h"])]
+    reused = {}
+    for kept in (0, 16):
+        jobs, _ = run(records, config(VLLM, f"prefix_cache.keep_warm={kept}", *SMALL))
+        reused[kept] = (jobs[-1].reused, jobs[-1].match.hit)
+    assert reused == {0: (0, 0), 16: (8, 8)}
+    with pytest.raises(BatchingError, match="must not exceed half of vLLM's cache, which has 136 bytes"):
+        run(records, config(VLLM, "prefix_cache.keep_warm=69", *SMALL))
+
+
+def test_touches_end_with_their_replica():
+    marked = [record(0.0, [7] * 8, 4, [8], ["1h"]), *(record(10.0 * at, [at] * 24, 300) for at in range(1, 6))]
+    failing = "simulator.failures=[{at: 10.5, replica: 0}, {at: 11.0, replica: 1}]"
+    settings = config(VLLM, "prefix_cache.keep_warm=16", "cluster.replicas=2", failing, *LARGE)
+    jobs, _ = run(marked, settings)
+    assert all(job.replica for job in jobs)
 
 
 def test_a_replay_of_a_running_service_begins_with_its_blocks_in_their_order():
