@@ -12,15 +12,18 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if not __package__:  # started as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.served.cpu import stopped
 from benchmarks.served.load import LOADS, Load, Measured, Server, measure, single_token_words
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 CPU_SHARE = 0.7
 """CPU time of a token in gateways and proxies, as a share of that of the peer's front end."""
 KV_BYTES = 1 << 30  # of slots, and as many of prefixes
+WARM_UP = Load("warm-up", 2, 20, 8, 1)
+SETTLE_SECONDS = 2.0
+"""After a server has stood still, for what its timers have missed."""
 CEILING = Load("64x20/250", 64, 20, 250, 2)
 CEILING_TARGET = 15_000.0
 """Tokens a second of a gateway that has a core to itself, whose replicas answer from a script."""
@@ -71,14 +77,25 @@ def _race(loads: Sequence[Load], options: argparse.Namespace, say: Callable[[str
         servers = _servers(options, stack, say)
         words = single_token_words(options.model)
         for server in servers:
-            asyncio.run(measure(server, Load("warm-up", 2, 20, 8, 1), words, -1))
+            asyncio.run(measure(server, WARM_UP, words, -1))
         for repeat in range(options.repeats):
             for load in loads:
                 for server in servers:  # in turn: a machine is not as fast at all times
                     say(f"{load.name}, {server.name}")
-                    measured = asyncio.run(measure(server, load, words, repeat))
+                    measured = _alone(server, servers, partial(measure, server, load, words, repeat))
                     seen.setdefault(load.name, {}).setdefault(server.name, []).append(measured)
     return [each for load in loads for each in figures_of(load, seen[load.name], servers)]
+
+
+def _alone(server: Server, servers: Sequence[Server], load: Callable[[], Coroutine[None, None, Measured]]) -> Measured:
+    """Measure a server while the others stand still."""
+    with ExitStack() as stack:
+        for other in servers:
+            if other is not server:
+                stack.enter_context(stopped(other.processes()))
+        if len(servers) > 1:
+            time.sleep(SETTLE_SECONDS)
+        return asyncio.run(load())
 
 
 def _ceiling(options: argparse.Namespace, say: Callable[[str], None]) -> list[Figure]:

@@ -73,7 +73,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         say(f"loading {config.model.name}")
         share = device_memory.share_of(config.cluster, config.most_replicas, device)
         device_memory.check_before_loading(config, share)
-        model = load_model(config.model, packed=config.engine.compile != "on")
+        model = load_model(config.model)
     except (OSError, ValueError) as error:
         yield DoctorFinding("model", "failed", str(error))
         return

@@ -39,10 +39,13 @@ def replicas(url: str, operator_key: str) -> dict[str, Any]:
 
 
 def progress() -> Callable[[str], None]:
-    """Return lines on standard error with the seconds since now."""
-    start = time.perf_counter()
+    """Return lines on standard error with the seconds since now; what is said again in a row is not written."""
+    start, last = time.perf_counter(), ""
 
     def say(what: str) -> None:
-        print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
+        nonlocal last
+        if what != last:
+            print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
+        last = what
 
     return say

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,7 +38,10 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What is asked. `cpu` returns the CPU seconds that its processes have used so far, by part."""
+    """What is asked. `cpu` returns the CPU seconds that its processes have used so far, by part.
+
+    `processes` returns those that stand still while another server is asked.
+    """
 
     name: str
     url: str
@@ -46,6 +49,7 @@ class Server:
     extra: Mapping[str, object]  # of a request's body: how this server is told to go on after the end of a text
     cpu: Callable[[], dict[str, float]]
     outside: tuple[str, ...]  # the parts that are not the engine
+    processes: Callable[[], Collection[int]] = tuple
 
 
 @dataclass(slots=True)

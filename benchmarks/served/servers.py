@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from benchmarks.served.cpu import used_by_root, used_by_title
+from benchmarks.served.cpu import descendants, used_by_root, used_by_title
 from benchmarks.served.load import Server
 
 WARMKV_PARTS = {"gateway": "warmkv:gateway", "proxy": "ProxyActor", "replica": "warmkv:replica"}
@@ -55,7 +55,8 @@ def warmkv(
     with running(parse(settings), say) as service:
         parts = partial(used_by_title, os.getpid(), WARMKV_PARTS)
         extra = {"warmkv": {"ignore_eos": True}}
-        yield Server("warmkv", service.url, "raced", extra, parts, ("gateway", "proxy"))
+        processes = descendants(os.getpid())  # Ray's as well; servers that are started later are not among them
+        yield Server("warmkv", service.url, "raced", extra, parts, ("gateway", "proxy"), lambda: processes)
 
 
 @contextmanager
@@ -78,10 +79,15 @@ def vllm(command: Path, model: Path, port: int, kv_bytes: int, log: Path) -> Ite
         url = f"http://127.0.0.1:{port}"
         _wait(url + "/health", process, log)
         cpu = partial(used_by_root, process.pid, "frontend", "core")
-        yield Server("vllm", url, "raced", {"ignore_eos": True}, cpu, ("frontend",))
+        processes = partial(_with_descendants, process.pid)
+        yield Server("vllm", url, "raced", {"ignore_eos": True}, cpu, ("frontend",), processes)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # its engine would outlive it
         process.wait()
+
+
+def _with_descendants(root: int) -> set[int]:
+    return {root, *descendants(root)}
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

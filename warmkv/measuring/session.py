@@ -43,7 +43,7 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         errors.print(f" (load {found['load']} on {found['cores']} cores): figures will be worse than it can do")
     try:
         check(context_limit(settings, loading.load_max_context(settings.model)))
-        model = loading.load_model(settings.model, packed=settings.engine.compile != "on")
+        model = loading.load_model(settings.model)
     except MeasureError:
         raise
     except (OSError, ValueError, torch.OutOfMemoryError) as error:

@@ -38,7 +38,7 @@ def sizes_of(config: Config, model: ModelShape, on_gpu: bool) -> ModelSizes:
     """Return a model's sizes in the dtype that it is served in: `auto` is bfloat16 on a GPU and float32 on a CPU."""
     named = config.model.dtype
     size = (2 if on_gpu else 4) if named == "auto" else _DTYPE_BYTES[named]
-    packed = not on_gpu and size == 4 and config.engine.compile != "on"  # replicas/loading/packed_weights.py
+    packed = not on_gpu and size == 4  # replicas/loading/packed_weights.py
     return ModelSizes.of(model, size, packed=packed)
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
     """Load the model, plan its memory and try the engine; raise where one of them fails. `say` is told what is next."""
     device_memory.check_before_loading(config, place.share)
-    model = load_model(config.model, packed=config.engine.compile != "on")
+    model = load_model(config.model)
     memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, place.share)
     log.info(memory.summary)
     memory.check()

@@ -29,7 +29,7 @@ from warmkv.replicas.slots.slabs import Slab
 from warmkv.replicas.slots.slot import Slot, SlotPiece, SlotRequest, SwappedSlot
 from warmkv.replicas.slots.step_buffer import StepBuffer
 
-SLAB_SLOTS = 4
+SLAB_SLOTS = 8
 """Slots of a kind's first slab. Each further one doubles them: a step attends, or packs groups, slab by slab."""
 
 

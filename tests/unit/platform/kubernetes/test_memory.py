@@ -30,11 +30,10 @@ def alike(planned: MemoryPlan, real: MemoryPlan, share: float) -> None:
     assert planned.stored.bytes == pytest.approx(real.stored.bytes, rel=share)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_pod_is_planned_as_its_replica_plans(packed: bool) -> None:
+def test_a_pod_is_planned_as_its_replica_plans() -> None:
     """The demo's pods, from what the repository holds, and from the loaded model."""
-    config = parse({"engine": {"compile": "auto" if packed else "on"}})
-    model = load_model(ModelConfig(), packed=packed)
+    config = Config()
+    model = load_model(ModelConfig())
     group = DeviceMemory("group", "the control group", LIMIT, LIMIT, 0.5)
     sizes = device_memory.sizes_of(model)
     real = memory_plan.plan(group, sizes, config.engine, config.prefix_cache, model.max_context)

@@ -56,12 +56,12 @@ def test_compiled_passes_draw_what_eager_ones_do_and_are_never_built_again(
         ]
 
     expected = [Driver(unpacked, compile="off").run(request)[0] for request in requests("eager")]
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     forward = compiled.engine._forward
     passes, built = [], forward._pass  # type: ignore[union-attr]
     monkeypatch.setattr(forward, "_pass", lambda *given: passes.append(given[0].shape[1]) or built(*given))
-    assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
-    assert [compiled.run(request)[0] for request in requests("alone")] == expected
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
+        assert [compiled.run(request)[0] for request in requests("alone")] == expected
     assert sum(passes) > sum(len(request.token_ids) for request in requests("eager"))  # with what decodes beside
 
 
@@ -70,10 +70,43 @@ def test_what_wants_more_logits_than_it_draws_runs_as_it_is(compiled: Driver, un
     assert compiled.run(request) == Driver(unpacked, compile="off", step_tokens=40).run(request)
 
 
-def test_packed_weights_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_are_multiplied_by_in_compiled_code(
+    unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 0)
-    with pytest.raises(ValueError, match="packed=False"):
-        Driver(prepare(random_model("llama")), compile="on")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = random_model("llama")
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    packed = prepare(model)
+    called: list[int] = []
+    for module in packed.module.modules():
+        if isinstance(module, packed_weights.PackedLinear):
+            whole = module.multiply
+            monkeypatch.setattr(module, "multiply", lambda x, whole=whole: called.append(1) or whole(x))
+    driver = Driver(packed, compile="on", max_slots=8, step_tokens=40)
+    requests = [make_request(prompt(20 + 30 * i, seed=i), new=5, name=f"{i}") for i in range(3)]
+    assert driver.run(*requests) == Driver(unpacked, compile="off", step_tokens=40).run(*requests)
+    assert len(called) >= 15  # every linear layer at least once
+
+
+def test_engines_of_one_process_do_not_compute_by_each_others_code(
+    unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guards that would tell their models apart are not asked."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.manual_seed(7)
+    other = random_model("llama")
+    del other.model.layers[2:]
+    other.config.num_hidden_layers = 2
+    for weight in other.parameters():
+        torch.nn.init.normal_(weight, std=0.15)
+    models = unpacked, prepare(other, packed=False)
+    compiled = [Driver(model, compile="on", max_slots=8, step_tokens=40) for model in models]
+    requests = [make_request(prompt(20 + 30 * i, seed=i), new=5, name=f"{i}") for i in range(2)]
+    answers = [driver.run(*requests) for driver in compiled]
+    assert answers[0] != answers[1]
+    assert answers == [Driver(model, compile="off", step_tokens=40).run(*requests) for model in models]
 
 
 def test_automatic_means_on_a_gpu() -> None:

@@ -26,7 +26,7 @@ from warmkv.policy_spec import METHODS, PolicySpec
 from warmkv.replicas.loading.packed_weights import packed_bytes
 from warmkv.replicas.slots.rows import FREE
 from warmkv.replicas.slots.slot import SlotRequest
-from warmkv.replicas.slots.slots import SlotPool
+from warmkv.replicas.slots.slots import SLAB_SLOTS, SlotPool
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype_bytes=4)
 MORE = ["rocketkv@10:window=4,kernel=3", "full", *POLICIES]
@@ -300,7 +300,7 @@ def test_a_slot_never_lies_in_a_slab_that_was_given_back():
     """Two slabs of a kind with idle rows, room for neither as they are: what is claimed counts, and is in the pool."""
     slot_request = SlotRequest(PolicySpec.model_validate("snapkv@16:window=4"), 100, 8)
     slots = pool()
-    held = [slots.claim(slot_request, 1 << 30) for _ in range(5)]  # a slab of four slots, and one of four more
+    held = [slots.claim(slot_request, 1 << 30) for _ in range(SLAB_SLOTS + 1)]  # a slab, and a second
     assert len(slots.slabs) == 2
     for slot in held[1:]:
         assert slot is not None
