@@ -77,8 +77,8 @@ class EngineConfig(Section):
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="whether passes of the model are compiled, and on a GPU decode steps recorded as CUDA graphs; "
-        "auto: on a GPU, where one is many small kernels. On a CPU it makes passes of small models shorter, and a start "
-        "longer",
+        "auto: on a GPU, where one is many small kernels. On a CPU it makes passes of small models shorter, and a "
+        "start longer",
     )
     compile_seconds: float = Field(
         300.0,

@@ -123,8 +123,8 @@ class CompiledForward:
 
 def _compiled(function: Callable[..., Tensor]) -> Any:
     """Compile a function for one engine, whose model stays as it is."""
-    options = {"guard_filter_fn": _of_shapes}
-    return torch.compile(function, fullgraph=True, isolate_recompiles=True, options=options)
+    own: dict[str, Any] = {"isolate_recompiles": True, "options": {"guard_filter_fn": _of_shapes}}
+    return torch.compile(function, fullgraph=True, **own)
 
 
 def _of_shapes(guards: Sequence[Any]) -> list[bool]:
