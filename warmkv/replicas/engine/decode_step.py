@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.engine.graphs import Graphs
+from warmkv.replicas.engine.passes import Pass
 from warmkv.replicas.engine.sampling import pick
-from warmkv.replicas.engine.step_inputs import StepInputs
+from warmkv.replicas.engine.scheduler import Sequence
+from warmkv.replicas.engine.step_inputs import StepInputs, upload
 from warmkv.replicas.slots.decode_state import DecodeState
+from warmkv.replicas.slots.step_buffer import StepBuffer
+
+Forward = ModelRunner | CompiledForward
 
 Drawn = tuple[Tensor, Tensor | None]
 """Logits [batch, vocabulary], and tokens [batch] that are drawn from them as they are, if they were drawn."""
 
 
-def decode(
-    forward: ModelRunner | CompiledForward,
-    graphs: Graphs[Drawn] | None,
-    state: DecodeState,
-    inputs: StepInputs,
-    *,
-    vocabulary: int,
-    processed: bool,
-    drawn: Tensor | None = None,
-) -> Drawn:
-    """Run the model for a batch that may be padded.
+@dataclass(slots=True)
+class DecodeSteps:
+    """Run steps of sequences that decode; batches may be padded."""
 
-    Tokens are drawn with it where it is recorded, unless logits are `processed` before or the host has to look at them.
-    `drawn` are those of the step before, for ids that name these.
-    """
+    buffer: StepBuffer
+    vocabulary: int
+    graphs: Graphs[Drawn] | None = None
+    drawn: Tensor | None = None  # tokens of the step before, which stay on the device for ids that name them
 
-    def run() -> Tensor:
-        ids = inputs.ids if drawn is None else resolve(inputs.ids, drawn)
-        return forward(ids, inputs.positions, state)
+    def decode(
+        self, forward: Forward, state: DecodeState, inputs: StepInputs, *, processed: bool, kept: bool = False
+    ) -> Drawn:
+        """Run the model, and draw tokens with it where it is recorded, from logits that are not `processed` before.
 
-    key = state.key if graphs is not None else None
-    if graphs is None or key is None:
-        return run(), None
-    draws, branches = inputs.draws, None
-    if draws is not None:
-        branches = draws.branches(vocabulary)
-        if processed or branches.falls_short:
-            draws = branches = None
-            processed = True
+        Nor are they drawn where the host has to look at them. The next step overwrites what comes back, unless `kept`.
+        """
 
-    def compute() -> Drawn:
-        logits = run()
-        return logits, pick(logits, draws)
+        def run() -> Tensor:
+            ids = inputs.ids if self.drawn is None else resolve(inputs.ids, self.drawn)
+            return forward(ids, inputs.positions, state)
 
-    state.begin()
-    logits, tokens = graphs.compute((key, branches), compute, state.restart)
-    return logits, None if processed else tokens
+        graphs, key = self.graphs, None if kept else state.key
+        if graphs is None or key is None:
+            return run(), None
+        draws, branches = inputs.draws, None
+        if draws is not None:
+            branches = draws.branches(self.vocabulary)
+            if processed or branches.falls_short:
+                draws = branches = None
+                processed = True
+
+        def compute() -> Drawn:
+            logits = run()
+            return logits, pick(logits, draws)
+
+        state.begin()
+        logits, tokens = graphs.compute((key, branches), compute, state.restart)
+        return logits, None if processed else tokens
+
+    def launch(self, forward: Forward, sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
+        """Start a step as `Overlap.launch`."""
+        assert self.drawn is not None
+        inputs = upload(self.buffer, Pass((), sequences, state), sequences, sources)
+        logits, tokens = self.decode(forward, state, inputs, processed=False)
+        if tokens is None:
+            tokens = pick(logits, inputs.draws)
+        self.drawn[: len(tokens)] = tokens
+        return tokens[: len(sequences)]
 
 
 def resolve(ids: Tensor, drawn: Tensor) -> Tensor:

@@ -31,18 +31,18 @@ from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import step_inputs
-from warmkv.replicas.engine.decode_step import Drawn, decode
+from warmkv.replicas.engine.decode_step import DecodeSteps
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compiles
-from warmkv.replicas.engine.graphs import Graphs, graphs_on
+from warmkv.replicas.engine.graphs import graphs_on
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.overlap import Overlap
 from warmkv.replicas.engine.passes import Pass, run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, pick, positions_at_once
+from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.engine.step_inputs import StepInputs
@@ -115,9 +115,9 @@ class Engine:
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
         self._forward = CompiledForward(model) if compiles(engine, model.device) else ModelRunner(model)
-        self._graphs: Graphs[Drawn] | None = graphs_on(model.device) if compiles(engine, model.device) else None
-        self.pool.is_static = self._graphs is not None
-        self._drawn: Tensor | None = None  # tokens of the step before, on the device
+        graphs = graphs_on(model.device) if compiles(engine, model.device) else None
+        self._steps = DecodeSteps(self.pool.buffer, model.vocabulary, graphs)
+        self.pool.is_static = graphs is not None
         self._overlap: Overlap | None = None
         if model.device.type == "cuda":  # elsewhere the host computes
             self.overlap()
@@ -134,8 +134,13 @@ class Engine:
 
     def overlap(self) -> None:
         """Launch decode steps before the tokens of those before are read, from now on."""
-        self._drawn = torch.zeros(padded_batch(self.config.max_slots), dtype=torch.int64, device=self.model.device)
-        self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, self._launch)
+        most = padded_batch(self.config.max_slots)
+        self._steps.drawn = torch.zeros(most, dtype=torch.int64, device=self.model.device)
+
+        def launch(sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
+            return self._steps.launch(self._forward, sequences, state, sources)
+
+        self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, launch)
 
     # --- from any thread
 
@@ -219,8 +224,8 @@ class Engine:
         room, seconds = self.scheduler.room, self.config.compile_seconds
         began = self._clock()
         attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
-        if self._graphs is not None:
-            with self._graphs.recording_soon():
+        if (graphs := self._steps.graphs) is not None:
+            with graphs.recording_soon():
                 for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
                     say(f"recording steps of {batch} sequences")
                     for requests in recorded_requests(batch, self.max_context):
@@ -408,36 +413,10 @@ class Engine:
     ) -> list[int]:
         """Run the model for what decodes, and draw."""
         count = len(drawing)
-        logits, tokens = decode(
-            self._forward,
-            self._graphs if self.watch_logits is None else None,  # whose logits the next step overwrites
-            state,
-            inputs,
-            vocabulary=self.model.vocabulary,
-            processed=any(sequence.processor for sequence in drawing),
-            drawn=self._drawn,
-        )
+        processed, kept = any(sequence.processor for sequence in drawing), self.watch_logits is not None
+        logits, tokens = self._steps.decode(self._forward, state, inputs, processed=processed, kept=kept)
         draws = None if inputs.draws is None else inputs.draws.first(count)
         return self._draw(drawing, logits[:count], masks, draws, None if tokens is None else tokens[:count])
-
-    def _launch(self, sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
-        """Start a step of what decodes as `Overlap.launch`."""
-        assert self._drawn is not None
-        count = len(sequences)
-        inputs = step_inputs.upload(self.pool.buffer, Pass((), sequences, state), sequences, sources)
-        logits, tokens = decode(
-            self._forward,
-            self._graphs,
-            state,
-            inputs,
-            vocabulary=self.model.vocabulary,
-            processed=False,
-            drawn=self._drawn,
-        )
-        if tokens is None:
-            tokens = pick(logits, inputs.draws)
-        self._drawn[: len(tokens)] = tokens
-        return tokens[:count]
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:
         """Store the prompt, fill the slot, report the first token."""

@@ -57,6 +57,8 @@ class Overlap:
         None is launched where the host has to see a token first: for constraints, penalties, log-probabilities, answers
         that are resumed, and streams whose keys are turned back.
         """
+        if self._begun is not None:  # it goes on first
+            return False
         before = self._in_flight.sequences if self._in_flight is not None else []
         places = {sequence: at for at, sequence in enumerate(before)}
         going = [

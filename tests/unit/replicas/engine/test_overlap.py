@@ -132,8 +132,8 @@ def test_recorded_steps_feed_each_other_on_the_device(models: Any, quick: CpuRec
     requests = in_pages(24, random.Random(5))
     driver = overlapped(recorded(models["llama"], quick, max_slots=6, max_queue=24, step_tokens=64))
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    assert driver.engine._graphs is not None
-    assert driver.engine._graphs.replays > 24
+    assert driver.engine._steps.graphs is not None
+    assert driver.engine._steps.graphs.replays > 24
     assert steps_on_top(driver) > 24
 
 
