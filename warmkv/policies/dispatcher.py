@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
@@ -174,7 +174,7 @@ class Dispatcher:
     def choose(
         self,
         request: Hashable,
-        hashes: Sequence[bytes],
+        hashes: Sequence[Any],
         replicas: Sequence[str],
         *,
         warm: Mapping[str, Depths] | None = None,
@@ -188,7 +188,8 @@ class Dispatcher:
     ) -> RoutingDecision:
         """Rank the replicas, at least one, for a request and book the best.
 
-        `warm` is what is held where, if another index than its own tells.
+        `warm` is what is held where, if another index than its own tells: then `hashes` may be any names of the
+        prompt's blocks, unless the policy is `sticky_session`.
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
         the larger of it and our own bookings counts. Replicas to `avoid` are left out if there are others, and of

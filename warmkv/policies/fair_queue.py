@@ -7,7 +7,8 @@ simulator run this same code.
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -19,24 +20,19 @@ Item = TypeVar("Item")
 class FairQueue(Generic[Item]):
     """Waiting requests of several tenants. Work is any additive measure, here tokens."""
 
-    _heap: list[tuple[float, int, Item, str, float]] = field(default_factory=list)
-    """(start tag, order of arrival, request, tenant, work)"""
+    _entries: deque[tuple[float, int, Item, str, float]] = field(default_factory=deque)
+    """In the order in which they would be taken: start tag, order of arrival, request, tenant, work."""
     _finish: dict[str, float] = field(default_factory=dict)  # by tenant, where its last request ends in virtual time
     _now: float = 0.0  # virtual time: the start tag of the request that was taken last
     _order: int = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
         """Yield the requests in the order in which they would be taken; the queue must not change meanwhile."""
-        heap = self._heap
-        frontier = [(*entry[:2], 0) for entry in heap[:1]]  # the next one is among the children of those before it
-        while frontier:
-            *_, at = heapq.heappop(frontier)
-            yield heap[at][2]
-            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
-                heapq.heappush(frontier, (*heap[child][:2], child))
+        for entry in self._entries:
+            yield entry[2]
 
     def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> None:
         """Let a request of a tenant wait; `work` is what serving it will take.
@@ -44,19 +40,23 @@ class FairQueue(Generic[Item]):
         With `behind_next` it comes after the one that is next now, whatever its tenant has been given.
         """
         start = max(self._now, self._finish.get(tenant, 0.0))
-        if behind_next and self._heap:
-            start = max(start, self._heap[0][0])
+        entries = self._entries
+        if behind_next and entries:
+            start = max(start, entries[0][0])
         self._finish[tenant] = start + work
         self._order += 1
-        heapq.heappush(self._heap, (start, self._order, item, tenant, work))
+        if entries and start < entries[-1][0]:
+            insort(entries, (start, self._order, item, tenant, work))
+        else:
+            entries.append((start, self._order, item, tenant, work))
 
     def peek(self) -> Item:
         """Return the next request; it stays. Raises IndexError if none waits."""
-        return self._heap[0][2]
+        return self._entries[0][2]
 
     def pop(self) -> Item:
         """Take the next request out. Raises IndexError if none waits."""
-        start, _, item, _, _ = heapq.heappop(self._heap)
+        start, _, item, _, _ = self._entries.popleft()
         self._now = start
         self._forget()
         return item
@@ -78,13 +78,13 @@ class FairQueue(Generic[Item]):
         return True
 
     def _remove(self, item: Item) -> tuple[float, int, Item, str, float] | None:
-        found = next((entry for entry in self._heap if entry[2] is item), None)
-        if found is not None:
-            self._heap.remove(found)
-            heapq.heapify(self._heap)
-        return found
+        for at, found in enumerate(self._entries):
+            if found[2] is item:
+                del self._entries[at]
+                return found
+        return None
 
     def _forget(self) -> None:
         """Reset virtual time when the queue is empty."""
-        if not self._heap:
+        if not self._entries:
             self._now, self._finish = 0.0, {}

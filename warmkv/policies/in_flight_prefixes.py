@@ -20,14 +20,14 @@ class InFlightPrefixes:
     """Chains of blocks by request. They are found by their blocks number 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:
-        self._chains: dict[Hashable, tuple[str, Sequence[bytes], int, int]] = {}
+        self._chains: dict[Hashable, tuple[str, Sequence[Hashable], int, int]] = {}
         """request -> (replica, hashes of its prompt, first block that is new there, those that it leaves there)"""
-        self._requests: dict[bytes, dict[Hashable, None]] = {}  # by block, in the order in which they came
+        self._requests: dict[Hashable, dict[Hashable, None]] = {}  # by block, in the order in which they came
 
     def __len__(self) -> int:
         return len(self._chains)
 
-    def add(self, request: Hashable, replica: str, hashes: Sequence[bytes], known: int, leaves: int) -> None:
+    def add(self, request: Hashable, replica: str, hashes: Sequence[Hashable], known: int, leaves: int) -> None:
         """Add a request that leaves the first `leaves` blocks of its prompt on a replica, which has `known` of them."""
         if request in self._chains:
             self.remove(request)
@@ -57,7 +57,7 @@ class InFlightPrefixes:
         for request in [request for request, chain in self._chains.items() if chain[0] == replica]:
             self.remove(request)
 
-    def depths(self, hashes: Sequence[bytes], known: int) -> dict[str, int]:
+    def depths(self, hashes: Sequence[Hashable], known: int) -> dict[str, int]:
         """Return leading blocks of a prompt that replicas are about to hold, where they are more than `known`.
 
         Of replicas that are about to hold much less than another one, not all are found.

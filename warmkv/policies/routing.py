@@ -31,7 +31,7 @@ class View(NamedTuple):
     """What a decision is made from. An absent replica holds nothing and has nothing to do."""
 
     replicas: Sequence[str]
-    hashes: Sequence[bytes]  # of the prompt's full blocks
+    hashes: Sequence[Any]  # of the prompt's full blocks
     warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier, or is about to hold (`InFlightPrefixes`)
     load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
     slots: int  # sequences that a replica decodes together; what is in flight beyond them waits

@@ -7,10 +7,11 @@ for all who wait reports a hit to those who came later; they came before it coul
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from warmkv.prefixes.record import Candidate, Mark
+Named = tuple[int, Hashable]
+"""A position in a prompt, and a name of the exact prefix up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Writers:
 
     def __init__(self) -> None:
         self._arrivals: dict[Hashable, float] = {}  # in order of time, as are the births
-        self._births: dict[tuple[str, bytes], _Birth] = {}  # by replica and prefix
+        self._births: dict[tuple[str, Hashable], _Birth] = {}  # by replica and prefix
 
     def __len__(self) -> int:
         return len(self._arrivals) + len(self._births)
@@ -45,32 +46,37 @@ class Writers:
         self,
         request: Hashable,
         replica: str,
-        reads: Sequence[Candidate],
-        marks: Sequence[Mark],
+        reads: Iterable[Named],
+        marks: Iterable[Named],
         hit: int,
         written: int,
         now: float,
     ) -> int:
         """Return the position up to which the request is billed as a reader.
 
-        `hit` is the highest breakpoint whose KV the replica found, `written` the highest that is stored now. Where it
-        cannot be told what else was readable when the request arrived, nothing was.
+        `reads` are the positions at which it may read and `marks` those that it writes. `hit` is the highest breakpoint
+        whose KV the replica found, `written` the highest that is stored now. Where it cannot be told what else was
+        readable when the request arrived, nothing was.
         """
         arrival = self._arrivals.pop(request, now)
-        keys = {read.position: read.key for read in reads}
         billed = hit
-        while billed in keys and (birth := self._births.get((replica, keys[billed]))) and birth.time > arrival:
-            billed = birth.hit
-        billed = billed if billed in keys else 0
-        for mark in marks:
-            if hit < mark.position <= written:
-                self._births.pop((replica, mark.key), None)  # so that births stay in order of time
-                self._births[replica, mark.key] = _Birth(now, hit)
+        if hit:
+            keys = dict(reads)
+            while billed in keys and (birth := self._births.get((replica, keys[billed]))) and birth.time > arrival:
+                billed = birth.hit
+            billed = billed if billed in keys else 0
+        if hit < written:
+            for position, key in marks:
+                if hit < position <= written:
+                    self._births.pop((replica, key), None)  # so that births stay in order of time
+                    self._births[replica, key] = _Birth(now, hit)
         self._forget()
         return billed
 
     def _forget(self) -> None:
         """Drop what was readable before the oldest waiting request arrived."""
+        if not self._births:
+            return
         oldest = next(iter(self._arrivals.values()), math.inf)
         while self._births and next(iter(self._births.values())).time <= oldest:
             del self._births[next(iter(self._births))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.prefixes.record import Candidate, Mark
+from warmkv.prefixes.record import Candidate
 from warmkv.prefixes.writers import Writers
 
 PROMPTS = st.text("ab", min_size=1, max_size=4)  # a letter is a block, marked at its end
@@ -24,8 +24,8 @@ class Request:
         return [Candidate(at, self.prompt[:at].encode()) for at in range(len(self.prompt), 0, -1)]
 
     @property
-    def marks(self) -> list[Mark]:
-        return [Mark(read.position, "5m", read.key) for read in reversed(self.reads)]
+    def marks(self) -> list[Candidate]:
+        return self.reads[::-1]
 
 
 @dataclass
@@ -85,4 +85,4 @@ def test_a_candidate_of_the_writer_that_the_reader_does_not_have_is_no_hit():
     writers.arrived("writer", 1)
     assert writers.began("writer", "x", writer.reads, writer.marks, 2, 3, 2) == 2  # "ab" had long been there
     reads = [Candidate(3, b"abc"), Candidate(1, b"a")]
-    assert writers.began("early", "x", reads, [Mark(3, "5m", b"abc")], 3, 3, 3) == 0
+    assert writers.began("early", "x", reads, [Candidate(3, b"abc")], 3, 3, 3) == 0

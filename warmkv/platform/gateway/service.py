@@ -258,8 +258,9 @@ class Service:
         tokens = len(request.token_ids)
         if not explicit:
             return Usage(input=tokens - started.cached_tokens, read=started.cached_tokens)
+        marks = [(mark.position, mark.key) for mark in request.marks]
         hit = self._writers.began(
-            request.id, started.replica, request.reads, request.marks, started.hit, started.written, self._clock()
+            request.id, started.replica, request.reads, marks, started.hit, started.written, self._clock()
         )
         return breakpoints.billed(tokens, request.marks, started.hit, started.written, hit, ttls)
 

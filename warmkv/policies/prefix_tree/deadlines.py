@@ -21,24 +21,28 @@ class Deadlines:
 
     def watch(self, node: Node) -> None:
         """Note the deadline of a node that has none noted, or a later one."""
-        node.watched = node.expires
+        node.watched = at = node.expires
         self._records += 1
-        heapq.heappush(self._heap, (node.expires, self._records, node))
-        if node.expires < self.due:
-            self.due = node.expires
+        heapq.heappush(self._heap, (at, self._records, node))
+        if at < self.due:
+            self.due = at
 
     def pop(self, until: float) -> Node | None:
         """Return the next node that has expired by then. It is not watched any more."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             at, record, node = heap[0]
-            if at == node.watched and node.expires > until:
-                node.watched = node.expires
-                heapq.heapreplace(heap, (node.expires, record, node))
-                continue
-            heapq.heappop(heap)
-            if at == node.watched:
+            if at != node.watched:
+                heapq.heappop(heap)
+            elif node.expires <= until:
+                heapq.heappop(heap)
                 node.watched = math.inf
                 return node
+            elif node.is_inner:  # it is watched again once it is not
+                heapq.heappop(heap)
+                node.watched = math.inf
+            else:
+                node.watched = node.expires
+                heapq.heapreplace(heap, (node.expires, record, node))
         self.due = heap[0][0] if heap else math.inf
         return None

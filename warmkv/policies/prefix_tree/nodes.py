@@ -96,8 +96,9 @@ class Node:
     ) -> None:
         self.number, self.parent, self.length, self.tokens, self.end = number, parent, length, tokens, end
         self.plain = plain  # bytes of a block uncompressed
-        before: Sequence[Copy | None] = parent.copies if parent is not None else (None,) * len(sizes)
-        self.copies: list[Copy] = [Copy(self, copy, size) for copy, size in zip(before, sizes, strict=True)]
+        self.copies: list[Copy] = []
+        for tier, size in enumerate(sizes):
+            self.copies.append(Copy(self, parent.copies[tier] if parent is not None else None, size))
         self.sums: Node | None = None  # column sums of all up to its end
         self.reads = 0
         self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, NEVER, 0.0, NEVER
@@ -111,6 +112,11 @@ class Node:
             if copy.held > most:
                 most = copy.held
         return most
+
+    @property
+    def is_inner(self) -> bool:
+        """Return True if no tier could give up its end now, since something is held behind it."""
+        return all(copy.children or not copy.held for copy in self.copies)
 
     def drop(self) -> None:
         """Let go of its copies, which refer to it, once it is held nowhere: no cycle is left behind."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from warmkv.policies.eviction import READS_APART, Reuse, lfu, lru
 from warmkv.policies.heaps import LazyHeap
 from warmkv.policies.prefix_tree.deadlines import Deadlines
-from warmkv.policies.prefix_tree.nodes import Copy
+from warmkv.policies.prefix_tree.nodes import Copy, Node
 from warmkv.policies.tiers import Tier
 
 Evicted = list[tuple[Copy, int]]
@@ -33,6 +33,7 @@ class TierSpace:
         self.tier, self.capacity, self.weigh = tier, tier.capacity, tier.weigh
         self.bytes = self.pinned = 0  # `pinned` bytes are being read
         self.evicted = self.expired = 0  # blocks, so far
+        self.short = False  # whether there was not room for all at some time
         self._order, self._quota, self.apart = tier.order, int(share * tier.capacity), share > 0
         # A priority that only rises with each use is looked at again when its record surfaces, else at each use.
         self.eager = tier.order not in ALIKE
@@ -47,12 +48,15 @@ class TierSpace:
     # --- use
 
     def use(self, path: list[Copy]) -> None:
-        """Make copies the most recent, from the end to the start of their path: a parent goes after its children."""
+        """Make the copies of a path the most recent, from its end to its start: a parent goes after its children."""
         ticks, floor = self._ticks, self._floor
         for copy in reversed(path):
             ticks += 1
             copy.used, copy.floor = ticks, floor
         self._ticks = ticks
+        end = path[-1]
+        if not end.children and not end.pins:
+            self.queue(end)
 
     def read(self, copy: Copy) -> None:
         """Note that the blocks of a copy are read, before that is counted in its node."""
@@ -71,9 +75,8 @@ class TierSpace:
         else:
             self._queued += 1
         ends = self._ends[copy.tenant if self.apart else ""]
-        self._records += 1
-        copy.queued = self._records
-        heapq.heappush(ends, (self._order(copy, self.reuse), self._records, copy))
+        copy.queued = self._records = number = self._records + 1
+        heapq.heappush(ends, (self._order(copy, self.reuse), number, copy))
         if len(ends) > 2 * self._queued + 64:
             ends[:] = [record for record in ends if record[2].queued == record[1]]
             heapq.heapify(ends)
@@ -93,32 +96,56 @@ class TierSpace:
             if copy.parent is not None:
                 copy.parent.children += 1
         copy.held += blocks
-        self._weigh(copy, blocks * copy.size)
+        self.bytes += blocks * copy.size
+        if self.apart:
+            self._charge(copy.tenant, blocks * copy.size)
 
     def shorten(self, copy: Copy, blocks: int) -> None:
         """Hold fewer blocks of a node."""
         if self.eager:
             self.reuse.never[min(copy.node.reads, READS_APART - 1)] += blocks
         copy.held -= blocks
-        self._weigh(copy, -blocks * copy.size)
+        self.bytes -= blocks * copy.size
+        if self.apart:
+            self._charge(copy.tenant, -blocks * copy.size)
         if copy.held:
             self.queue(copy)
             return
-        self.unqueue(copy)
-        if copy.parent is not None:
-            copy.parent.children -= 1
-            self.queue(copy.parent)
+        if copy.queued:
+            self.unqueue(copy)
+        if (parent := copy.parent) is not None:
+            parent.children -= 1
+            if not parent.children and not parent.pins:
+                self.queue(parent)
 
-    def _weigh(self, copy: Copy, grown: int) -> None:
-        self.bytes += grown
-        if self.apart:
-            tenant = copy.tenant
-            held = self._held[tenant] = self._held[tenant] + grown
-            if held:
-                self._largest.set(tenant, (-held,))
-            else:
-                del self._held[tenant]
-                self._largest.discard(tenant)
+    def expire(self, copy: Copy, until: float, shortened: list[Node]) -> None:
+        """Drop the end of a copy if it has outlived its TTL by then, and the ends before it that this sets free."""
+        end: Copy | None = copy
+        while end is not None and end.node.expires <= until and (gone := end.loose) > 0:
+            self.expired += gone
+            shortened.append(end.node)
+            if self.eager or gone < end.held:  # priorities depend on what has left before
+                self.shorten(end, gone)
+                return
+            end.held = 0
+            self.bytes -= gone * end.size
+            if self.apart:
+                self._charge(end.tenant, -gone * end.size)
+            if end.queued:
+                self.unqueue(end)
+            if (end := end.parent) is not None:
+                end.children -= 1
+        if end is not None and end is not copy:
+            self.queue(end)
+
+    def _charge(self, tenant: str, grown: int) -> None:
+        """Count the bytes of a tenant."""
+        held = self._held[tenant] = self._held[tenant] + grown
+        if held:
+            self._largest.set(tenant, (-held,))
+        else:
+            del self._held[tenant]
+            self._largest.discard(tenant)
 
     def admit(self, path: list[Copy], blocks: int, tenant: str, evicted: Evicted) -> int:
         """Hold `blocks` more of the last node of a path, or as many as fit, evicting in order; return how many.
@@ -128,6 +155,7 @@ class TierSpace:
         copy = path[-1]
         size, room = copy.size, self.capacity - self.bytes
         if blocks * size > room:
+            self.short = True
             fixed = self.pinned + sum([(each.held - each.pinned) * each.size for each in path if each.held])
             blocks = min(blocks, (self.capacity - fixed) // size) if size else blocks
             guard = copy if copy.held else copy.parent

@@ -43,6 +43,8 @@ class PrefixTree:
 
     def _settle(self) -> None:
         """Forget the nodes that are held nowhere, and marks at ends that are."""
+        if not self._shortened:
+            return
         for node in self._shortened:
             self.changed[node] = None
             span = node.span
@@ -63,16 +65,16 @@ class PrefixTree:
             for node in path:
                 copy = node.copies[tier]
                 held = copy.held
-                if not held:
-                    break
                 if held == node.length:
                     if not copy.pins:
                         space.pinned += (held - copy.partly) * copy.size
                     copy.pins += 1
-                else:
+                elif held:
                     before = copy.pinned
                     copy.read_part({**(copy.partial or {}), reading: held})
                     space.pinned += (copy.pinned - before) * copy.size
+                else:
+                    break
                 end = copy
             reading.ends.append(end)
         return reading
@@ -98,40 +100,41 @@ class PrefixTree:
     def touch(self, path: Path, now: float) -> None:
         """Refresh recency and lifetimes of what is held of a path, marks included."""
         for node in path:
-            expires = now + node.ttl
-            if expires > node.expires:
-                node.expires = expires
-            if node.mark_expires > now:
-                node.mark_expires = max(node.mark_expires, now + node.mark_ttl)
-        held = [[copy for node in path if (copy := node.copies[tier]).held] for tier in range(len(self.spaces))]
+            if now + node.ttl > node.expires:
+                node.expires = now + node.ttl
+            if node.mark_expires > now and now + node.mark_ttl > node.mark_expires:
+                node.mark_expires = now + node.mark_ttl
         if self._counts:
-            for space, copies in zip(self.spaces, held, strict=True):
-                for copy in copies:
-                    space.read(copy)
+            for tier, space in enumerate(self.spaces):
+                for node in path:
+                    if node.copies[tier].held:
+                        space.read(node.copies[tier])
             for node in path:
                 node.reads += 1
-        for tier, copies in enumerate(held):
-            if copies:
-                self._use(tier, copies)
-
-    def _use(self, tier: int, copies: list[Copy]) -> None:
-        space = self.spaces[tier]
-        space.use(copies)
-        space.queue(copies[-1])
+        for tier, space in enumerate(self.spaces):
+            if copies := [copy for node in path if (copy := node.copies[tier]).held]:
+                space.use(copies)
 
     # --- writing
 
-    def store(self, path: Path, ttl: float, now: float, tenant: str, last: int | None = None) -> None:
-        """Keep a computed path in the first tier, and in the next one as well if not all of it fits there."""
+    def store(self, path: Path, ttl: float, now: float, tenant: str, last: int | None = None) -> bool:
+        """Keep a computed path in the first tier, and in the next one as well if not all of it fits there.
+
+        Returns True if a tier holds all of it.
+        """
         self.prolong(path, ttl, now)
         life = (ttl, now + ttl, 0.0, NEVER, 0)
-        for tier in range(len(self.spaces)):
-            if self._insert(tier, path, path[-1].length if last is None else last, tenant, life):
-                break
+        if last is None:
+            last = path[-1].length
+        whole, tier = False, 0
+        while not whole and tier < len(self.spaces):
+            whole = self._insert(tier, path, last, tenant, life)
+            tier += 1
         if self._eager:
             self._reconsider(path)
         if self._shortened:
             self._settle()
+        return whole
 
     def prolong(self, path: Path, ttl: float, now: float) -> None:
         """Let what is held of a path live at least `ttl` seconds from now, and from each use on."""
@@ -154,7 +157,8 @@ class PrefixTree:
         if node.span == node.length:
             if node.mark_expires <= at or ttl > node.mark_ttl:
                 node.mark_ttl = ttl
-            node.mark_expires = max(node.mark_expires, at + node.mark_ttl)
+            if at + node.mark_ttl > node.mark_expires:
+                node.mark_expires = at + node.mark_ttl
 
     def promote(self, path: Path, last: int) -> None:
         """Keep in the first tier what was found further down."""
@@ -194,7 +198,10 @@ class PrefixTree:
         node, space = path[-1], self.spaces[tier]
         copy = node.copies[tier]
         before = node.parent is None or node.parent.copies[tier].held == node.parent.length
-        if copy.held != place - 1 or not before or space.bytes + copy.size > space.capacity:
+        if space.bytes + copy.size > space.capacity:
+            space.short = True
+            return False
+        if copy.held != place - 1 or not before:
             return False
         span = node.span
         space.grow(copy, 1, tenant)
@@ -205,7 +212,8 @@ class PrefixTree:
 
     def order(self, tier: int, copies: list[Copy]) -> None:
         """Let copies that were restored be used, the most recent first."""
-        self.spaces[tier].use(copies)
+        if copies:
+            self.spaces[tier].use(copies)
         for copy in copies:
             part: Copy | None = copy
             while part is not None:  # parts of a run that was split
@@ -221,30 +229,36 @@ class PrefixTree:
         space = self.spaces[tier]
         evicted: Evicted = []
         copies: list[Copy] = []
-        whole, at = True, 0
-        while at < len(path) and whole:
+        whole, at, count = True, 0, len(path)
+        while at < count and whole:
             node = path[at]
+            at += 1
             copy = node.copies[tier]
-            blocks = (node.length if at < len(path) - 1 else last) - copy.held
-            if blocks > 0:
-                if space.apart and copy.held and copy.tenant != tenant:
-                    last -= copy.held if at == len(path) - 1 else 0
-                    path[at : at + 1] = [self._split(node, copy.held), node]
+            held = copy.held
+            if (blocks := (node.length if at < count else last) - held) > 0:
+                if space.apart and held and copy.tenant != tenant:
+                    last -= held if at == count else 0
+                    at -= 1
+                    path[at : at + 1] = [self._split(node, held), node]
+                    count += 1
                     continue
                 span = node.span
-                came = space.admit([*copies, copy], blocks, tenant, evicted)
-                whole = came == blocks
-                if came:
+                if blocks * copy.size <= space.capacity - space.bytes:
+                    space.grow(copy, blocks, tenant)
+                else:
+                    came = space.admit([*copies, copy], blocks, tenant, evicted)
+                    whole, blocks = came == blocks, came
+                if blocks:
                     self.changed[node] = None
                     if life is not None and copy.held > span and (head := self._begin(node, span, life)) is not None:
-                        path.insert(at, head)
+                        path.insert(at - 1, head)
                         copies.append(head.copies[tier])
                         at += 1
+                        count += 1
             if copy.held:
                 copies.append(copy)
-            at += 1
         if copies:
-            self._use(tier, copies)
+            space.use(copies)
         if evicted:
             self._demote(tier, evicted)
         return whole
@@ -290,10 +304,7 @@ class PrefixTree:
         """Drop what has outlived its TTL by then."""
         while (node := self.deadlines.pop(until)) is not None:
             for space, copy in zip(self.spaces, node.copies, strict=False):  # none if it was dropped
-                if (gone := copy.loose) > 0:
-                    space.expired += gone
-                    space.shorten(copy, gone)
-                    self._shortened.append(node)
+                space.expire(copy, until, self._shortened)
         self._settle()
 
 

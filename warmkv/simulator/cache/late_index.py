@@ -22,7 +22,7 @@ class LateIndex:
 
     def __init__(self, publish: float, delay: float, lengths: Sequence[int]) -> None:
         self._publish, self._delay, self._lengths = publish, delay, lengths
-        self._known: dict[str, Held] = {}
+        self._known: dict[int, dict[str, Depths]] = {}  # by run, what of it each replica holds
         self._sendings: dict[str, float] = {}  # by replica, when it sent last or will send next
         self._reports: list[tuple[float, int, str, Held]] = []  # heap: when each is known
         self._pending: dict[str, tuple[float, Held]] = {}  # by replica, its last report
@@ -47,15 +47,25 @@ class LateIndex:
             _, _, replica, held = heapq.heappop(self._reports)
             if self._pending.get(replica, (0.0, None))[1] is held:
                 del self._pending[replica]
-            self._known.setdefault(replica, {}).update(held)
-        warm, lengths = {}, self._lengths
-        for replica, known in self._known.items():
+            for run, depths in held.items():
+                if depths[2]:
+                    self._known.setdefault(run, {})[replica] = depths
+                elif holders := self._known.get(run):
+                    holders.pop(replica, None)
+                    if not holders:
+                        del self._known[run]
+        path: list[tuple[dict[str, Depths], int]] = []
+        for run in runs:
+            if not (holders := self._known.get(run)):
+                break
+            path.append((holders, self._lengths[run]))
+        warm = {}
+        for replica in path[0][0] if path else ():
             device = host = anywhere = 0
             on_device = in_memory = True
-            for run in runs:
-                if (found := known.get(run)) is None:
+            for holders, length in path:
+                if (found := holders.get(replica)) is None:
                     break
-                length = lengths[run]
                 if on_device:
                     device += found[0]
                     on_device = found[0] == length
@@ -65,13 +75,14 @@ class LateIndex:
                 anywhere += found[2]
                 if found[2] < length:
                     break
-            if anywhere:
-                warm[replica] = device, host, anywhere
+            warm[replica] = device, host, anywhere
         return warm
 
     def drop_replica(self, replica: str) -> None:
         """Forget a replica that is gone, and all that it sent."""
         self._reports = [report for report in self._reports if report[2] != replica]
         heapq.heapify(self._reports)
-        for some in (self._sendings, self._pending, self._known):
-            some.pop(replica, None)
+        self._sendings.pop(replica, None)
+        self._pending.pop(replica, None)
+        for holders in self._known.values():
+            holders.pop(replica, None)

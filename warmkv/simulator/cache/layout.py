@@ -27,10 +27,15 @@ NONE = -1
 
 
 class Write(NamedTuple):
-    """A breakpoint: behind so many runs of its prompt, and the number of its tail; NONE if it ends with a block."""
+    """A breakpoint: behind so many runs of its prompt, and the number of its tail; NONE if it ends with a block.
 
+    `number` is that of the tail or run that ends at its position.
+    """
+
+    position: int
     runs: int
     tail: int
+    number: int
 
 
 class Read(NamedTuple):
@@ -145,7 +150,8 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
     tails = _Tails.of(before, marks, len(columns.keys), total)
     runs_until = np.searchsorted(places, marks.place, side="right") - firsts[marks.owner]
     written = np.zeros(total + len(tails.parents), dtype=bool)
-    written[np.where(marks.rest > 0, tails.numbers, before)] = True
+    ended = np.where(marks.rest > 0, tails.numbers, before)  # the runs and tails that end at marks
+    written[ended] = True
 
     before, inside = run_before(reads), reads.full > 0
     node = np.where(reads.rest > 0, tails.find(before, reads.key), before)
@@ -158,7 +164,8 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
     every = list(map(Run, parents.tolist(), lengths.tolist(), sizes))
     every += map(Run, tails.parents.tolist(), [1] * len(tails.parents), tails.tokens.tolist())
     paths = _split(runs.tolist(), amounts)
-    writes = _shared(Write, marks.owner, len(columns), (tails.numbers, runs_until), (runs_until, tails.numbers))
+    write = (marks.position, runs_until, tails.numbers, ended)
+    writes = _shared(Write, marks.owner, len(columns), (ended, marks.position), write)
     read = [column[found] for column in (reads.position, reads.full, node, reads.rest > 0)]
     plain = (columns.values("tenant"), columns.input_tokens.tolist(), columns.block_size.tolist())
     readable = _shared(Read, reads.owner[found], len(columns), (read[2], read[0]), read)

@@ -43,9 +43,7 @@ class Nodes:
         nodes, before = self.by_number, None
         path: Path = []
         for run in runs:
-            node = nodes[run]
-            if node is None:
-                node = self.node(run, path)
+            node = nodes[run] or self._make(run, before)
             if node.parent is before:
                 path.append(node)
             else:
@@ -55,14 +53,14 @@ class Nodes:
 
     def node(self, number: int, path: Path) -> Node:
         """Return a node by its number; make it behind a path if it is missing."""
-        node = self.by_number[number]
-        if node is None:
-            _, blocks, tokens = self._layout.runs[number]
-            plain = tokens * self._token_bytes
-            parent = path[-1] if path else None
-            end = blocks * tokens + (parent.end if parent is not None else 0)
-            node = Node(number, parent, blocks, tokens, end, plain, self._weights(plain, tokens))
-            self.by_number[number] = node
+        return self.by_number[number] or self._make(number, path[-1] if path else None)
+
+    def _make(self, number: int, parent: Node | None) -> Node:
+        _, blocks, tokens = self._layout.runs[number]
+        plain = tokens * self._token_bytes
+        end = blocks * tokens + (parent.end if parent is not None else 0)
+        node = Node(number, parent, blocks, tokens, end, plain, self._weights(plain, tokens))
+        self.by_number[number] = node
         return node
 
     def tails_behind(self, number: int) -> list[Node]:
@@ -105,6 +103,10 @@ class Nodes:
         last = self.by_number[number]
         if last is None:
             return
+        if last is node and (head is None or head.number != number):  # it was never split
+            self.by_number[number] = None
+            node.drop()
+            return
         parts = parts_of(last)
         if parts[0] is node:
             self.by_number[number] = None
@@ -120,10 +122,12 @@ class Nodes:
 
 def parts_of(node: Node) -> list[Node]:
     """Return the nodes that a run was split into, up to this one."""
-    parts = [node]
-    while (before := parts[-1].parent) is not None and before.number == node.number:
+    parts, before = [node], node.parent
+    while before is not None and before.number == node.number:
         parts.append(before)
-    return parts[::-1]
+        before = before.parent
+    parts.reverse()
+    return parts
 
 
 def leading(path: Path) -> int:

@@ -25,10 +25,11 @@ Name = tuple[int, int]
 
 @dataclass(slots=True)
 class Removals:
-    """Blocks and tails that left a tier, and why."""
+    """Blocks and tails that left a tier, and why; `short` tells that a tier had not room for all at some time."""
 
     evicted: int = 0
     expired: int = 0
+    short: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Found:
 
 
 NOTHING = Found()
+NOWHERE: Depths = (0, 0, 0)
 
 
 class ReplicaCache:
@@ -127,25 +129,27 @@ class ReplicaCache:
 
         What was found of it moves up to the first tier. Marks live from when the request began.
         """
-        tree, lifetimes, tenant = self._tree, self._lifetimes, prompt.tenant
+        tree, nodes, lifetimes, tenant = self._tree, self._nodes, self._lifetimes, prompt.tenant
         if len(tree.spaces) > 1 and found.reading is not None:
-            path, last = upto(self._nodes.held(prompt.runs), found.blocks)
+            path, last = upto(nodes.held(prompt.runs), found.blocks)
             if found.tail is not None:
                 path, last = [*path, found.tail], 1
             tree.promote(path, last)
         if lifetimes.automatic and prompt.runs:
-            path = self._nodes.path(prompt.runs)
-            tree.store(path, lifetimes.default, now, tenant)
-            self._nodes.trim(path)
+            path = nodes.path(prompt.runs)
+            if not tree.store(path, lifetimes.default, now, tenant):
+                nodes.trim(path)
         written = []
         for write, mark in zip(prompt.writes, marks, strict=False):  # none are given where nothing is stored
-            path, ttl = self._nodes.path(prompt.runs[: write.runs]), lifetimes.ttls[mark.ttl]
+            path, ttl = nodes.path(prompt.runs[: write.runs]), lifetimes.ttls[mark.ttl]
             if write.tail != NONE:
-                path.append(self._nodes.node(write.tail, path))
-            tree.store(path, ttl, now, tenant)
-            tree.mark(path[-1], ttl, begun)
+                path.append(nodes.node(write.tail, path))
+            whole = tree.store(path, ttl, now, tenant)
             written.append((mark.position, path[-1]))
-            self._nodes.trim(path)
+            if whole:
+                tree.mark(path[-1], ttl, begun)
+            else:
+                nodes.trim(path)
         self._tell(now)
         return max([position for position, node in written if node.mark_expires > now], default=0)
 
@@ -258,9 +262,12 @@ class ReplicaCache:
     def depths(self, runs: Runs) -> Depths:
         """Return leading blocks of a prompt by tier, as routers know them: those in it or in a faster one."""
         if not runs or self._nodes.by_number[runs[0]] is None:  # as for most replicas and prompts
-            return 0, 0, 0
+            return NOWHERE
         found = [0, 0, 0]
         path = self._nodes.held(runs)
+        if len(self._planes) == 1:
+            count = leading(path)
+            return count, count, count
         for tier, plane in enumerate(self._planes):
             count = 0
             for node in path:
@@ -286,6 +293,11 @@ class ReplicaCache:
             blocks += node.length
             before = node
         return blocks - before.length + before.span if before is not None else 0
+
+    def holds_all(self, run: int) -> bool:
+        """Return True if some tier holds a run to its end, and all before it."""
+        node = self._nodes.by_number[run]
+        return node is not None and node.span == node.length
 
     def leading(self, prompt: Prompt, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt that can be read, at most `most`, likewise."""
@@ -328,16 +340,17 @@ class ReplicaCache:
 
     def _tell(self, now: float) -> None:
         """Report what changed: bytes, removals, and what is held of which runs."""
-        tree, late, removals = self._tree, self._late, self._removals
+        tree, late, known = self._tree, self._late, self._known
         total = left = 0
         for tier, space in enumerate(tree.spaces):
-            if gone := space.evicted + space.expired:
-                removals.evicted += space.evicted
-                removals.expired += space.expired
+            if space.evicted or space.expired:
+                left += space.evicted + space.expired
+                self._removals.evicted += space.evicted
+                self._removals.expired += space.expired
                 space.evicted = space.expired = 0
-                left += gone
-            if difference := space.bytes - self._known[tier]:
-                self._known[tier] += difference
+            self._removals.short |= space.short
+            if difference := space.bytes - known[tier]:
+                known[tier] += difference
                 self._levels[tier].change(difference, now)
                 total += difference
         if total:
@@ -353,8 +366,13 @@ class ReplicaCache:
     def _depths_of(self, number: int) -> Depths:
         """Return leading blocks of a run by tier, as `depths` does."""
         node = self._nodes.by_number[number]
+        if node is None:
+            return NOWHERE
         found = [0, 0, 0]
-        for part in parts_of(node) if node is not None else ():
+        for part in parts_of(node):
             for tier, plane in enumerate(self._planes):
                 found[plane] += part.copies[tier].held
-        return found[0], max(found[:2]), max(found)
+        device, host, disk = found
+        if device > host:
+            host = device
+        return device, host, disk if disk > host else host

@@ -62,17 +62,25 @@ class Clock(simpy.Environment):
         if not self._entries:
             raise EmptySchedule
         self.now, _, number, entry = heappop(self._entries)
-        if entry.__class__ is Alarm:
-            if number == entry.number:  # else it was set again, or cancelled
-                entry.ring(self.now)
-            return
-        callbacks, entry.callbacks = entry.callbacks, None
-        for callback in callbacks:
-            callback(entry)
-        if not (entry.ok or entry.defused):
-            raise entry.value
+        if entry.__class__ is not Alarm:
+            _process(entry)
+        elif number == entry.number:  # else it was set again, or cancelled
+            entry.ring(self.now)
 
     def run(self, until: None = None) -> None:
-        """Run until nothing is left to happen."""
-        while self._entries:
-            self.step()
+        """Run until nothing is left to happen: as `step`, without a call for each alarm."""
+        entries = self._entries
+        while entries:
+            self.now, _, number, entry = heappop(entries)
+            if entry.__class__ is not Alarm:
+                _process(entry)
+            elif number == entry.number:
+                entry.ring(self.now)
+
+
+def _process(event: Event) -> None:
+    callbacks, event.callbacks = event.callbacks, None
+    for callback in callbacks:
+        callback(event)
+    if not (event.ok or event.defused):
+        raise event.value

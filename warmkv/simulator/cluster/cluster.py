@@ -284,8 +284,11 @@ class Cluster:
             return
         self._fleets[self._group_of[job.replica]].transfers[job.replica].computed(job)
         if job.shares:
-            reads, found, now = job.records.reads_of(job.number), job.match.hit, self._env.now
-            job.read = gateway.writers.began(job.number, job.replica, reads, job.marks, found, job.written, now)
+            reads = ((read.position, read.number) for read in job.blocks.reads)
+            marks = ((write.position, write.number) for write in job.blocks.writes)
+            job.read = gateway.writers.began(
+                job.number, job.replica, reads, marks, job.match.hit, job.written, self._env.now
+            )
 
     def _ended(self, job: Job) -> None:
         self._over(job)
@@ -297,7 +300,7 @@ class Cluster:
         self._count(job.number, None)
         if job.shares:
             gateway.writers.left(job.number)
-        job.known_hashes = None
+        job.known_keys = None
         following = job.following
         if following is not None:
             wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + following.think

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any
 
 from warmkv.config import Config
 from warmkv.policies.dispatcher import Dispatcher
@@ -32,6 +33,7 @@ class SimulatedGateway:
         self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
         self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
         self.writers = Writers()
+        self._by_session = config.routing.policy == "sticky_session"
 
     def choose(
         self, job: Job, replicas: Sequence[str], now: float, *, moves: bool = True
@@ -42,7 +44,10 @@ class SimulatedGateway:
         """
         if len(replicas) == 1 and self._one_kind:
             return replicas, None
-        hashes, leaves = job.hashes, 0
+        hashes: Sequence[Any] = job.keys  # stand for the hashes, but where a session is named by one
+        if self._by_session:
+            hashes = job.records.keys_of(*job.records.hashes.of(job.number))
+        leaves = 0
         if self._lifetimes is not None:
             leaves = self._lifetimes.stored_blocks(job.marks, len(hashes), job.block_size)
         queues = None if self._alone else self._queues(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -76,7 +76,7 @@ class Job:
     resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
     failed: bool = False  # its replica failed, and it was not sent again
 
-    known_hashes: Sequence[bytes] | None = field(default=None, repr=False)
+    known_keys: Sequence[int] | None = field(default=None, repr=False)
 
     # On the replica that has it now.
     names: tuple[Name, ...] = field(default=(), repr=False)  # of its full blocks, where the engine has one pool of them
@@ -98,11 +98,12 @@ class Job:
         return self.records[self.number]
 
     @property
-    def hashes(self) -> Sequence[bytes]:
-        """Return the hashes of its full blocks, which are kept until it ends."""
-        if self.known_hashes is None:
-            self.known_hashes = tuple(self.records.keys_of(*self.records.hashes.of(self.number)))
-        return self.known_hashes
+    def keys(self) -> Sequence[int]:
+        """Return the numbers of the hashes of its full blocks, which are kept until it ends."""
+        if self.known_keys is None:
+            (numbers,) = self.records.hashes.of(self.number)
+            self.known_keys = numbers.tolist()
+        return self.known_keys
 
     @property
     def full_blocks(self) -> int:
@@ -215,13 +216,26 @@ class SimulatedReplica:
 
     # --- what the engine tells
 
-    def resident(self, job: Job, now: float) -> tuple[int, int]:
-        """Return the leading blocks of a prompt that are stored in any tier, and their tokens."""
+    def stored_tokens(self, job: Job, now: float) -> int:
+        """Return the tokens of the leading blocks of a prompt that are stored in any tier."""
         cache = self.cache
         if cache.deadlines.due <= now:
             cache.expire(now)
-        blocks = cache.resident(job.blocks)
-        return blocks, blocks * job.block_size
+        return cache.resident(job.blocks) * job.block_size
+
+    def waits_for_prefix(self, job: Job, computing: Iterable[Job], now: float) -> bool:
+        """Return True if one of the prompts that are computed has the first block of a prompt that is not stored.
+
+        Runs tell what prompts have in common: those that begin alike have the same run at the same place.
+        """
+        cache, runs, common = self.cache, job.blocks.runs, 0
+        if cache.deadlines.due <= now:
+            cache.expire(now)
+        for other in computing:
+            theirs = other.blocks.runs
+            while common < len(runs) and common < len(theirs) and runs[common] == theirs[common]:
+                common += 1
+        return common > 0 and not cache.holds_all(runs[common - 1])
 
     def begin(self, job: Job, now: float) -> float:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""

@@ -122,12 +122,8 @@ class Stores:
         """Return leading blocks of a job's prompt that each replica holds, as the routers know it."""
         if self._late is not None:
             return self._late.warm(job.blocks.runs, now)
-        warm, runs = {}, job.blocks.runs
-        for name, cache in self._caches.items():
-            depths = cache.depths(runs)
-            if depths[-1]:
-                warm[name] = depths
-        return warm
+        runs = job.blocks.runs
+        return {name: depths for name, cache in self._caches.items() if (depths := cache.depths(runs))[2]}
 
     def holders(self, block: MovedBlock) -> list[str]:
         """Return the replicas that hold a block, in any tier."""

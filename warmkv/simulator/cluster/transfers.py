@@ -54,7 +54,7 @@ class SimulatedTransfers:
     ) -> None:
         self._env, self._replica, self._terms = env, replica, terms
         self._block_bytes, self._donors, self._moved = block_bytes, donors, moved
-        self._flights: dict[bytes, Flight] = {}  # by the blocks that they are to bring
+        self._flights: dict[int, Flight] = {}  # by the blocks that they are to bring
         self._room = simpy.Resource(env, CONCURRENT)
         self._times = TransferTimes.of(terms)
         self._prefills: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds, not yet in `_times`
@@ -99,7 +99,7 @@ class SimulatedTransfers:
         _, memory, held = self._replica.cache.leading(job.blocks, plan.blocks, self._env.now)
         if held == plan.blocks:
             return None
-        keys = job.hashes[memory : plan.blocks]
+        keys = job.keys[memory : plan.blocks]
         flight = self._flights.get(keys[0])
         if flight is None:
             if self._gain(job, plan.blocks - held, len(keys)) <= 0 and not plan.always:

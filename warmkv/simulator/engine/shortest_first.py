@@ -6,13 +6,14 @@ are admitted when they get tokens, and their slot and workspace fit; who must wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
 from warmkv.policies import batching
 from warmkv.policies.fair_queue import FairQueue
-from warmkv.simulator.engine.batch import UNBOUNDED, Chunk, Load
+from warmkv.simulator.engine.batch import UNBOUNDED, Load
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, steps_until
 
@@ -30,9 +31,6 @@ class WaitingSlot(EngineRequest, Protocol):
     slot_bytes: int
     workspace_bytes: int
 
-    @property
-    def hashes(self) -> Sequence[bytes]: ...
-
 
 Request = TypeVar("Request", bound=WaitingSlot)
 Told = TypeVar("Told", bound=WaitingSlot, contravariant=True)
@@ -46,8 +44,15 @@ class StoringOwner(Owner[Told], Protocol[Told]):
         """Return True if prompts are stored at all."""
         ...
 
-    def resident(self, request: Told, now: float) -> tuple[int, int]:
-        """Return the leading blocks of a prompt that are stored, and their tokens."""
+    def stored_tokens(self, request: Told, now: float) -> int:
+        """Return the tokens of the leading blocks of a prompt that are stored."""
+        ...
+
+    def waits_for_prefix(self, request: Told, computing: Iterable[Told], now: float) -> bool:
+        """Return True if one of the prompts that are computed has the first block of a prompt that is not stored.
+
+        Then that prompt waits and finds it warm, rather than compute it a second time (`batching.shares_prefix`).
+        """
         ...
 
 
@@ -69,6 +74,7 @@ class ShortestFirst(BatchFormation[Request]):
         self._step_tokens, self._max_slots, self._room = step_tokens, max_slots, room
         self._prompts: dict[Request, float] = {}  # in the order of admission, each with the time when it can go on
         self._used = 0  # bytes of slots and workspaces
+        self._attends = False  # whether tokens of any prompt so far could count for more behind a long context
         super().__init__(owner, wake, fast_forward)
 
     @property
@@ -83,38 +89,52 @@ class ShortestFirst(BatchFormation[Request]):
         return request.slot_bytes + request.workspace_bytes <= self._room
 
     def _joins(self, request: Request) -> bool:
-        return self.free_slots > 0 and self._has_room(request)
+        return self._max_slots > self.batch.size + len(self._prompts) and self._has_room(request)
 
     def _has_room(self, request: Request) -> bool:
         return self._used + request.slot_bytes + request.workspace_bytes <= self._room
 
     def _steps(self) -> Generator[None, float, None]:
-        batch, prompts, waiting = self.batch, self._prompts, self._waiting
+        batch, prompts, waiting, fast = self.batch, self._prompts, self._waiting, self._fast_forward
         now = yield
         while True:
-            if waiting:
+            if waiting and self._max_slots > batch.size + len(prompts):
                 self._admit(now)
-            ready = [request for request, at in prompts.items() if at <= now] if prompts else []
-            if not ready and not batch.size:
-                self._idle = not prompts
-                if prompts:  # their files are being read
-                    self._wake(min(prompts.values()))
+            if not prompts:
+                if batch.size:
+                    self._run(now, batch.unchanged() if fast else 1, batch.lines())
+                else:
+                    self._idle = True
+                now = yield
+                steps, self._run_steps = self._run_steps, 0
+                for request in batch.advance(steps):
+                    self._end(request, now)
+                continue
+            ready = [request for request, at in prompts.items() if at <= now]
+            if not ready and not batch.size:  # their files are being read
+                self._wake(min(prompts.values()))
                 now = yield
                 continue
+            shares = batching.split(max(1, self._step_tokens - batch.size), *self._lacking(ready)) if ready else ()
             chunks: list[tuple[Request, int]] = []
             ending: list[Request] = []
             lead = after = 0.0
-            if ready:
-                shares = batching.split(self._budget, *self._lacking(ready))
-                chunks = [(request, tokens) for request, tokens in zip(ready, shares, strict=True) if tokens]
-            for request, tokens in chunks:
+            for request, tokens in zip(ready, shares, strict=True):
+                if not tokens:
+                    continue
+                chunks.append((request, tokens))
                 lead += request.lead
                 request.lead = 0.0
                 if request.computed + tokens == request.prompt:
                     ending.append(request)
                     after += _hand_off_seconds(request)
-            steps = self._unchanged(chunks, now) if self._fast_forward else 1
-            lines = batch.lines([_chunk(request, tokens) for request, tokens in chunks] if chunks else ())
+            steps = 1 if ending or not fast else self._unchanged(chunks, now)
+            lines = batch.lines(
+                [
+                    (request.costs.prefill.roofline_terms, tokens, request.computed + tokens)
+                    for request, tokens in chunks
+                ]
+            )
             self._run(now + lead, steps, lines, after)
             now = yield
             steps, self._run_steps = self._run_steps, 0
@@ -125,14 +145,10 @@ class ShortestFirst(BatchFormation[Request]):
             for request in ending:
                 self._hand_off(request, now)
 
-    @property
-    def _budget(self) -> int:
-        return max(1, self._step_tokens - self.batch.size)
-
     def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], Sequence[float]]:
         """Return the tokens that prompts lack, and what each counts for in the next step, if not all count once."""
         lacking = [request.prompt - request.computed for request in prompts]
-        if not self.batch.size:
+        if not self._attends or not self.batch.size:
             return lacking, ()
         work = [self._work(request, request.computed) for request in prompts]
         return lacking, work if max(work, default=1.0) > 1 else ()
@@ -149,39 +165,42 @@ class ShortestFirst(BatchFormation[Request]):
         if chunks:
             if max(self._prompts.values()) > now:
                 return 1  # files are being read
-            if max([self._work(request, request.prompt) for request, _ in chunks]) > 1:
+            if self._attends and max([self._work(request, request.prompt) for request, _ in chunks]) > 1:
                 return 1  # the next has fewer tokens
             most = max(1, min([(request.prompt - request.computed - 1) // tokens for request, tokens in chunks]))
         steps = self.batch.unchanged(most)
-        if self._prompts and not chunks:
+        if not chunks:
             steps = steps_until(self.batch.lines(), now, min(self._prompts.values()), steps)
         return steps
 
     def _admit(self, now: float) -> None:
-        """Admit whoever gets tokens of the next step."""
-        while self._waiting and self.free_slots > 0:
-            ready = [request for request, at in self._prompts.items() if at <= now]
-            below = batching.admits_below(self._budget, *self._lacking(ready))
+        """Admit whoever gets tokens of the next step. There are free slots."""
+        waiting, prompts = self._waiting, self._prompts
+        while waiting and self._max_slots > self.batch.size + len(prompts):
+            below = math.inf
+            if prompts:
+                ready = [request for request, at in prompts.items() if at <= now]
+                below = batching.admits_below(max(1, self._step_tokens - self.batch.size), *self._lacking(ready))
             fits, waits = partial(self._fits, below=below, now=now), partial(self._waits_for_prefix, now=now)
-            request = batching.next_prompt(self._waiting, fits, waits)
+            request = batching.next_prompt(waiting, fits, waits)
             if request is None:
                 return
-            self._waiting.take(request)
+            waiting.take(request)
             self._used += request.slot_bytes + request.workspace_bytes
-            self._prompts[request] = now + self._owner.begin(request, now)
+            prompts[request] = now + self._owner.begin(request, now)
+            self._attends = self._attends or request.keys_per_token < math.inf
 
     def _waits_for_prefix(self, request: Request, now: float) -> bool:
         """Return True if a prompt in progress computes what this one lacks."""
         if not self._prompts or not self._store.stores or not self._has_room(request):
             return False
-        blocks, _ = self._store.resident(request, now)
-        return batching.shares_prefix(request.hashes, blocks, [other.hashes for other in self._prompts])
+        return self._store.waits_for_prefix(request, self._prompts, now)
 
     def _fits(self, request: Request, below: float, now: float) -> bool:
         """Return True if a request has room, and tokens of the next step: of a prompt `below` which lengths get any."""
         if not self._has_room(request):
             return False
-        return request.prompt < below or max(1, request.prompt - self._store.resident(request, now)[1]) < below
+        return request.prompt < below or max(1, request.prompt - self._store.stored_tokens(request, now)) < below
 
     def _hand_off(self, request: Request, now: float) -> None:
         """Go from prefill to decode: free the workspace, give the first token."""
@@ -197,10 +216,6 @@ class ShortestFirst(BatchFormation[Request]):
     def _end(self, request: Request, now: float) -> None:
         self._used -= request.slot_bytes
         self._owner.end(request, now)
-
-
-def _chunk(request: WaitingSlot, tokens: int) -> Chunk:
-    return request.costs.prefill.roofline_terms, tokens, request.computed + tokens
 
 
 def _hand_off_seconds(request: WaitingSlot) -> float:

@@ -8,7 +8,8 @@ from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, r
 from warmkv.config import ConfigError
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.cluster import simulate
-from warmkv.simulator.studies.replays.replay import billed, prepare, replay, summarise
+from warmkv.simulator.studies.replays.bills import billed
+from warmkv.simulator.studies.replays.replay import prepare, replay, summarise
 from warmkv.simulator.studies.replays.variants import Variant
 
 FAILURE = st.builds(

@@ -21,6 +21,7 @@ from warmkv.simulator.cluster.memory import gpus_per_replica, plan
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.sweeps import sweep, sweep_quality
 from warmkv.simulator.studies.sweeps.grid import Configure, GridPoint, Settings, digest, point
+from warmkv.simulator.studies.sweeps.replays import Replays
 from warmkv.simulator.studies.sweeps.sweep import SweepRow, prompt_lengths
 from warmkv.simulator.studies.sweeps.sweep_quality import Quality
 from warmkv.simulator.studies.sweeps.tune import TuneConstraint, constraints_of
@@ -120,12 +121,12 @@ Evaluate = Callable[[Settings], Figures]
 
 def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Quality) -> Evaluate:
     """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known."""
-    prompts = prompt_lengths(trace.requests)
+    prompts, replays = prompt_lengths(trace.requests), Replays(trace.requests)
 
     def evaluate(settings: Settings) -> Figures:
         at = point(settings, configure)
         (task,) = sweep.tasks_of([at], trace, base, "auto", False)
-        found = sweep.run_task(trace.requests, task)
+        found = replays.figures(task)
         policy = at.config.compression.policy
         kept = 1.0 if policy == PolicySpec() else sweep_quality.retention(quality, policy, prompts)
         return {**found, "dollars_month": dollars_month(at.config), "quality": kept}

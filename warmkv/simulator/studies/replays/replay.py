@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +16,6 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
-from warmkv.prefixes import breakpoints
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.prefixes.usage import Usage
@@ -28,6 +26,7 @@ from warmkv.simulator.cluster.memory import gpu_dollars, gpu_hours
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
+from warmkv.simulator.studies.replays import bills
 from warmkv.simulator.studies.replays.variants import Variant, VariantError, price_tier
 from warmkv.simulator.workload.job_sizes import Numbers, Specs
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
@@ -115,7 +114,7 @@ class Run:
     @property
     def usages(self) -> list[Usage]:
         """Return the usages of served requests, in that order."""
-        return [billed(job, self.lifetimes) for job in self.jobs if job.replica]
+        return [bills.billed(job, self.lifetimes) for job in self.jobs if job.replica]
 
 
 def replay(
@@ -250,14 +249,6 @@ def _marks(columns: RecordColumns, tier: str, lifetimes: Lifetimes) -> list[tupl
     return [tuple(islice(marks, count)) for count in columns.marks.counts.tolist()]
 
 
-def billed(job: Job, lifetimes: Lifetimes) -> Usage:
-    """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
-    if not job.marked:
-        return _billed_as_reused([job])
-    usage = breakpoints.billed(job.prompt, job.marks, job.match.hit, job.written, job.read, lifetimes.ttls)
-    return Usage(usage.input, usage.read, usage.written, job.output)
-
-
 def run(
     records: Sequence[RequestRecord],
     config: Config,
@@ -301,11 +292,8 @@ def run(
 def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
     """Return totals and percentiles of a finished simulation."""
     served = [job for job in jobs if job.replica]
-    by_tenant: dict[str, list[Job]] = defaultdict(list)
-    for job in served:
-        by_tenant[job.tenant].append(job)
-    bills = {tenant: _bill(own, lifetimes) for tenant, own in sorted(by_tenant.items())}
-    usage = _total(bills.values(), lifetimes)
+    usages = bills.by_tenant(served, lifetimes)
+    usage = bills.together(usages.values(), lifetimes)
     prompt, reused = usage.prompt, sum([job.reused for job in served])
     blocks = int(jobs[0].records.hashes.counts[[job.number for job in served]].sum()) if served else 0
     arrival = np.array([job.arrival for job in served])
@@ -336,7 +324,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         usage=usage,
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
-        bills={tenant: price(own, config.prices).total for tenant, own in bills.items()},
+        bills={tenant: price(own, config.prices).total for tenant, own in usages.items()},
         slots=Amount.of(outcome.slots, outcome.end),
         stored=Amount.of(outcome.stored, outcome.end),
         tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
@@ -351,23 +339,3 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         gpu_dollars=gpu_dollars(config, hours),
     )
     return Run(jobs, lifetimes, outcome, result)
-
-
-def _bill(jobs: Sequence[Job], lifetimes: Lifetimes) -> Usage:
-    """Sum the usage of served jobs."""
-    marked = [billed(job, lifetimes) for job in jobs if job.marked]
-    return _total([*marked, _billed_as_reused([job for job in jobs if not job.marked])], lifetimes)
-
-
-def _billed_as_reused(jobs: Sequence[Job]) -> Usage:
-    """Sum the usage of jobs of the OpenAI APIs, where what is reused is billed as read and nothing as written."""
-    prompt, reused = sum([job.prompt for job in jobs]), sum([job.reused for job in jobs])
-    return Usage(prompt - reused, reused, {}, sum([job.output for job in jobs]))
-
-
-def _total(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
-    """Return all of some usages together."""
-    usages = list(usages)
-    written = {ttl: sum([usage.written.get(ttl, 0) for usage in usages]) for ttl in lifetimes.ttls}
-    inputs, reads = sum([usage.input for usage in usages]), sum([usage.read for usage in usages])
-    return Usage(inputs, reads, written, sum([usage.output for usage in usages]))

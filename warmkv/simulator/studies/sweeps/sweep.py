@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from warmkv import __version__
 from warmkv.config import Config, parse
-from warmkv.faults import UserError
 from warmkv.simulator.cluster.memory import gpus_per_replica
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.pareto import front
@@ -29,6 +28,7 @@ from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.studies.sweeps import sweep_quality
 from warmkv.simulator.studies.sweeps.figures import Figures, sense
 from warmkv.simulator.studies.sweeps.grid import GridPoint, digest
+from warmkv.simulator.studies.sweeps.replays import Replays
 from warmkv.simulator.studies.sweeps.sweep_folder import SweepError, SweepFolder
 from warmkv.simulator.studies.sweeps.sweep_quality import Quality
 from warmkv.simulator.workload.requests import Requests
@@ -136,20 +136,10 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
 # --- doing it ---------------------------------------------------------------------------------------------------
 
 
-def run_task(requests: Requests, task: SweepTask) -> Figures:
-    """Replay a point. Raises SweepError naming the point if it cannot be replayed."""
-    try:
-        (result,) = replay(
-            requests.records, task.config, [task.variant], task.times, turns=requests.turns, inputs=requests.inputs
-        )
-    except UserError as error:
-        raise SweepError(f"{task.label}: {error}") from None
-    return figures(result)
-
-
 def serial(requests: Requests) -> Runner:
     """Run in this process, one after the other."""
-    return lambda tasks: ((task, run_task(requests, task)) for task in tasks)
+    replays = Replays(requests)
+    return lambda tasks: ((task, replays.figures(task)) for task in tasks)
 
 
 @contextmanager
@@ -175,16 +165,16 @@ def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner
 
 
 def _run_in_worker(source: Source, sha256: str, base: str, task: SweepTask) -> Figures:
-    return run_task(_requests(source, sha256, base), task)
+    return _replays(source, sha256, base).figures(task)
 
 
 @lru_cache(maxsize=1)
-def _requests(source: Source, sha256: str, base: str) -> Requests:
+def _replays(source: Source, sha256: str, base: str) -> Replays:
     """Read the trace once in a worker process, for its first point."""
     trace = read(source, parse(json.loads(base)))
     if trace.sha256 != sha256:
         raise SweepError(f"{source.path} has changed since the sweep began")
-    return trace.requests
+    return Replays(trace.requests)
 
 
 def sweep(

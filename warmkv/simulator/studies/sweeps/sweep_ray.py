@@ -12,7 +12,8 @@ from ray.util import ActorPool
 
 from warmkv.faults import UserError
 from warmkv.simulator.studies.sweeps.figures import Figures
-from warmkv.simulator.studies.sweeps.sweep import Runner, SweepTask, run_task
+from warmkv.simulator.studies.sweeps.replays import Replays
+from warmkv.simulator.studies.sweeps.sweep import Runner, SweepTask
 from warmkv.simulator.studies.sweeps.sweep_folder import SweepError
 from warmkv.simulator.workload.requests import Requests
 
@@ -23,10 +24,10 @@ class Worker:
     """Holds the requests, so that they are sent to it once."""
 
     def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+        self._replays = Replays(requests)
 
     def run(self, number: int, task: SweepTask) -> tuple[int, Figures]:
-        return number, run_task(self._requests, task)
+        return number, self._replays.figures(task)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import TimeWeightedGauge, percentiles
 from warmkv.simulator.steps.costs import StepCost, StepKind
-from warmkv.simulator.studies.replays.replay import billed, prepare, replay
+from warmkv.simulator.studies.replays.bills import billed
+from warmkv.simulator.studies.replays.replay import prepare, replay
 from warmkv.simulator.studies.replays.variants import Variant, VariantError, grid, policy_spec, price_tier
 from warmkv.simulator.workload import generator
 from warmkv.simulator.workload.job_sizes import size_classes

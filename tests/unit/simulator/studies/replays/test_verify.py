@@ -11,7 +11,8 @@ from tests.unit.simulator.conversations import run, with_timings
 from warmkv.cli import app
 from warmkv.config import load
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
-from warmkv.simulator.studies.replays.replay import billed, prepare
+from warmkv.simulator.studies.replays.bills import billed
+from warmkv.simulator.studies.replays.replay import prepare
 from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.studies.replays.verify import verify
 from warmkv.simulator.workload import generator

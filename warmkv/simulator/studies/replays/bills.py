@@ -1,0 +1,70 @@
+"""What the tenants of a replay are billed: the usages of all requests, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.prefixes import breakpoints
+from warmkv.prefixes.usage import Usage
+from warmkv.simulator.cluster.replica import Job
+
+
+def billed(job: Job, lifetimes: Lifetimes) -> Usage:
+    """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
+    if not job.marked:
+        return Usage(job.prompt - job.reused, job.reused, {}, job.output)
+    usage = breakpoints.billed(job.prompt, job.marks, job.match.hit, job.written, job.read, lifetimes.ttls)
+    return Usage(usage.input, usage.read, usage.written, job.output)
+
+
+def by_tenant(jobs: Sequence[Job], lifetimes: Lifetimes) -> Mapping[str, Usage]:
+    """Sum the usages of served jobs by tenant, in the order of their names: those that `billed` gives, at once."""
+    if not jobs:
+        return {}
+    records, numbers = jobs[0].records, np.array([job.number for job in jobs])
+    marked = np.array([job.marked for job in jobs])
+    prompt, output = np.array([job.prompt for job in jobs]), np.array([job.output for job in jobs])
+    read = np.array([job.read if job.marked else job.reused for job in jobs])
+    stored = np.array([max(job.match.hit, job.written) if job.marked else 0 for job in jobs])
+
+    marks = records.marks.take(numbers)
+    positions, ttls, _ = marks.flat()
+    owner = np.repeat(np.arange(len(jobs)), marks.counts)
+    counts = marked[owner] & (positions <= stored[owner])
+    end = read  # of what is billed so far
+    written = {}
+    for ttl in sorted(lifetimes.ttls, key=lifetimes.ttls.__getitem__, reverse=True):
+        own = counts if len(lifetimes.ttls) == 1 else counts & (ttls == _place(records.names, ttl))
+        last = np.zeros_like(end)
+        np.maximum.at(last, owner[own], positions[own])
+        written[ttl] = np.maximum(0, last - end)
+        end = np.maximum(end, last)
+
+    codes, places = np.unique(records.tenant[numbers], return_inverse=True)
+
+    def sums(values: np.ndarray) -> list[int]:
+        found = np.zeros(len(codes), dtype=np.int64)
+        np.add.at(found, places, values)
+        return found.tolist()
+
+    columns = (sums(prompt - end), sums(read), sums(output), *(sums(written[ttl]) for ttl in lifetimes.ttls))
+    usages = {
+        records.names[code]: Usage(plain, reads, dict(zip(lifetimes.ttls, writes, strict=True)), drawn)
+        for code, plain, reads, drawn, *writes in zip(codes.tolist(), *columns, strict=True)
+    }
+    return dict(sorted(usages.items()))
+
+
+def together(usages: Iterable[Usage], lifetimes: Lifetimes) -> Usage:
+    """Sum usages."""
+    usages = list(usages)
+    written = {ttl: sum([usage.written.get(ttl, 0) for usage in usages]) for ttl in lifetimes.ttls}
+    inputs, reads = sum([usage.input for usage in usages]), sum([usage.read for usage in usages])
+    return Usage(inputs, reads, written, sum([usage.output for usage in usages]))
+
+
+def _place(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else -1
