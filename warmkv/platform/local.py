@@ -95,7 +95,10 @@ def with_port(config: Config) -> Config:
 
 
 def start_ray(config: Config) -> None:
-    """Start a local Ray with room for the replicas, whatever the number of cores; it ends with this process."""
+    """Start a local Ray with room for the replicas, whatever the number of cores; it ends with this process.
+
+    Raises StartError where it does not start, or has fewer GPUs than are asked for.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers see GPUs as the machine shows them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
@@ -109,14 +112,20 @@ def start_ray(config: Config) -> None:
 
     clusters = [group.cluster for group in config.groups().values()]
     cpus = sum(cluster.most_replicas * cluster.cpus_per_replica for cluster in clusters)
-    ray.init(
-        address="local",
-        namespace="serve",
-        num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-    )
+    try:
+        ray.init(
+            address="local",
+            namespace="serve",
+            num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    except Exception as error:  # as Ray says it where a node is not there in time
+        ray.shutdown()
+        logs = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "session_latest" / "logs"
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise StartError(f"Ray did not start: {why} On a busy machine try again; its logs are in {logs}") from error
     wanted = sum(cluster.replicas * cluster.gpus_per_replica for cluster in clusters)
     found = ray.cluster_resources().get("GPU", 0)
     if wanted > found:
