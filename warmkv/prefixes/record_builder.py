@@ -1,8 +1,8 @@
 """Put records into columns, many at a time: lines of the access log in any form, or records that are there as objects.
 
 The values of a line's JSON go into the columns as they are, and what a record must be is checked for thousands of lines
-at once; lines in the form that the gateway writes are read faster by `record_text.py`. Lines among which something is wrong are halved until it is found; that line alone is
-read as a record, which gives the reason.
+at once; lines in the form that the gateway writes are read faster by `record_text.py`. Lines among which something is
+wrong are halved until it is found; that line alone is read as a record, which gives the reason.
 """
 
 from __future__ import annotations
