@@ -222,6 +222,8 @@ class Builder:
 
     def _numbered(self, words: Sequence[str]) -> Smalls:
         known = self._names
+        if len(words) and words.count(words[0]) == len(words):
+            return np.full(len(words), known.setdefault(words[0], len(known)), dtype=np.int32)
         try:
             return np.fromiter(map(known.__getitem__, words), np.int32, len(words))
         except KeyError:  # of a name that is new

@@ -2,9 +2,9 @@
 
 Quotes tell where strings are, and a colon behind one that it names a field. So where every value lies is known for all
 lines at once, and few become Python objects. Each byte is accounted for: what stands between strings and numbers is
-compared with what `to_json` writes there, and a JSON parser reads the numbers. All lines have the fields of the first,
-in its order. Those in another form, with blanks or escapes for instance, and those that are wrong are left to the
-parser of `record_builder.py`.
+compared with what `to_json` writes there, integers are digits alone, and a JSON parser reads other numbers. All lines
+have the fields of the first, in its order. Those in another form, with blanks or escapes for instance, and those that
+are wrong are left to the parser of `record_builder.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 from warmkv.prefixes.hashing import DIGEST_BYTES
 from warmkv.prefixes.packed_keys import packed
 from warmkv.prefixes.record import COUNTS, DEFAULTS, KINDS, VERSION
-from warmkv.prefixes.record_chunk import TYPES, Chunk, UnusualError, check
-from warmkv.prefixes.record_columns import NAMES, NUMBERS, PARTS, TEXTS
+from warmkv.prefixes.record_chunk import FLOATS, TYPES, Chunk, UnusualError, check
+from warmkv.prefixes.record_columns import NAMES, NUMBERS, PARTS, TEXTS, Floats
 
 Places = NDArray[np.int64]
 Span = tuple[Places, Places]
 
 LINE_BREAK, QUOTE, COLON, COMMA = b'\n":,'
 HEX = 2 * DIGEST_BYTES  # characters of a key
+DIGITS = 18  # of an integer
 LISTS = ("hashes", "generated", "marks", "reads")
 OF_USAGE = ("input", "read", "written", "output")
 NEEDED = {"v", *LISTS, "usage"}
@@ -67,25 +68,29 @@ def _chunk(text: _Text) -> Chunk:
             finds.word(name, value)
         else:
             finds.number(name, value)
-    numbers, words = text.numbers(finds.numbers), text.words(finds.words)
-    _require(set(map(type, numbers["v"])) == {int} and set(numbers["v"]) == {VERSION})
+    integers, floats, words = text.integers(finds.integers), text.floats(finds.floats), text.words(finds.words)
+    _require((integers.pop("v") == VERSION).all())
     for name in KINDS.keys() - set(text.fields):  # of older logs
-        (words if name in WORDS else numbers)[name] = [DEFAULTS[name]] * count
+        if name in WORDS:
+            words[name] = [DEFAULTS[name]] * count
+        else:
+            (floats if name in FLOATS else integers)[name] = np.full(count, DEFAULTS[name])
+    numbers = {name: floats[name] if name in FLOATS else _narrow(integers[name], TYPES[name]) for name in NUMBERS}
     owners = np.repeat(np.arange(count), finds.counts["written"]).tolist()
     _require(len(set(zip(owners, words["written"], strict=True))) == len(owners))
-    usage = {f"usage_{name}": _array(numbers[f"usage.{name}"], (int,), np.int32) for name in COUNTS}
     return Chunk(
-        {name: _array(numbers[name], KINDS[name], TYPES[name]) for name in NUMBERS} | usage,
+        numbers | {f"usage_{name}": _narrow(integers[f"usage.{name}"], np.int32) for name in COUNTS},
         words,
         {name: finds.counts[name].astype(np.int32) for name in PARTS},
-        {name: _array(numbers[name], (int,), np.int32) for name in ("written", "marks", "reads")},
+        {name: _narrow(integers[name], np.int32) for name in ("written", "marks", "reads")},
         packed(text.keys(np.concatenate([finds.keys[name] for name in LISTS]))),
     )
 
 
-def _array(values: Sequence[Any], kinds: tuple[type, ...], dtype: type) -> NDArray[Any]:
-    _require(set(map(type, values)) <= set(kinds))
-    return np.array(values, dtype=dtype)
+def _narrow(values: Places, dtype: type) -> NDArray[Any]:
+    """Return values in fewer bytes. Raises UnusualError where they do not fit."""
+    _require(values.max(initial=0) <= np.iinfo(dtype).max)
+    return values.astype(dtype)
 
 
 def _require(holds: Any) -> None:
@@ -165,20 +170,48 @@ class _Text:
         return binascii.unhexlify(self._windows(f"V{HEX}")[self.opens[strings] + 1].tobytes())
 
     def words(self, strings: Mapping[str, Places]) -> dict[str, list[str]]:
-        """Return strings, by their numbers."""
-        every = np.concatenate(list(strings.values()))
-        text = self._joined(self.opens[every] + 1, self.closes[every], QUOTE).decode("ascii")
-        found = iter(text.split('"'))
-        return {name: list(islice(found, len(each))) for name, each in strings.items()}
+        """Return strings, by their numbers. Those of one name are often all the same."""
+        found, others = {}, dict[str, Places]()
+        for name, each in strings.items():
+            begins, ends = self.opens[each] + 1, self.closes[each]
+            if len(each) and (word := self.raw[begins[0] : ends[0]]):
+                if (ends - begins == len(word)).all() and (self._windows(f"S{len(word)}")[begins] == word).all():
+                    found[name] = [word.decode("ascii")] * len(each)
+                    continue
+            elif (ends == begins).all():
+                found[name] = [""] * len(each)
+                continue
+            others[name] = each
+        if others:
+            every = np.concatenate(list(others.values()))
+            text = self._joined(self.opens[every] + 1, self.closes[every], QUOTE).decode("ascii")
+            rest = iter(text.split('"'))
+            found |= {name: list(islice(rest, len(each))) for name, each in others.items()}
+        return found
 
-    def numbers(self, spans: Mapping[str, Span]) -> dict[str, list[Any]]:
-        """Return what JSON has between places. Raises ValueError."""
+    def integers(self, spans: Mapping[str, Span]) -> dict[str, Places]:
+        """Return counts: digits, which do not begin with a 0 unless it is all."""
+        begins, ends = map(np.concatenate, zip(*spans.values(), strict=True))
+        digits = ends - begins
+        _require((digits > 0).all() and (digits <= DIGITS).all())
+        _require(((self.data[begins] != ord("0")) | (digits == 1)).all())
+        values, some = np.zeros(len(begins), dtype=np.int64), np.arange(len(begins))
+        for place in range(int(digits.max())):
+            some = some[digits[some] > place]
+            digit = self.data[ends[some] - 1 - place].astype(np.int64) - ord("0")
+            _require(((digit >= 0) & (digit <= 9)).all())
+            values[some] += digit * 10**place
+        return dict(zip(spans, np.split(values, np.cumsum([len(begin) for begin, _ in spans.values()])), strict=False))
+
+    def floats(self, spans: Mapping[str, Span]) -> dict[str, Floats]:
+        """Return numbers as JSON has them. Raises ValueError for others."""
+        if not spans:
+            return {}
         begins, ends = map(np.concatenate, zip(*spans.values(), strict=True))
         _require((begins < ends).all())
         every = _loads(b"[%s]" % self._joined(begins, ends, COMMA)[:-1])
-        _require(len(every) == len(begins))
-        found = iter(every)
-        return {name: list(islice(found, len(each))) for name, (each, _) in spans.items()}
+        _require(len(every) == len(begins) and set(map(type, every)) <= {int, float})
+        return dict(zip(spans, np.array(every, dtype=np.float64).reshape(len(spans), -1), strict=True))
 
     def _joined(self, begins: Places, ends: Places, separator: int) -> bytes:
         """Return pieces of the text, a separator behind each."""
@@ -211,11 +244,12 @@ class _Finds:
     counts: dict[str, Places] = field(default_factory=dict)  # of parts
     keys: dict[str, Places] = field(default_factory=dict)  # strings
     words: dict[str, Places] = field(default_factory=dict)  # strings
-    numbers: dict[str, Span] = field(default_factory=dict)
+    integers: dict[str, Span] = field(default_factory=dict)
+    floats: dict[str, Span] = field(default_factory=dict)
 
     def number(self, name: str, value: _Value) -> None:
         _require((value.counts == 0).all())
-        self.numbers[name] = value.begin, value.end
+        (self.floats if name in FLOATS else self.integers)[name] = value.begin, value.end
 
     def word(self, name: str, value: _Value) -> None:
         opens, closes = self.text.opens[value.first], self.text.closes[value.first]
@@ -245,7 +279,7 @@ class _Finds:
             text.require(b'","', text.closes[firsts])
             self.words[name] = firsts
         self.counts[name], self.keys[name] = counts, lasts
-        self.numbers[name] = begins + 1, text.opens[firsts] - 1
+        self.integers[name] = begins + 1, text.opens[firsts] - 1
 
     def mapping(self, name: str, value: _Value) -> None:
         """Find a count for each of some words."""
@@ -255,7 +289,7 @@ class _Finds:
         ends[_lasts(counts)] = value.end[counts > 0] - 1
         self._check_items(b"{}", value, counts, begins, ends)
         self.counts[name], self.words[name] = counts, words
-        self.numbers[name] = self.text.closes[words] + 2, ends
+        self.integers[name] = self.text.closes[words] + 2, ends
 
     def _check_items(self, brackets: bytes, value: _Value, counts: Places, begins: Places, ends: Places) -> None:
         """Raise UnusualError if a value is not these items, with commas between them, in brackets."""
