@@ -2,6 +2,7 @@
 # Peers that the races are run against, each in an environment of its own, so that nothing of them is needed otherwise.
 #
 #   benchmarks/peers.sh vllm      vLLM's CPU build: prints its command, for `served_race --vllm`
+#   benchmarks/peers.sh dynosim   NVIDIA Dynamo's simulator: prints its python, for `simulator_race --dynosim`
 #
 # They lie in $PEERS (.peers by default; vLLM takes 3 GB). The one that is there is left as it is.
 set -euo pipefail
@@ -28,7 +29,20 @@ vllm() {
   echo "$home/bin/vllm"
 }
 
+dynosim() {
+  local home=$peers/dynosim version=1.4.2
+  if [[ ! -x $home/bin/python ]]; then
+    "$python" -m venv "$home.part"
+    # Of what they depend on a replay needs little.
+    "$home.part/bin/pip" install --quiet --no-deps "ai-dynamo==$version" "ai-dynamo-runtime==$version" >&2
+    "$home.part/bin/pip" install --quiet msgspec 'pydantic<=2.13' 'transformers>=5.3' >&2
+    mv "$home.part" "$home"
+  fi
+  echo "$home/bin/python"
+}
+
 case "${1:-}" in
   vllm) vllm ;;
+  dynosim) dynosim ;;
   *) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac

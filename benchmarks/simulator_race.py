@@ -38,7 +38,8 @@ CONVERSATION = "mooncake_conversation.jsonl"
 PROMPT, ANSWER, RATE, BLOCK = 161, 338, 10.0, 64
 COST = StepCost(0.006, 1e-5, 5e-9)
 MODEL = "simulator.model={layers: 32, kv_heads: 8, head_dim: 128, dtype_bytes: 2}"
-ENGINE = "engine={max_slots: 256, max_queue: 1000000, kv_bytes: 1TiB, step_tokens: 2048}"
+SLOTS, STEP_TOKENS = 256, 2048
+ENGINE = f"engine={{max_slots: {SLOTS}, max_queue: 1000000, kv_bytes: 1TiB, step_tokens: {STEP_TOKENS}}}"
 TOKEN_BYTES = 131_072
 
 
@@ -96,6 +97,7 @@ RACES = {
 DEFAULT = ("generated", "conversation", "cluster", "own", "own-cluster")
 SESSIONS = 4000  # of the chat preset, begun within an hour: 13,692 requests
 SWEEP = "sweep"
+BOTH = ("generated", "conversation")  # what DynoSim does as well: one replica, without breakpoints and tiers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if race.trace is not None and not (options.traces / race.trace).exists():
             notes.append(f"{race.name} was not run: {race.trace} is not at {options.traces}; --traces names the folder")
             continue
-        figures += _race(race, options.traces, repeats, options.seed, say)
+        peer = options.dynosim if race.name in BOTH else None
+        figures += _race(race, options.traces, repeats, options.seed, say, peer)
     if SWEEP in (options.only or ()):
         from benchmarks import simulator_sweep
 
@@ -140,14 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if not options.quick and any(each.met is False for each in figures) else 0
 
 
-def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str], None]) -> list[Figure]:
+def _race(
+    race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str], None], peer: Path | None
+) -> list[Figure]:
     from benchmarks.report import figure
 
     settings = load(flags=[MODEL, ENGINE, *race.flags], environ={})
     begin = time.perf_counter()
     requests = _requests(race, folder, settings, seed)
     say(f"{race.name}: {len(requests.records):,} requests read or made in {time.perf_counter() - begin:.1f} s")
-    rates = []
+    rates, peer_rates = [], []
     for _ in range(repeats):
         fresh = replace(requests)  # so that each lays out the blocks, which a sweep does once
         begin = time.perf_counter()
@@ -155,8 +160,19 @@ def _race(race: Race, folder: Path, repeats: int, seed: int, say: Callable[[str]
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")
+        if peer is not None:
+            from benchmarks import simulator_peer
+
+            trace = _trace(race, folder, settings, seed)
+            tokens = int(settings.prefix_cache.memory_bytes) // TOKEN_BYTES
+            peer_rates.append(simulator_peer.requests_per_second(peer, trace, SLOTS, STEP_TOKENS, tokens))
+            say(f"{race.name}: DynoSim {peer_rates[-1]:,.0f} requests a second")
     size = float(_peak_bytes())
     found = [figure(f"requests_per_second_{race.name}", rates, race.target, "higher")]
+    if peer_rates:
+        found += [figure(f"requests_per_second_{race.name}_dynosim", peer_rates, None, "higher")]
+        ratios = [own / other for own, other in zip(rates, peer_rates, strict=True)]
+        found += [figure(f"times_dynosim_{race.name}", ratios, 1, "higher")]
     found += [figure(f"hit_rate_tokens_{race.name}", [done.result.token_hit_rate], None, "higher")]
     found += [figure(f"refused_{race.name}", [float(done.result.refused)], None, "lower")]
     return [*found, figure(f"bytes_{race.name}", [size], race.bytes, "lower")]
@@ -168,10 +184,14 @@ def _requests(race: Race, folder: Path, settings: Config, seed: int) -> Requests
             Workload(sessions=min(SESSIONS, race.requests), hours=1.0), np.random.SeedSequence(seed), settings
         )
         return Requests(columns_of(records[: race.requests]))  # as they are read from a log
+    return of_trace(_trace(race, folder, settings, seed), settings)
+
+
+def _trace(race: Race, folder: Path, settings: Config, seed: int) -> Trace:
     if race.trace is None:
-        return of_trace(generated(race.requests, settings.cluster.replicas, seed), settings)
+        return generated(race.requests, settings.cluster.replicas, seed)
     trace = traces.read(folder / race.trace)
-    return of_trace(trace.take(np.arange(min(race.requests, len(trace)))), settings)
+    return trace.take(np.arange(min(race.requests, len(trace))))
 
 
 def generated(count: int, replicas: int, seed: int) -> Trace:
@@ -216,6 +236,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"one race, repeatable; by default {', '.join(DEFAULT)}",
     )
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="FOLDER", help="where the public traces lie")
+    parser.add_argument(
+        "--dynosim",
+        type=lambda path: Path(path).absolute(),
+        metavar="PYTHON",
+        help="the interpreter that has it (benchmarks/peers.sh dynosim), for races that it can run",
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="3 by default")
     parser.add_argument("--seed", type=int, default=0, help="of generated arrivals (0)")
     return parser.parse_args(arguments)

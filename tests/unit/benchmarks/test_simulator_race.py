@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -50,6 +51,26 @@ def test_the_sweep_runs_in_one_process_and_in_several(tmp_path):
         "share_of_processes_apart_sweep",
     }
     assert all(each["value"] > 0 for each in figures.values())
+
+
+def test_a_peer_is_raced_on_the_same_trace(tmp_path):
+    peer = tmp_path / "python"
+    peer.write_text(
+        f"""#!{sys.executable}
+import json, sys
+report = sys.argv[sys.argv.index("--report-json") + 1]
+engine = json.loads(sys.argv[sys.argv.index("--extra-engine-args") + 1])
+count = len(open(sys.argv[-1]).readlines())
+assert engine["block_size"] == 64 and engine["num_gpu_blocks"] == 8192, engine
+json.dump({{"completed_requests": count, "wall_time_ms": 2000.0}}, open(report, "w"))
+"""
+    )
+    peer.chmod(0o755)
+    path = tmp_path / "race.json"
+    simulator_race.main(["--quick", "--only", "generated", "--dynosim", str(peer), "--json", str(path)])
+    figures = {each["name"]: each["value"] for each in json.loads(path.read_text())["figures"]}
+    assert figures["requests_per_second_generated_dynosim"] == 250
+    assert figures["times_dynosim_generated"] == figures["requests_per_second_generated"] / 250
 
 
 def test_wrong_arguments_are_refused():
