@@ -16,6 +16,7 @@ from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.replicas.protocol import GenerateRequest
 from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.row_tables import padded_batch
 from warmkv.replicas.slots.step_buffer import PARTS, StepBuffer
 
@@ -165,12 +166,11 @@ def test_what_a_step_reads_lies_where_it_lay_while_requests_come_and_go(
 ) -> None:
     busy, chance, seen = driver(models["llama"]), np.random.default_rng(0), list[tuple[int, ...]]()
     number = 0
-    busy.run(*requests(8))  # the most that will be there
+    busy.run(*(make_request(prompt(9), new=40, name=f"w{at}", block=SIZE) for at in range(8)))  # the most there will be
 
     def watched(ids: torch.Tensor, positions: torch.Tensor, state: Any) -> torch.Tensor:
-        (batch,) = state.batches[0] if ids.shape[1] == 1 else (None,)
-        if batch is not None:
-            tables = state._tables
+        if isinstance(state, DecodeState):
+            tables, (batch,) = state._tables, state.batches[0]
             held = ids, positions, tables.facts, tables.numbers, tables.taken, batch.rows
             seen.append(tuple(tensor.data_ptr() for tensor in held))
         return forward(ids, positions, state)
@@ -178,7 +178,7 @@ def test_what_a_step_reads_lies_where_it_lay_while_requests_come_and_go(
     forward = busy.engine._forward
     busy.engine._forward = watched  # type: ignore[assignment]
     while len(seen) < count:
-        while len(busy.engine.scheduler.decoding) < 8 and chance.random() < 0.2:
+        if len(busy.engine.scheduler.everyone()) < 8 and chance.random() < 0.3:
             number += 1
             new = int(chance.integers(2, 12))
             busy.submit(make_request(prompt(int(chance.integers(5, 60))), new=new, name=f"r{number}", block=SIZE))
