@@ -44,7 +44,7 @@ Sessions = tuple[list[RequestRecord], dict[int, FollowUp]]
 
 
 class PrefixAffinity:
-    """PrefixCacheAffinityRouter (ray 2.60) with its defaults: the longest match of all that was sent, however loaded.
+    """Rank as PrefixCacheAffinityRouter (ray 2.60) by default: the longest match of all that was sent, however loaded.
 
     Of several replicas the one with the shortest queue gets a request. It is never told what was evicted.
     """

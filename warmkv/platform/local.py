@@ -8,6 +8,7 @@ import random
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -123,7 +124,7 @@ def start_ray(config: Config) -> None:
         )
     except Exception as error:  # as Ray says it where a node is not there in time
         ray.shutdown()
-        logs = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "session_latest" / "logs"
+        logs = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise StartError(f"Ray did not start: {why} On a busy machine try again; its logs are in {logs}") from error
     wanted = sum(cluster.replicas * cluster.gpus_per_replica for cluster in clusters)

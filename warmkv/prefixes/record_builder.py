@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
-import pydantic_core
 from numpy.typing import NDArray
 
 from warmkv.prefixes.hashing import DIGEST_BYTES
 from warmkv.prefixes.packed_keys import GROWTH, KeyTable, packed
 from warmkv.prefixes.record import DEFAULTS, KINDS, VERSION, RecordError, RequestRecord
-from warmkv.prefixes.record_chunk import TYPES, Chunk, UnusualError, check
+from warmkv.prefixes.record_chunk import LISTS, TYPES, Chunk, UnusualError, check, loads
 from warmkv.prefixes.record_columns import (
     NAMES,
     NUMBERS,
@@ -41,19 +38,11 @@ LARGEST = 2**31 - 1  # of a count, as columns hold it
 FEW = 8  # lines that are read one by one
 MANY = 4096  # records that are put into columns at a time
 PLAIN = (*NUMBERS, *NAMES, *TEXTS)
-LISTS = ("hashes", "generated", "marks", "reads")
 
 _values_of_line = itemgetter("v", *PLAIN, *LISTS, "usage")
 _plain_of_record = attrgetter(*PLAIN, *LISTS)
 _usage_of_line = itemgetter("input", "read", "output", "written")
 _usage_of_record = attrgetter("input", "read", "output", "written")
-
-
-_loads: Callable[[str], Any] = partial(pydantic_core.from_json, cache_strings="keys")
-with suppress(ImportError):  # a third faster; not all who replay have it
-    import orjson
-
-    _loads = orjson.loads
 
 
 def chunks_of(texts: Sequence[str], refuse: Callable[[int, str], None]) -> Iterator[tuple[int, Chunk]]:
@@ -107,7 +96,7 @@ def _stand_in(key: bytes, odd: dict[bytes, bytes]) -> bytes:
 def _chunk_of_lines(texts: Sequence[str]) -> Chunk:
     """Read lines. Raises UnusualError where it is not sure that all are records."""
     try:
-        rows = [_row(line) for line in map(_loads, texts)]
+        rows = [_row(line) for line in map(loads, texts)]
         chunk = _chunk(rows, _packed_hex, checked=True)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UnusualError from error
@@ -254,7 +243,7 @@ class Builder:
 
 
 class _Column:
-    """A column that grows in its place: many short arrays would leave holes in the memory that they had."""
+    """Grow a column in its place: many short arrays would leave holes in the memory that they had."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._values: NDArray[Any] = np.empty(0, dtype)

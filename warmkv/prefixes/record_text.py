@@ -10,20 +10,18 @@ are wrong are left to the parser of `record_builder.py`.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import pydantic_core
 from numpy.typing import NDArray
 
 from warmkv.prefixes.hashing import DIGEST_BYTES
 from warmkv.prefixes.packed_keys import packed
 from warmkv.prefixes.record import COUNTS, DEFAULTS, KINDS, VERSION
-from warmkv.prefixes.record_chunk import FLOATS, TYPES, Chunk, UnusualError, check
+from warmkv.prefixes.record_chunk import FLOATS, LISTS, TYPES, Chunk, UnusualError, check, loads
 from warmkv.prefixes.record_columns import NAMES, NUMBERS, PARTS, TEXTS, Floats
 
 Places = NDArray[np.int64]
@@ -32,16 +30,9 @@ Span = tuple[Places, Places]
 LINE_BREAK, QUOTE, COLON, COMMA = b'\n":,'
 HEX = 2 * DIGEST_BYTES  # characters of a key
 DIGITS = 18  # of an integer
-LISTS = ("hashes", "generated", "marks", "reads")
 OF_USAGE = ("input", "read", "written", "output")
 NEEDED = {"v", *LISTS, "usage"}
 WORDS = (*NAMES, *TEXTS)
-
-_loads: Callable[[bytes | str], Any] = pydantic_core.from_json
-with suppress(ImportError):
-    import orjson
-
-    _loads = orjson.loads
 
 
 def chunk_of_text(text: bytes) -> Chunk:
@@ -99,7 +90,7 @@ def _require(holds: Any) -> None:
 
 
 class _Value(NamedTuple):
-    """Where the value of a field lies in each line: `counts` strings from number `first` on, its beginning and end."""
+    """Locate the value of a field in each line: `counts` strings from number `first` on, its beginning and end."""
 
     first: Places
     counts: Places
@@ -130,7 +121,7 @@ class _Text:
         quotes = np.flatnonzero(data == QUOTE)
         _require(len(quotes) % 2 == 0)
         starts = np.append(0, ends[:-1] + 1)
-        fields = _fields(_loads(raw[: ends[0]]))
+        fields = _fields(loads(raw[: ends[0]]))
         return cls(raw, data, starts, ends, quotes[::2], quotes[1::2], fields)
 
     def values(self) -> Iterator[tuple[str, _Value]]:
@@ -209,7 +200,7 @@ class _Text:
             return {}
         begins, ends = map(np.concatenate, zip(*spans.values(), strict=True))
         _require((begins < ends).all())
-        every = _loads(b"[%s]" % self._joined(begins, ends, COMMA)[:-1])
+        every = loads(b"[%s]" % self._joined(begins, ends, COMMA)[:-1])
         _require(len(every) == len(begins) and set(map(type, every)) <= {int, float})
         return dict(zip(spans, np.array(every, dtype=np.float64).reshape(len(spans), -1), strict=True))
 

@@ -76,7 +76,7 @@ def test_a_missed_target_is_told():
 
 
 def test_the_prefix_router_s_rule_goes_by_what_was_sent_and_then_by_queues():
-    """Names: what is sent where, as its tree knows it; a tenth of a prompt is the least that counts as a match."""
+    """Send prompts as its tree would know them; a tenth of a prompt is the least that counts as a match."""
     rule, rng = PrefixAffinity(), random.Random(0)
     keys = [bytes([at]) for at in range(40)]
 

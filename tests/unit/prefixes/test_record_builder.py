@@ -66,12 +66,12 @@ def one_by_one(texts):
     return read, refused
 
 
-@pytest.mark.parametrize("loads", [record_builder._loads, pydantic_core.from_json])
+@pytest.mark.parametrize("loads", [record_builder.loads, pydantic_core.from_json])
 @given(st.lists(lines(), max_size=20))
 def test_lines_are_read_or_refused_as_each_by_itself(loads, texts):
     refused, read, builder = {}, {}, Builder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_builder, "_loads", loads)
+        patch.setattr(record_builder, "loads", loads)
         for first, chunk in chunks_of(texts, refused.__setitem__):
             single = Builder()
             single.add(chunk)
@@ -128,9 +128,7 @@ def test_counts_beyond_what_columns_hold_are_refused(name):
 def test_a_wrong_line_among_many_costs_no_more_than_twice_their_reading(monkeypatch):
     texts, read = [GOOD.to_json()] * 4096, []
     texts[1234] = "{"
-    monkeypatch.setattr(
-        record_builder, "_loads", lambda text, loads=record_builder._loads: read.append(0) or loads(text)
-    )
+    monkeypatch.setattr(record_builder, "loads", lambda text, loads=record_builder.loads: read.append(0) or loads(text))
     refused = {}
     assert sum(len(chunk) for _, chunk in chunks_of(texts, refused.__setitem__)) == 4095
     assert list(refused) == [1234]

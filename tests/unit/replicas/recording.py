@@ -24,7 +24,7 @@ UNWRITTEN = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empt
 
 
 class Recording(TorchDispatchMode):
-    """Notes every call of torch, and of kernels through `launched`, in the order in which they were made."""
+    """Note every call of torch, and of kernels through `launched`, in the order in which they were made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def _poison(tensor: torch.Tensor) -> None:
 
 
 class CpuRecorder:
-    """Records as `CudaRecorder`; `use` lets it see the kernels that are launched."""
+    """Record as `CudaRecorder`; `use` lets it see the kernels that are launched."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []

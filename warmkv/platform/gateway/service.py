@@ -78,7 +78,7 @@ class Choice:
 
 
 class Service:
-    """Everything the endpoints share.
+    """Hold everything that endpoints share.
 
     `send` makes an attempt at a request and streams the replica's events; `group_of` tells a replica's group.
     """

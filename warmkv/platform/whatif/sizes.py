@@ -19,7 +19,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the replicas say of themselves.
+    """Hold what replicas report of themselves.
 
     `limits` are those of the one with the least memory, by group and setting.
     """
@@ -71,7 +71,7 @@ def _sized(config: Config, limits: Mapping[str, int]) -> Config:
 
 
 def _with_sizes(tree: Mapping[str, Any], sized: Config) -> dict[str, Any]:
-    """Return what differs in a group, its sizes included: it would have those of the others."""
+    """Return the settings in which a group differs, sizes included, else it would have those of the others."""
     engine, cache = sized.engine, sized.prefix_cache
     sizes = {"kv_bytes": int(engine.kv_limit), "step_tokens": engine.step_tokens}
     stored = {"memory_bytes": int(cache.memory_limit)}

@@ -128,7 +128,7 @@ def _compiled(function: Callable[..., Tensor]) -> Any:
 
 
 def _of_shapes(guards: Sequence[Any]) -> list[bool]:
-    """Tell which guards are asked before every pass: a thousand others, on the model, took 0.4 ms of each."""
+    """Keep the guards on inputs. A thousand on the model, which stays as it is, took 0.4 ms of every pass."""
     asked = ("TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE")
     return [guard.guard_type in asked and "_parameters" not in guard.name for guard in guards]
 

@@ -28,7 +28,7 @@ SEEN_BEFORE = 16
 
 
 class Recorder(Protocol):
-    """Records the calls of a computation on a device."""
+    """Record the calls of a computation on a device."""
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Compute once, and return the result with what computes it again, into the same tensors."""
@@ -58,7 +58,7 @@ def graphs_on(device: torch.device) -> Graphs[Any] | None:
 
 @dataclass(slots=True)
 class Graphs(Generic[T]):
-    """The recordings of an engine's steps."""
+    """Keep the recordings of an engine's steps."""
 
     record: Recorder
     seen_before: int = SEEN_BEFORE

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched, and what waits for its tokens."""
+    """Hold a step that was launched, and what waits for its tokens."""
 
     sequences: list[Sequence]
     read: Callable[[], list[int]]
@@ -34,8 +34,10 @@ class InFlight:
 
 @dataclass(slots=True)
 class Overlap:
-    """The step in flight of an engine. `launch` starts a step, each of whose tokens comes from the host, or is
-    -1 - n for the n-th that the step in flight draws; it returns the tokens drawn, on the device.
+    """Launch the steps of an engine, one of which may be in flight.
+
+    `launch` starts a step whose input tokens come from the host, or are -1 - n for the n-th that the step in flight
+    draws. It returns the tokens drawn, on the device.
     """
 
     scheduler: Scheduler

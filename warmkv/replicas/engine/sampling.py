@@ -39,7 +39,7 @@ CANDIDATES = 1024
 
 
 class Branches(NamedTuple):
-    """What sampling a batch does beyond drawing from all tokens."""
+    """Tell what sampling a batch does beyond drawing from all tokens."""
 
     bounded: bool  # top_p or top_k leave tokens out
     candidates: int  # the most probable tokens that are sorted for it

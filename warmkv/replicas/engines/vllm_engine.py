@@ -87,7 +87,7 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
 
 
 class VllmEngine:
-    """The engine interface over vLLM's AsyncLLM. For the thread of the event loop, but for `stop`."""
+    """Serve the engine interface by vLLM's AsyncLLM. For the thread of the event loop, but for `stop`."""
 
     def __init__(
         self,

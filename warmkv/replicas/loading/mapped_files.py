@@ -16,7 +16,7 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class MappedFiles:
-    """The addresses at which this process has checkpoints mapped."""
+    """Hold the addresses at which this process has checkpoints mapped."""
 
     ranges: Sequence[range]
 

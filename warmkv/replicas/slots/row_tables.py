@@ -90,7 +90,7 @@ class _Layout:
 
 
 class RowTables:
-    """The tables of a pool in the buffer of its steps, and workspace; nothing moves unless it has to grow."""
+    """Keep the tables of a pool in the buffer of its steps, and workspace; nothing moves unless it has to grow."""
 
     def __init__(
         self, shape: KVShape, buffer: StepBuffer, device: torch.device, inv_freq: Tensor, page_size: int = 0

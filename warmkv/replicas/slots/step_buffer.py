@@ -71,7 +71,7 @@ class StepBuffer:
 
 
 class _HostCopy:
-    """Numbers on the host, pinned for a GPU, which may be written again once their upload is done."""
+    """Hold numbers on the host, pinned for a GPU, which may be written again once their upload is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         cuda = device.type == "cuda"

@@ -25,7 +25,7 @@ Name = tuple[int, int]
 
 @dataclass(slots=True)
 class Removals:
-    """Blocks and tails that left a tier, and why; `short` tells that a tier had not room for all at some time."""
+    """Count blocks and tails that left a tier, and why; `short` tells that a tier once had not room for all."""
 
     evicted: int = 0
     expired: int = 0

@@ -126,7 +126,7 @@ def entry_bytes(config: Config, token_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind:
-    """Replicas of one group: their settings, caches and step times, and their limits if they batch as vLLM does."""
+    """Hold what replicas of a group share: settings, caches and step times, and limits if they batch as vLLM does."""
 
     config: Config
     stores: Stores
@@ -136,7 +136,7 @@ class ReplicaKind:
 
 
 class Cluster:
-    """Requests on their way through the gateways to the replicas, in SimPy's time. `kinds` are those of each group."""
+    """Bring requests through the gateways to the replicas, in SimPy's time. `kinds` are those of each group."""
 
     def __init__(
         self,

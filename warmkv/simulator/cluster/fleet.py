@@ -20,7 +20,7 @@ from warmkv.simulator.cluster.transfers import Moved, Process, SimulatedTransfer
 
 
 class Fleet:
-    """Replicas of one kind that come and go, in SimPy's time, until `close`.
+    """Start and end replicas of one kind, in SimPy's time, until `close`.
 
     They have places, numbered from 0: one that starts takes the lowest that is free. Those that follow the first in a
     place have names of their own, as in Ray Serve. All names begin with `name`.

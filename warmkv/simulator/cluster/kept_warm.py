@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Touch:
-    """A request for a prefix and one token more. It is no job: it is not billed, and prolongs no life."""
+    """Request a prefix and one token more. It is no job: it is not billed, and prolongs no life."""
 
     names: tuple[Name, ...]  # of the prefix's blocks
     prompt: int  # tokens

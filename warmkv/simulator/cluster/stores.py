@@ -29,7 +29,7 @@ LayOut = Callable[[Sequence[RequestRecord]], Layout]
 
 
 class Levels:
-    """What all replicas together hold over time, in bytes, and what left."""
+    """Measure what all replicas together hold over time, in bytes, and what left."""
 
     def __init__(self) -> None:
         self.stored, self.removals = TimeWeightedGauge(), Removals()
@@ -62,7 +62,7 @@ def laid_out(
 
 
 class Stores:
-    """The caches of replicas of one kind, and what routers know of them. Times are virtual seconds.
+    """Make the caches of replicas of one kind, and tell routers of them. Times are virtual seconds.
 
     `laid` are the prompts' blocks, `levels` is told what the replicas hold.
     """

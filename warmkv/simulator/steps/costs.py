@@ -165,7 +165,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """Step times of several kinds of replicas, by their group; its own are those of the group ""."""
+    """Hold the step times of several kinds of replicas, by their group; its own are those of the group ""."""
 
     groups: Mapping[str, StepTimes]
 

@@ -160,7 +160,7 @@ def test_nothing_of_queries_by_keys_is_allocated(start: int, window: int, monkey
 
 
 def test_without_the_kernel_a_mask_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     monkeypatch.setattr(flash, "can_use_flash_attention", lambda params: False)
     with Recorder() as recorder:
         prompt = state(1400, 0, dtype=torch.bfloat16, device="meta")

@@ -140,7 +140,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replay_draws_what_the_calls_draw(
     models: Any, recorder: CpuRecorder, poisoned: None, policies: tuple[str, ...]
 ) -> None:
-    """Of every policy, greedily and at random, while requests join and leave, whatever lay in the buffers before."""
+    """Mix all policies, greedy and at random, while requests join and leave, whatever lay in the buffers before."""
     drawing = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_k": 9}]
     drawing = drawing[: len(policies)]
     requests = [
@@ -157,7 +157,7 @@ def test_a_replay_draws_what_the_calls_draw(
 
 
 def test_what_the_host_has_to_see_is_drawn_outside(models: Any, quick: CpuRecorder) -> None:
-    """Penalties, constraints and log-probabilities: the model is replayed, tokens are drawn from its logits."""
+    """Ask for penalties, constraints and log-probabilities: the model is replayed, tokens are drawn from its logits."""
     requests = [
         make_request(prompt(18, seed=1), new=8, name="penalties", block=SIZE, repetition_penalty=1.7),
         make_request(prompt(21, seed=2), new=8, name="log-probabilities", block=SIZE, logprobs=3),
@@ -170,7 +170,7 @@ def test_what_the_host_has_to_see_is_drawn_outside(models: Any, quick: CpuRecord
 
 
 def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, recorder: CpuRecorder) -> None:
-    """And nothing that was called while it failed is taken for done."""
+    """Check that nothing that was called while it failed is taken for done."""
 
     def failing(compute: Callable[[], Any]) -> Any:
         compute_layer, calls = kernels.attend, 0

@@ -86,7 +86,7 @@ def serve(driver: Driver, crowd: list[tuple[int, GenerateRequest]]) -> dict[str,
 @settings(max_examples=20)
 @given(crowds(), st.sampled_from([None, 12, 40]))
 def test_everybody_is_told_what_it_is_told_by_steps_one_after_the_other(crowd: Any, ends: int | None) -> None:
-    """Tokens, log-probabilities, reasons and counts; a token that many draw ends answers."""
+    """Compare tokens, log-probabilities, reasons and counts; a token that many draw ends answers."""
     model = MODELS["llama"] if ends is None else replace_eos(MODELS["llama"], ends)
     expected = serve(Driver(model, **OFF, step_tokens=40), crowd)
     driver = overlapped(Driver(model, **OFF, step_tokens=40))

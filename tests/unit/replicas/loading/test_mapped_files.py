@@ -38,7 +38,7 @@ print((resident("VmHWM") - before) / model.weight_bytes())
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this build of torch packs no weights")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_start_holds_the_weights_once(tmp_path: Path, dtype: torch.dtype) -> None:
-    """By the most that was ever resident: of a file in another dtype, that file is mapped beside what is made of it."""
+    """Take the most that was ever resident; a file in another dtype is mapped beside what is made of it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

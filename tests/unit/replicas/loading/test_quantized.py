@@ -104,7 +104,7 @@ def compressed_fp8(weight: Tensor, random: np.random.Generator) -> tuple[Stored,
 
 
 def fp8(weight: Tensor, random: np.random.Generator) -> tuple[Stored, Tensor]:
-    """Blocks of 16 x 16 with a scale each."""
+    """Quantise blocks of 16 x 16 with a scale each."""
     blocks = weight.view(len(weight) // 16, 16, -1, 16)
     scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
     rounded = (blocks / scale).to(torch.float8_e4m3fn)

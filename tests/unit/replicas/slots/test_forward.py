@@ -93,7 +93,7 @@ def test_packed_weights_are_multiplied_by_in_compiled_code(
 def test_engines_of_one_process_do_not_compute_by_each_others_code(
     unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guards that would tell their models apart are not asked."""
+    """Compile for two models: the guards that would tell them apart are not asked."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.manual_seed(7)
     other = random_model("llama")

@@ -107,7 +107,7 @@ def test_a_batch_decodes_padded_and_draws_what_each_draws_alone(in_pages: None, 
 
 
 def test_numbers_of_old_steps_are_never_read(in_pages: None, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies in the buffer that a step does not tell anew, but for facts and layout, which stay."""
+    """Poison all of the buffer that a step does not write anew, but for facts and layout, which stay."""
     expected, poisoned = alone(models["llama"], 6), [0]
     upload = StepBuffer.upload
 
@@ -126,7 +126,7 @@ def test_numbers_of_old_steps_are_never_read(in_pages: None, models: Any, monkey
 
 
 class Uploads(TorchDispatchMode):
-    """Counts tensors that are made of Python's numbers, each an upload by itself on a GPU."""
+    """Count tensors that are made of Python's numbers, each an upload by itself on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def test_a_request_runs_where_its_policy_can_be_served(records, fast_forward):
 
 @given(logs(("full", "full+fp8")))
 def test_groups_that_share_no_request_are_as_two_services(records):
-    """Sizes, formats, batches and step times are each group's own."""
+    """Give each group sizes, formats, batches and step times of its own."""
     whole, times = config(*APART), {"": EXACT, "fp8": SLOW}
     jobs, outcome = run(records, whole, cost=GroupTimes(times))
     expected, evicted = {}, 0
@@ -57,7 +57,7 @@ def test_groups_that_share_no_request_are_as_two_services(records):
 
 @given(logs(), st.sampled_from(["prefix_cost", "least_loaded", "power_of_two", "round_robin"]), st.sampled_from([1, 2]))
 def test_a_group_of_the_same_kind_is_more_replicas(records, policy, gateways):
-    """But that it moves no blocks to the others."""
+    """Compare with more replicas that move no blocks to the others."""
     flags = (f"routing.policy={policy}", f"cluster.gateways={gateways}", "routing.transfer=false")
     apart, outcome = run(records, config("cluster.groups={more: {cluster: {replicas: 2}}}", *flags))
     together, expected = run(records, config("cluster.replicas=3", *flags))
@@ -68,7 +68,7 @@ def test_a_group_of_the_same_kind_is_more_replicas(records, policy, gateways):
 
 
 def test_what_waits_for_one_group_is_not_given_to_another():
-    """The only replica of a group dies: its requests wait until there is another one."""
+    """Let the only replica of a group die: its requests wait until there is another one."""
     failing = "simulator.failures=[{at: 1, replica: 0, seconds: 2}]"
     settings = config(BOTH, failing, "simulator.startup_seconds=3")
     asked = [(0.0, "snapkv@6"), (1.5, "snapkv@6"), (2.0, "full")]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replays:
-    """Replays of the same requests. Keeps the figures of those that had room enough, one for all other settings."""
+    """Replay the same requests, keeping the figures of replays that had room enough, one for all other settings."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
