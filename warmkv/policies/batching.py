@@ -56,8 +56,19 @@ def split(budget: int, remaining: Sequence[int], work: Sequence[float] = ()) -> 
     """
     if not remaining or (not work and sum(remaining) <= budget):
         return list(remaining)
-    work = work or [1.0] * len(remaining)
+    if len(remaining) == 1 and not work:
+        return [budget]
     shares = [0] * len(remaining)
+    if not work:
+        shares[0] = _first_share(budget, remaining[0], 1.0)
+        rest = budget - shares[0]
+        for at in sorted(range(len(remaining)), key=remaining.__getitem__):
+            more = min(rest, remaining[at] - shares[at])
+            shares[at] += more
+            rest -= more
+            if not rest:
+                break
+        return shares
     shares[0] = _first_share(budget, remaining[0], work[0])
     left = budget - shares[0] * work[0]
     for at in sorted(range(len(remaining)), key=remaining.__getitem__):
@@ -120,6 +131,25 @@ def next_prompt(
                 other.passed += 1
             return request
         if request.passed >= PASSES:
+            return None
+        passed.append(request)
+    return None
+
+
+def next_fitting(
+    waiting: Iterable[Request], fits: Callable[[Request], bool], waits: Callable[[Request], bool]
+) -> Request | None:
+    """Do as `next_prompt` where `fits` claims nothing: `waits`, which takes longer, is called only if it matters."""
+    passed: list[Request] = []
+    for request in islice(waiting, PASSES):
+        if fits(request):
+            if waits(request):
+                continue
+            for other in passed:
+                if not waits(other):
+                    other.passed += 1
+            return request
+        if request.passed >= PASSES and not waits(request):
             return None
         passed.append(request)
     return None

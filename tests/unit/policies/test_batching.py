@@ -11,6 +11,7 @@ from warmkv.policies.batching import (
     PASSES,
     admits_below,
     keys_per_token,
+    next_fitting,
     next_prompt,
     shares_prefix,
     split,
@@ -123,6 +124,24 @@ def test_only_the_first_of_a_long_queue_are_considered():
     queue = [Waiting(str(number)) for number in range(10 * PASSES)]
     assert next_prompt(queue, lambda each: bool(seen.append(each)), lambda each: False) is None
     assert seen == queue[:PASSES]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([0, 1, PASSES - 1, PASSES])), max_size=40))
+def test_the_next_that_fits_is_the_next_prompt(kinds):
+    """Whom it passes is the same, too."""
+    found = []
+    for choose in (next_prompt, next_fitting):
+        queue = [Waiting(str(number), passed=passed) for number, (_, _, passed) in enumerate(kinds)]
+        kind = dict(zip(queue, kinds, strict=True))
+        chosen = choose(queue, lambda each, kind=kind: kind[each][0], lambda each, kind=kind: kind[each][1])
+        found.append((chosen and chosen.name, [each.passed for each in queue]))
+    assert found[0] == found[1]
+
+
+@given(BUDGETS, LACKING)
+def test_tokens_that_count_once_are_divided_alike_however_that_is_said(budget, remaining):
+    assert split(budget, remaining) == split(budget, remaining, [1.0] * len(remaining))
+    assert admits_below(budget, remaining) == admits_below(budget, remaining, [1.0] * len(remaining))
 
 
 def test_a_prompt_waits_only_for_the_block_that_it_lacks():

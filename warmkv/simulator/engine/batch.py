@@ -118,6 +118,22 @@ class DecodeBatch(Generic[Request]):
             lines.append((empty + added, growth))
         return lines
 
+    def seconds(self, chunks: Sequence[Chunk], ahead: int) -> float:
+        """Return the seconds of the step behind `ahead` others that changed nothing else, with chunks as in `lines`."""
+        seconds = 0.0
+        for roof, _ in enumerate(chunks[0][0]):
+            empty = added = 0.0
+            for costs, tokens, context in chunks:
+                cost = costs[roof]
+                empty = max(empty, cost.a)
+                added += cost.load(tokens, context)
+            for load in self._loads:
+                cost, batch = load.roofline_terms[roof], load.batch
+                empty = max(empty, cost.a)
+                added += cost.b * batch + (cost.c + cost.d * batch) * (load.context + load.growing * (ahead + 1))
+            seconds = max(seconds, empty + added)
+        return seconds
+
     def advance(self, steps: int) -> Collection[Request]:
         """Take steps during which the batch is `unchanged`; return the sequences that end with them."""
         if not self.size:

@@ -8,6 +8,7 @@ with that time. An arrival may make that time earlier: a run of many steps ends 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -56,6 +57,7 @@ class BatchFormation(ABC, Generic[Request]):
         self._idle = True
         self._run_since, self._run_steps = 0.0, 0  # a run of steps that are alike
         self._run_lines: Sequence[Line] = ()
+        self._run_ends: Sequence[float] = ()  # of its steps, if they are not alike
         life = self._steps()
         next(life)
         self.resume = life.send
@@ -88,15 +90,28 @@ class BatchFormation(ABC, Generic[Request]):
             self._idle = False
             self._wake(now)
         elif self._run_steps and self._joins(request):
-            steps = steps_until(self._run_lines, self._run_since, now, self._run_steps)
+            if self._run_ends:
+                steps = 1 + bisect_left(self._run_ends, now)
+            else:
+                steps = steps_until(self._run_lines, self._run_since, now, self._run_steps)
             if steps < self._run_steps:
                 self._run_steps = steps
-                self._wake(max(now, self._run_since + run_seconds(self._run_lines, steps)))
+                end = (
+                    self._run_ends[steps - 1]
+                    if self._run_ends
+                    else self._run_since + run_seconds(self._run_lines, steps)
+                )
+                self._wake(max(now, end))
 
     def _run(self, now: float, steps: int, lines: Sequence[Line], after: float = 0.0) -> None:
         """Begin a run of steps of these lines, which `_run_steps` counts: fewer, if a request joins.
 
         Behind a single step `after` seconds may follow.
         """
-        self._run_lines, self._run_since, self._run_steps = lines, now, steps
+        self._run_lines, self._run_since, self._run_steps, self._run_ends = lines, now, steps, ()
         self._wake(now + run_seconds(lines, steps) + after)
+
+    def _run_to(self, ends: Sequence[float]) -> None:
+        """Begin a run of steps that end at these times, likewise."""
+        self._run_steps, self._run_ends = len(ends), ends
+        self._wake(ends[-1])

@@ -17,6 +17,9 @@ from warmkv.simulator.engine.batch import UNBOUNDED, Load
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, steps_until
 
+MOST_AHEAD = 64
+"""Steps of different sizes that are computed at once, at most: arrivals may be before their end."""
+
 
 class WaitingSlot(EngineRequest, Protocol):
     """A request that decodes in a slot. The owner sets what follows `passed` up to `lead` when it begins."""
@@ -74,6 +77,7 @@ class ShortestFirst(BatchFormation[Request]):
         self._step_tokens, self._max_slots, self._room = step_tokens, max_slots, room
         self._prompts: dict[Request, float] = {}  # in the order of admission, each with the time when it can go on
         self._used = 0  # bytes of slots and workspaces
+        self._reading = 0.0  # until when files of some prompt are read
         self._attends = False  # whether tokens of any prompt so far could count for more behind a long context
         super().__init__(owner, wake, fast_forward)
 
@@ -110,7 +114,7 @@ class ShortestFirst(BatchFormation[Request]):
                 for request in batch.advance(steps):
                     self._end(request, now)
                 continue
-            ready = [request for request, at in prompts.items() if at <= now]
+            ready = self._ready(now)
             if not ready and not batch.size:  # their files are being read
                 self._wake(min(prompts.values()))
                 now = yield
@@ -123,11 +127,21 @@ class ShortestFirst(BatchFormation[Request]):
                 if not tokens:
                     continue
                 chunks.append((request, tokens))
-                lead += request.lead
-                request.lead = 0.0
+                if request.lead:
+                    lead += request.lead
+                    request.lead = 0.0
                 if request.computed + tokens == request.prompt:
                     ending.append(request)
                     after += _hand_off_seconds(request)
+            if fast and not ending and self._reading <= now and self._is_deep(chunks):
+                computed = self._run_shrinking(ready, shares, now + lead)
+                now = yield
+                steps, self._run_steps = self._run_steps, 0
+                for request, tokens in zip(ready, computed[steps - 1], strict=True):
+                    request.computed = tokens
+                for request in batch.advance(steps):
+                    self._end(request, now)
+                continue
             steps = 1 if ending or not fast else self._unchanged(chunks, now)
             lines = batch.lines(
                 [
@@ -145,6 +159,12 @@ class ShortestFirst(BatchFormation[Request]):
             for request in ending:
                 self._hand_off(request, now)
 
+    def _ready(self, now: float) -> list[Request]:
+        """Return the prompts whose files are read."""
+        if self._reading <= now:
+            return list(self._prompts)
+        return [request for request, at in self._prompts.items() if at <= now]
+
     def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], Sequence[float]]:
         """Return the tokens that prompts lack, and what each counts for in the next step, if not all count once."""
         lacking = [request.prompt - request.computed for request in prompts]
@@ -156,17 +176,57 @@ class ShortestFirst(BatchFormation[Request]):
     def _work(self, request: Request, context: int) -> float:
         return batching.work_per_token(context, request.keys_per_token, self.batch.size)
 
+    def _is_deep(self, chunks: Sequence[tuple[Request, int]]) -> bool:
+        """Return True if tokens of these prompts come to count for more, so that each step has fewer than the last."""
+        if not chunks or not self._attends or not self.batch.size:
+            return False
+        return max([self._work(request, request.prompt) for request, _ in chunks]) > 1
+
+    def _run_shrinking(self, ready: Sequence[Request], shares: Sequence[int], now: float) -> list[list[int]]:
+        """Begin a run of steps that divide their tokens anew, up to the next with which a prompt or a sequence ends.
+
+        Returns the tokens that each prompt has after each step. Nobody can be admitted meanwhile but who arrives: the
+        length below which a prompt gets tokens never rises while no prompt ends, for it is what the shortest lacks, or
+        0 once the first one's share is a token that counts for as much as the budget.
+        """
+        batch, budget = self.batch, max(1, self._step_tokens - self.batch.size)
+        have = [request.computed for request in ready]
+        computed: list[list[int]] = []
+        ends: list[float] = []
+        most = batch.unchanged(MOST_AHEAD)
+        while True:
+            have = [tokens + more for tokens, more in zip(have, shares, strict=True)]
+            now += batch.seconds(
+                [
+                    (request.costs.prefill.roofline_terms, more, tokens)
+                    for request, more, tokens in zip(ready, shares, have, strict=True)
+                    if more
+                ],
+                len(ends),
+            )
+            ends.append(now)
+            computed.append(have)
+            if len(ends) == most:
+                break
+            lacking = [request.prompt - tokens for request, tokens in zip(ready, have, strict=True)]
+            work = [self._work(request, tokens) for request, tokens in zip(ready, have, strict=True)]
+            shares = batching.split(budget, lacking, work if max(work) > 1 else ())
+            chunks = [(request, more) for request, more in zip(ready, shares, strict=True) if more]
+            ends_one = any(more == tokens for more, tokens in zip(shares, lacking, strict=True))
+            if ends_one or any(request.lead for request, _ in chunks) or not self._is_deep(chunks):
+                break
+        self._run_to(ends)
+        return computed
+
     def _unchanged(self, chunks: Sequence[tuple[Request, int]], now: float) -> int:
         """Return the number of next steps that are like the first: no prompt and no sequence ends, nobody can join.
 
-        Where no prompt ends, one that gets the rest of a step stays the shortest.
+        Where no prompt ends, one that gets the rest of a step stays the shortest; tokens of all count once.
         """
         most = UNBOUNDED
         if chunks:
-            if max(self._prompts.values()) > now:
-                return 1  # files are being read
-            if self._attends and max([self._work(request, request.prompt) for request, _ in chunks]) > 1:
-                return 1  # the next has fewer tokens
+            if self._reading > now:
+                return 1
             most = max(1, min([(request.prompt - request.computed - 1) // tokens for request, tokens in chunks]))
         steps = self.batch.unchanged(most)
         if not chunks:
@@ -179,24 +239,26 @@ class ShortestFirst(BatchFormation[Request]):
         while waiting and self._max_slots > self.batch.size + len(prompts):
             below = math.inf
             if prompts:
-                ready = [request for request, at in prompts.items() if at <= now]
-                below = batching.admits_below(max(1, self._step_tokens - self.batch.size), *self._lacking(ready))
-            fits, waits = partial(self._fits, below=below, now=now), partial(self._waits_for_prefix, now=now)
-            request = batching.next_prompt(waiting, fits, waits)
+                budget = max(1, self._step_tokens - self.batch.size)
+                below = batching.admits_below(budget, *self._lacking(self._ready(now)))
+            fits, waits = partial(self._fits, below, now), partial(self._waits_for_prefix, now)
+            request = batching.next_fitting(waiting, fits, waits)
             if request is None:
                 return
             waiting.take(request)
             self._used += request.slot_bytes + request.workspace_bytes
-            prompts[request] = now + self._owner.begin(request, now)
+            prompts[request] = at = now + self._owner.begin(request, now)
+            if at > self._reading:
+                self._reading = at
             self._attends = self._attends or request.keys_per_token < math.inf
 
-    def _waits_for_prefix(self, request: Request, now: float) -> bool:
+    def _waits_for_prefix(self, now: float, request: Request) -> bool:
         """Return True if a prompt in progress computes what this one lacks."""
         if not self._prompts or not self._store.stores or not self._has_room(request):
             return False
         return self._store.waits_for_prefix(request, self._prompts, now)
 
-    def _fits(self, request: Request, below: float, now: float) -> bool:
+    def _fits(self, below: float, now: float, request: Request) -> bool:
         """Return True if a request has room, and tokens of the next step: of a prompt `below` which lengths get any."""
         if not self._has_room(request):
             return False
