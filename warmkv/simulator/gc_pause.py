@@ -19,4 +19,7 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # what was made meanwhile joins the oldest, so that none of it is visited now
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,6 +75,7 @@ class ReplicaCache:
         self._tree = PrefixTree(tiers, share, self._nodes.forget)
         self.deadlines = self._tree.deadlines
         self._known = [0] * len(tiers)
+        self.came: Callable[[float], object] = lambda now: None  # told when blocks have come from other replicas
         self._planes = [TIERS.index(tier.name) for tier in tiers]
         memory = [at for at, tier in enumerate(tiers) if tier.name != "disk"]
         self.chains = Chains(layout, self._nodes, self._tree, memory)  # what it can give to others
@@ -326,6 +327,7 @@ class ReplicaCache:
             self._tree.adopt(partial(self.chains.parts, chain, now), chain[0].tenant)
             self._nodes.trim(self._nodes.path(numbers(chain)))
             self._tell(now)
+        self.came(now)
 
     def drop(self, now: float) -> None:
         """Drop everything: the replica is gone."""

@@ -170,6 +170,10 @@ class Cluster:
         self._capabilities = config.capabilities
         self._moves: dict[tuple[str, ...], bool] = {}  # by the groups that may get a request
         self._counted: dict[int, str] = {}  # the group whose autoscaling counts a request
+        self._scales = any(kind.config.cluster.autoscaling is not None for kind in kinds.values())
+        # The only fleet, if it never has two replicas: then there is nothing to choose, and nobody asks what is booked.
+        single = len(kinds) == 1 and config.cluster.replicas == 1 and not (self._scales or as_placed)
+        self._single = self._fleets[""] if single else None
         self._unplaced: deque[Job] = deque()  # requests while no replica takes any
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
@@ -219,7 +223,7 @@ class Cluster:
             self._progress(self._arrived)
         job.gateway = self._arrived % len(self._gateways)
         self._arrived += 1
-        if len(self._fleets) == 1:
+        if self._scales and len(self._fleets) == 1:
             self._count(job.number, "")
         if job.shares:
             self._gateways[job.gateway].writers.arrived(job.number, self._env.now)
@@ -227,6 +231,16 @@ class Cluster:
 
     def _send(self, job: Job) -> None:
         """Hand a job to the best replica that can take it. It waits while there is none; if none can, it is refused."""
+        if self._single is not None and self._single.names:
+            (name,) = self._single.names
+            replica, now = self._single.serving[name], self._env.now
+            if replica.cache.deadlines.due <= now:
+                replica.cache.expire(now)
+            if not replica.full and replica.ever_fits(job):
+                replica.submit(job)
+            else:
+                self._refuse(job)
+            return
         now, gateway = self._env.now, self._gateways[job.gateway]
         groups = tuple([name for name, fleet in self._fleets.items() if name in job.groups and fleet.serving])
         if not groups:
@@ -253,7 +267,7 @@ class Cluster:
             fleet = self._fleets[self._group_of[name]]
             replica = fleet.serving[name]
             if not replica.full and replica.ever_fits(job):
-                if len(self._fleets) > 1:
+                if self._scales and len(self._fleets) > 1:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
                 gateway.sent(job, name, replica.in_flight, now)
@@ -279,25 +293,29 @@ class Cluster:
     def _began(self, job: Job) -> None:
         """Bill a computed prompt: a request that came before a prefix was stored is billed as writing it, too."""
         gateway = self._gateways[job.gateway]
-        gateway.in_flight.began(job.number)
+        if self._single is None:
+            gateway.in_flight.began(job.number)
         if job.resumptions:
             return
-        self._fleets[self._group_of[job.replica]].transfers[job.replica].computed(job)
+        if self._single is None:
+            self._fleets[self._group_of[job.replica]].transfers[job.replica].computed(job)
         if job.shares:
-            reads = ((read.position, read.number) for read in job.blocks.reads)
-            marks = ((write.position, write.number) for write in job.blocks.writes)
-            job.read = gateway.writers.began(
-                job.number, job.replica, reads, marks, job.match.hit, job.written, self._env.now
-            )
+            hit, written = job.match.hit, job.written
+            reads = [(read.position, read.number) for read in job.blocks.reads] if hit else ()
+            marks = [(write.position, write.number) for write in job.blocks.writes] if hit < written else ()
+            job.read = gateway.writers.began(job.number, job.replica, reads, marks, hit, written, self._env.now)
 
     def _ended(self, job: Job) -> None:
         self._over(job)
-        self._fleets[self._group_of[job.replica]].ended(job.replica)
+        if self._scales:  # else none is drained
+            self._fleets[self._group_of[job.replica]].ended(job.replica)
 
     def _over(self, job: Job) -> None:
         gateway = self._gateways[job.gateway]
-        gateway.in_flight.release(job.number)
-        self._count(job.number, None)
+        if self._single is None:
+            gateway.in_flight.release(job.number)
+        if self._scales:
+            self._count(job.number, None)
         if job.shares:
             gateway.writers.left(job.number)
         job.known_keys = None

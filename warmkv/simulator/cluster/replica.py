@@ -170,7 +170,7 @@ class SimulatedReplica:
             self._engine = MixedBudget(
                 owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
             )
-        alarm.ring = self._engine.resume
+        alarm.ring, cache.came = self._engine.resume, self._blocks_came
 
     @property
     def full(self) -> bool:
@@ -198,6 +198,11 @@ class SimulatedReplica:
             job.names = (*self.cache.names(job.blocks), *job.generated)
         self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
         self._engine.arrived(job, now)
+
+    def _blocks_came(self, now: float) -> None:
+        """Let a request that waits be admitted with the next step: of its prompt less may be lacking now."""
+        if self.waiting:
+            self._engine.cut(now)
 
     def restore(self, contents: Contents, wall: float) -> None:
         """Begin with what a running replica held at the Unix time `wall`, which is now."""

@@ -118,20 +118,23 @@ class DecodeBatch(Generic[Request]):
             lines.append((empty + added, growth))
         return lines
 
-    def seconds(self, chunks: Sequence[Chunk], ahead: int) -> float:
+    def seconds(self, chunks: Sequence[Chunk], ahead: int = 0) -> float:
         """Return the seconds of the step behind `ahead` others that changed nothing else, with chunks as in `lines`."""
-        seconds = 0.0
-        for roof, _ in enumerate(chunks[0][0]):
+        seconds, loads = 0.0, self._loads
+        for roof in range(len(loads[0].roofline_terms if loads else chunks[0][0])):
             empty = added = 0.0
             for costs, tokens, context in chunks:
                 cost = costs[roof]
-                empty = max(empty, cost.a)
+                if cost.a > empty:
+                    empty = cost.a
                 added += cost.load(tokens, context)
-            for load in self._loads:
+            for load in loads:
                 cost, batch = load.roofline_terms[roof], load.batch
-                empty = max(empty, cost.a)
+                if cost.a > empty:
+                    empty = cost.a
                 added += cost.b * batch + (cost.c + cost.d * batch) * (load.context + load.growing * (ahead + 1))
-            seconds = max(seconds, empty + added)
+            if empty + added > seconds:
+                seconds = empty + added
         return seconds
 
     def advance(self, steps: int) -> Collection[Request]:

@@ -90,26 +90,23 @@ class BatchFormation(ABC, Generic[Request]):
             self._idle = False
             self._wake(now)
         elif self._run_steps and self._joins(request):
-            if self._run_ends:
-                steps = 1 + bisect_left(self._run_ends, now)
-            else:
-                steps = steps_until(self._run_lines, self._run_since, now, self._run_steps)
-            if steps < self._run_steps:
-                self._run_steps = steps
-                end = (
-                    self._run_ends[steps - 1]
-                    if self._run_ends
-                    else self._run_since + run_seconds(self._run_lines, steps)
-                )
-                self._wake(max(now, end))
+            self.cut(now)
 
-    def _run(self, now: float, steps: int, lines: Sequence[Line], after: float = 0.0) -> None:
-        """Begin a run of steps of these lines, which `_run_steps` counts: fewer, if a request joins.
+    def cut(self, now: float) -> None:
+        """End a run of steps with the one that is in progress: who waits may be admitted with the next."""
+        most, ends = self._run_steps, self._run_ends
+        if most <= 1:
+            return
+        steps = 1 + bisect_left(ends, now) if ends else steps_until(self._run_lines, self._run_since, now, most)
+        if steps < most:
+            self._run_steps = steps
+            end = ends[steps - 1] if ends else self._run_since + run_seconds(self._run_lines, steps)
+            self._wake(max(now, end))
 
-        Behind a single step `after` seconds may follow.
-        """
+    def _run(self, now: float, steps: int, lines: Sequence[Line]) -> None:
+        """Begin a run of steps of these lines, which `_run_steps` counts: fewer, if a request joins."""
         self._run_lines, self._run_since, self._run_steps, self._run_ends = lines, now, steps, ()
-        self._wake(now + run_seconds(lines, steps) + after)
+        self._wake(now + run_seconds(lines, steps))
 
     def _run_to(self, ends: Sequence[float]) -> None:
         """Begin a run of steps that end at these times, likewise."""

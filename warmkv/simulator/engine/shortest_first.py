@@ -119,7 +119,12 @@ class ShortestFirst(BatchFormation[Request]):
                 self._wake(min(prompts.values()))
                 now = yield
                 continue
-            shares = batching.split(max(1, self._step_tokens - batch.size), *self._lacking(ready)) if ready else ()
+            shares: Sequence[int] = ()
+            budget = max(1, self._step_tokens - batch.size)
+            if len(ready) == 1 and not (self._attends and batch.size):
+                shares = (min(budget, ready[0].prompt - ready[0].computed),)
+            elif ready:
+                shares = batching.split(budget, *self._lacking(ready))
             chunks: list[tuple[Request, int]] = []
             ending: list[Request] = []
             lead = after = 0.0
@@ -143,13 +148,13 @@ class ShortestFirst(BatchFormation[Request]):
                     self._end(request, now)
                 continue
             steps = 1 if ending or not fast else self._unchanged(chunks, now)
-            lines = batch.lines(
-                [
-                    (request.costs.prefill.roofline_terms, tokens, request.computed + tokens)
-                    for request, tokens in chunks
-                ]
-            )
-            self._run(now + lead, steps, lines, after)
+            parts = [
+                (request.costs.prefill.roofline_terms, tokens, request.computed + tokens) for request, tokens in chunks
+            ]
+            if steps == 1:
+                self._run_to((now + lead + batch.seconds(parts) + after,))
+            else:
+                self._run(now + lead, steps, batch.lines(parts))
             now = yield
             steps, self._run_steps = self._run_steps, 0
             for request, tokens in chunks:

@@ -1,5 +1,6 @@
 """Steps behind long contexts, each with fewer tokens than the one before, as one event."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -113,7 +114,7 @@ class Engine:
     stores = False
 
     def __init__(self, fast, tokens=64, room=10):
-        self.waiting, self.at, self.woken = FairQueue(), 0.0, []
+        self.waiting, self.at, self.woken, self.stored = FairQueue(), 0.0, [], {}
         self.engine = ShortestFirst(self, self.waiting, self.wake, fast, step_tokens=tokens, max_slots=8, room=room)
 
     def wake(self, at):
@@ -125,19 +126,23 @@ class Engine:
         while coming or self.engine.running or self.waiting:
             if coming and (coming[0][0] <= self.at or not (self.engine.running or self.waiting)):
                 now, request = coming.pop(0)
+                if callable(request):
+                    request(now)
+                    continue
                 self.waiting.push(request, "", 1.0)
                 self.engine.arrived(request, now)
             else:
                 self.woken.append(self.at)
                 self.engine.resume(self.at)
-        return [(request.first, request.finished) for _, request in arrivals]
+        return [(request.first, request.finished) for _, request in arrivals if isinstance(request, Request)]
 
     def begin(self, request, now):
         request.load, request.lead = self.engine.batch.load_of(request.costs.decode), request.copying
+        request.computed = self.stored.get(request, 0)
         return request.reading
 
     def stored_tokens(self, request, now):
-        return 0
+        return self.stored.get(request, 0)
 
     def waits_for_prefix(self, request, computing, now):
         raise AssertionError("nothing is stored")
@@ -187,3 +192,18 @@ def test_a_long_prompt_beside_one_that_decodes_takes_few_events(late):
     assert fast_times == slow_times
     assert many > 4000
     assert few < 50  # the prompt alone takes ten times as many steps
+
+
+def test_a_request_that_waits_is_admitted_with_the_step_after_blocks_came():
+    found = []
+    for fast in (True, False):
+        engine, late = Engine(fast), Request(1900, 2, keys_per_token=math.inf)
+
+        def come(now, engine=engine, late=late):
+            engine.stored[late] = 1890
+            engine.engine.cut(now)
+
+        found.append(engine.serve([(0.0, Request(64, 4000)), (1.0, Request(2000, 2)), (4.0, late), (5.0, come)]))
+    assert found[0] == found[1]
+    _, (long, _), (short, _) = found[0]
+    assert 5.0 < short < 7.0 < long
