@@ -22,8 +22,9 @@ import numpy as np
 from warmkv.config import Config, load
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator import traces
-from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.replays.replay import run as replay
+from warmkv.simulator.studies.replays.step_times import choose_cost
 from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.traces import Trace
 from warmkv.simulator.workload.generator import generate
@@ -38,6 +39,10 @@ CONVERSATION = "mooncake_conversation.jsonl"
 PROMPT, ANSWER, RATE, BLOCK = 161, 338, 10.0, 64
 COST = StepCost(0.006, 1e-5, 5e-9)
 MODEL = "simulator.model={layers: 32, kv_heads: 8, head_dim: 128, dtype_bytes: 2}"
+LLAMA = (
+    "simulator.model={layers: 32, kv_heads: 8, head_dim: 128, dtype_bytes: 2, heads: 32, hidden: 4096, "
+    "intermediate: 14336, vocabulary: 128256}"
+)
 SLOTS, STEP_TOKENS = 256, 2048
 ENGINE = f"engine={{max_slots: {SLOTS}, max_queue: 1000000, kv_bytes: 1TiB, step_tokens: {STEP_TOKENS}}}"
 TOKEN_BYTES = 131_072
@@ -50,10 +55,11 @@ class Race:
     name: str
     requests: int  # of those of a trace or log, the first
     flags: tuple[str, ...]
-    target: float
+    target: float | None
     trace: str | None = None  # generated if None
     own: bool = False  # as an access log of warmkv, with breakpoints and two TTLs
     bytes: float | None = None
+    roofline: bool = False  # step times of a whole model on a GPU, where chunks behind long contexts have fewer tokens
 
 
 RACES = {
@@ -84,6 +90,14 @@ RACES = {
             ),
             15_000,
             own=True,
+        ),
+        Race(
+            "roofline",
+            12_031,
+            (f"prefix_cache.memory_bytes={3_000_000 * TOKEN_BYTES}", LLAMA),
+            None,
+            CONVERSATION,
+            roofline=True,
         ),
         Race(
             "million",
@@ -152,11 +166,14 @@ def _race(
     begin = time.perf_counter()
     requests = _requests(race, folder, settings, seed)
     say(f"{race.name}: {len(requests.records):,} requests read or made in {time.perf_counter() - begin:.1f} s")
+    times: StepTimes = COST
+    if race.roofline:
+        times, _ = choose_cost(requests.records, settings, lambda record: settings.compression.policy)
     rates, peer_rates = [], []
     for _ in range(repeats):
         fresh = replace(requests)  # so that each lays out the blocks, which a sweep does once
         begin = time.perf_counter()
-        done = replay(fresh.records, settings, Variant(), COST, turns=fresh.turns, inputs=fresh.inputs)
+        done = replay(fresh.records, settings, Variant(), times, turns=fresh.turns, inputs=fresh.inputs)
         seconds = time.perf_counter() - begin
         rates.append(done.result.requests / seconds)
         say(f"{race.name}: {seconds:.2f} s for {done.result.seconds:,.0f} virtual seconds")

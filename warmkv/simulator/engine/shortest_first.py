@@ -173,19 +173,18 @@ class ShortestFirst(BatchFormation[Request]):
     def _lacking(self, prompts: Sequence[Request]) -> tuple[list[int], Sequence[float]]:
         """Return the tokens that prompts lack, and what each counts for in the next step, if not all count once."""
         lacking = [request.prompt - request.computed for request in prompts]
-        if not self._attends or not self.batch.size:
+        decoding = self.batch.size
+        if not self._attends or not decoding:
             return lacking, ()
-        work = [self._work(request, request.computed) for request in prompts]
+        work = [batching.work_per_token(request.computed, request.keys_per_token, decoding) for request in prompts]
         return lacking, work if max(work, default=1.0) > 1 else ()
-
-    def _work(self, request: Request, context: int) -> float:
-        return batching.work_per_token(context, request.keys_per_token, self.batch.size)
 
     def _is_deep(self, chunks: Sequence[tuple[Request, int]]) -> bool:
         """Return True if tokens of these prompts come to count for more, so that each step has fewer than the last."""
         if not chunks or not self._attends or not self.batch.size:
             return False
-        return max([self._work(request, request.prompt) for request, _ in chunks]) > 1
+        size = self.batch.size
+        return max([batching.work_per_token(each.prompt, each.keys_per_token, size) for each, _ in chunks]) > 1
 
     def _run_shrinking(self, ready: Sequence[Request], shares: Sequence[int], now: float) -> list[list[int]]:
         """Begin a run of steps that divide their tokens anew, up to the next with which a prompt or a sequence ends.
@@ -194,32 +193,32 @@ class ShortestFirst(BatchFormation[Request]):
         length below which a prompt gets tokens never rises while no prompt ends, for it is what the shortest lacks, or
         0 once the first one's share is a token that counts for as much as the budget.
         """
-        batch, budget = self.batch, max(1, self._step_tokens - self.batch.size)
+        batch, size, budget = self.batch, self.batch.size, max(1, self._step_tokens - self.batch.size)
         have = [request.computed for request in ready]
+        terms = [request.costs.prefill.roofline_terms for request in ready]
+        prompts, keys = [request.prompt for request in ready], [request.keys_per_token for request in ready]
+        deep = [batching.work_per_token(prompt, key, size) > 1 for prompt, key in zip(prompts, keys, strict=True)]
         computed: list[list[int]] = []
         ends: list[float] = []
         most = batch.unchanged(MOST_AHEAD)
-        while True:
+        alike = True  # whether the next step is of the same kind
+        while alike:
             have = [tokens + more for tokens, more in zip(have, shares, strict=True)]
-            now += batch.seconds(
-                [
-                    (request.costs.prefill.roofline_terms, more, tokens)
-                    for request, more, tokens in zip(ready, shares, have, strict=True)
-                    if more
-                ],
-                len(ends),
-            )
+            parts = [each for each in zip(terms, shares, have, strict=True) if each[1]]
+            now += batch.seconds(parts, len(ends))
             ends.append(now)
             computed.append(have)
             if len(ends) == most:
                 break
-            lacking = [request.prompt - tokens for request, tokens in zip(ready, have, strict=True)]
-            work = [self._work(request, tokens) for request, tokens in zip(ready, have, strict=True)]
+            lacking = [prompt - tokens for prompt, tokens in zip(prompts, have, strict=True)]
+            work = [batching.work_per_token(tokens, key, size) for tokens, key in zip(have, keys, strict=True)]
             shares = batching.split(budget, lacking, work if max(work) > 1 else ())
-            chunks = [(request, more) for request, more in zip(ready, shares, strict=True) if more]
-            ends_one = any(more == tokens for more, tokens in zip(shares, lacking, strict=True))
-            if ends_one or any(request.lead for request, _ in chunks) or not self._is_deep(chunks):
-                break
+            alike = False
+            for at, more in enumerate(shares):
+                if more and (more == lacking[at] or ready[at].lead):
+                    alike = False
+                    break
+                alike = alike or (more > 0 and deep[at])
         self._run_to(ends)
         return computed
 
