@@ -16,7 +16,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo observe test test-vllm soak clients clients-by-command check lint types imports format dashboards docs pictures manifests clean
+.PHONY: help setup demo observe test test-vllm soak clients clients-by-command check lint types imports format dashboards docs pictures manifests compiled clean
 
 help: ## List the targets
 	@echo "warmkv: serving with compressed KV caches and prefix reuse"
@@ -90,6 +90,11 @@ manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings besid
 	@$(BIN)/warmkv k8s render --config k8s/overlays/single-gpu/warmkv.yaml
 	@$(BIN)/warmkv k8s render --config k8s/overlays/production/warmkv.yaml
 	@$(BIN)/warmkv k8s render --config k8s/overlays/demo/warmkv.yaml
+
+compiled: $(STAMP) ## Install the wheel whose replays are compiled, as images have it, into build/compiled (needs gcc)
+	@rm -rf build/compiled build/wheel
+	@WARMKV_COMPILE=1 $(BIN)/python -m hatchling build -t wheel -d build/wheel
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target build/compiled build/wheel/warmkv-*.whl
 
 clean: ## Remove .venv, caches and runs; what git tracks stays
 	rm -rf $(VENV) $(VLLM) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,6 +22,7 @@ import numpy as np
 from warmkv.config import Config, load
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator import traces
+from warmkv.simulator.engine import batch
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.replays.replay import run as replay
 from warmkv.simulator.studies.replays.step_times import choose_cost
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "repeats": repeats,
         "seed": options.seed,
         "cost": str(COST),
+        "compiled": not (batch.__file__ or "").endswith(".py"),
         **grid,
     }
     if options.json is not None:

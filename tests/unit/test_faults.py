@@ -11,7 +11,7 @@ from warmkv import cli
 from warmkv.config import ConfigError
 from warmkv.faults import INTERNAL, UserError
 from warmkv.platform.local import StartError
-from warmkv.simulator.engine.mixed import BatchingError
+from warmkv.simulator.engine.limits import BatchingError
 from warmkv.simulator.studies.replays.log_fit import LogFitError
 from warmkv.simulator.studies.sweeps import compare, sweep
 

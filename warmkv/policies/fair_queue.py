@@ -10,21 +10,22 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
-@dataclass(slots=True)
 class FairQueue(Generic[Item]):
     """Waiting requests of several tenants. Work is any additive measure, here tokens."""
 
-    _entries: deque[tuple[float, int, Item, str, float]] = field(default_factory=deque)
-    """In the order in which they would be taken: start tag, order of arrival, request, tenant, work."""
-    _finish: dict[str, float] = field(default_factory=dict)  # by tenant, where its last request ends in virtual time
-    _now: float = 0.0  # virtual time: the start tag of the request that was taken last
-    _order: int = 0
+    __slots__ = ("_entries", "_finish", "_now", "_order")
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, int, Item, str, float]] = deque()
+        """In the order in which they would be taken: start tag, order of arrival, request, tenant, work."""
+        self._finish: dict[str, float] = {}  # by tenant, where its last request ends in virtual time
+        self._now = 0.0  # virtual time: the start tag of the request that was taken last
+        self._order = 0
 
     def __len__(self) -> int:
         return len(self._entries)

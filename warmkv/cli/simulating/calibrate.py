@@ -45,7 +45,7 @@ def calibrate(
 
     Example: `warmkv calibrate requests.jsonl --max-num-seqs 128 --max-batched-tokens 2048 --json -`
     """
-    from warmkv.simulator.engine.mixed import Limits
+    from warmkv.simulator.engine.limits import Limits
     from warmkv.simulator.latency import calibration, measured_requests
 
     settings = options.read()

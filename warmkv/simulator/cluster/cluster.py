@@ -29,7 +29,7 @@ from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedR
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.kv_blocks import BLOCK
-from warmkv.simulator.engine.mixed import BatchingError, Limits
+from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.steps.costs import StepKind, StepTimes, times_of
 
 Progress = Callable[[int], None]  # told how many requests have arrived

@@ -23,7 +23,8 @@ from warmkv.simulator.cluster.kept_warm import KeptWarm
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation
-from warmkv.simulator.engine.mixed import FirstCome, Limits, MixedBudget
+from warmkv.simulator.engine.limits import Limits
+from warmkv.simulator.engine.mixed import FirstCome, MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 

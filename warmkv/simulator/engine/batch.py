@@ -40,7 +40,7 @@ class DecodeBatch(Generic[Request]):
         self._fulls: list[tuple[int, int, Load]] = []  # heap: step after which a slot grows no more, order, its load
 
     def __iter__(self) -> Iterator[Request]:
-        return (end[2] for end in self._ends)
+        return iter([end[2] for end in self._ends])
 
     def load_of(self, cost: Cost) -> Load:
         """Return the load of all sequences that decode at a cost."""

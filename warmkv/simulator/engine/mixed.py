@@ -9,44 +9,14 @@ compressed: a sequence keeps the KV of all its tokens. With a `BlockPool` prefix
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from warmkv.faults import UserError
 from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
-from warmkv.simulator.engine.kv_blocks import BLOCK, KVBlocks
+from warmkv.simulator.engine.kv_blocks import KVBlocks
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, batch_seconds
-
-
-class BatchingError(UserError):
-    """Limits, or a request under them, with which no server could run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a server may do in a step and hold at a time. Raises BatchingError for limits under which nothing runs."""
-
-    max_num_seqs: int
-    max_batched_tokens: int
-    kv_tokens: int | None = None  # None: never short of memory
-    kv_block: int = BLOCK  # tokens
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.kv_block < 1:
-            raise BatchingError("max_num_seqs and kv_block must be at least 1")
-        if self.max_batched_tokens < self.max_num_seqs:
-            raise BatchingError(
-                f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
-                "every sequence takes a token of a step"
-            )
-        if self.kv_tokens is not None and self.kv_tokens < self.kv_block:
-            raise BatchingError(f"kv_tokens ({self.kv_tokens}) must hold a block of {self.kv_block}")
-
-    @property
-    def blocks(self) -> int | None:
-        return None if self.kv_tokens is None else self.kv_tokens // self.kv_block
 
 
 class MixedRequest(EngineRequest, Protocol):
@@ -59,17 +29,35 @@ Item = TypeVar("Item")
 Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepCost` charges for
 
 
-class FirstCome(deque[Item]):
+class FirstCome(Generic[Item]):
     """A queue with the methods of `FairQueue`, but first come, first served among all tenants."""
 
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
     def push(self, item: Item, tenant: str = "", work: float = 0.0) -> None:
-        self.append(item)
+        """Let a request wait behind all others."""
+        self._items.append(item)
+
+    def push_first(self, item: Item) -> None:
+        """Let a request wait ahead of all others."""
+        self._items.appendleft(item)
 
     def peek(self) -> Item:
-        return self[0]
+        """Return the next request; it stays. Raises IndexError if none waits."""
+        return self._items[0]
 
-    def pop(self) -> Item:  # type: ignore[override]
-        return self.popleft()
+    def pop(self) -> Item:
+        """Take the next request out. Raises IndexError if none waits."""
+        return self._items.popleft()
 
 
 class MixedBudget(BatchFormation[Request]):
@@ -186,7 +174,7 @@ class MixedBudget(BatchFormation[Request]):
         """Return True if the request that is next may begin."""
         if len(self._running) >= self._limits.max_num_seqs:
             return False
-        request = self._queue[0]
+        request = self._queue.peek()
         return self._blocks is None or self._blocks.fit(request)
 
     def _compute(self, request: Request, budget: int, chunks: list[tuple[int, int]]) -> int:
@@ -243,5 +231,5 @@ class MixedBudget(BatchFormation[Request]):
         blocks.release(request)
         request.computed = 0
         request.num_preemptions += 1
-        self._queue.appendleft(request)
+        self._queue.push_first(request)
         self._owner.preempted(request, now)

@@ -6,7 +6,7 @@ import numpy as np
 
 from warmkv.config import Config
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.engine.mixed import Limits
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.latency.calibration import Calibration, Floats, Times, times_of
 from warmkv.simulator.latency.measured_requests import Measured
 from warmkv.simulator.steps.step_profile import ErrorOfFit, FittedCost, PolicyProfile, ProfiledModel, StepProfile

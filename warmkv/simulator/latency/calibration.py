@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.faults import UserError
-from warmkv.simulator.engine.mixed import BatchingError, Limits
+from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.latency.measured_requests import Measured
 from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.latency.step_fit import fit

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from warmkv.simulator.engine.mixed import BatchingError, FirstCome, Limits, MixedBudget, Work
+from warmkv.simulator.engine.limits import BatchingError, Limits
+from warmkv.simulator.engine.mixed import FirstCome, MixedBudget, Work
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost
 
 NEVER = -1.0
@@ -55,7 +56,7 @@ class Server:
             if self._limits.kv_tokens is not None and not self.engine.ever_fits(request):
                 tokens = f"{request.prompt} + {request.output} tokens"
                 raise BatchingError(f"{tokens} do not fit into {self._limits.kv_tokens} tokens of KV")
-            self._waiting.append(request)
+            self._waiting.push(request)
             self.engine.arrived(request, request.arrival)
             request.noted, request.work_before = self._wakes[-1], self.engine.work_ahead
         self._run(math.inf)

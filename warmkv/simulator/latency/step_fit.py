@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from warmkv.simulator.engine.mixed import Limits
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.latency.measured_requests import Measured
 from warmkv.simulator.latency.server import ServedRequest
 from warmkv.simulator.latency.spread_evenly import Floats, during

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
 from warmkv.simulator.engine.block_pool import BlockPool
-from warmkv.simulator.engine.mixed import Limits, MixedBudget
+from warmkv.simulator.engine.limits import Limits
+from warmkv.simulator.engine.mixed import MixedBudget
 from warmkv.simulator.latency.server import NEVER, ServedRequest, Server
 from warmkv.simulator.steps.costs import PhaseCosts
 

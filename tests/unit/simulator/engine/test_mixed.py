@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
-from warmkv.simulator.engine.mixed import Limits
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.latency.server import NEVER, ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost
 

@@ -11,7 +11,7 @@ from tests.unit.cli.test_replay_command import modules_after
 from tests.unit.simulator.conversations import config, record
 from tests.unit.simulator.published import published
 from warmkv.cli import app
-from warmkv.simulator.engine.mixed import Limits
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.latency import calibration, measured_requests
 from warmkv.simulator.latency.calibration import CalibrationError
 from warmkv.simulator.latency.server import ServedRequest, Server

@@ -1,0 +1,54 @@
+"""Compile what replays spend their time in when the wheel is built: `WARMKV_COMPILE=1 hatchling build -t wheel`.
+
+mypyc makes C of the typed Python that `compiled` lists in pyproject.toml; nothing is written twice, and without the
+variable the wheel is pure Python. An editable install is never compiled: what is edited would not be what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SWITCH = "WARMKV_COMPILE"
+
+
+class CompileHook(BuildHookInterface[Any]):
+    """Adds extension modules to a wheel, beside the Python files that they are made of."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the modules, if asked to. Raises what the compiler of types, or of C, says is wrong."""
+        if version == "editable" or os.environ.get(SWITCH, "") in ("", "0"):
+            return
+        self._made = tempfile.TemporaryDirectory()
+        folder = Path(self._made.name)
+        for library in _compile(Path(self.root), self.config["modules"], folder):
+            build_data["force_include"][str(library)] = str(library.relative_to(folder / "lib"))
+        build_data["pure_python"], build_data["infer_tag"] = False, True
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what the wheel has a copy of."""
+        if hasattr(self, "_made"):
+            self._made.cleanup()
+
+
+def _compile(root: Path, patterns: list[str], folder: Path) -> list[Path]:
+    """Compile modules into `lib/` of a folder; return the libraries there."""
+    from mypyc.build import mypycify
+    from setuptools import Distribution
+    from setuptools.command.build_ext import build_ext
+
+    os.chdir(root)  # mypy names modules by their paths from here
+    files = sorted({str(path) for pattern in patterns for path in Path().glob(pattern) if path.name != "__init__.py"})
+    extensions = mypycify(
+        [f"--cache-dir={folder / 'cache'}", *files], opt_level="3", debug_level="0", target_dir=str(folder / "c"),
+        group_name="warmkv",
+    )  # fmt: skip
+    build = build_ext(Distribution({"name": "warmkv", "ext_modules": extensions}))
+    build.build_lib, build.build_temp = str(folder / "lib"), str(folder / "temp")
+    build.ensure_finalized()
+    build.run()
+    return sorted((folder / "lib").rglob("*.so")) + sorted((folder / "lib").rglob("*.pyd"))
