@@ -1,4 +1,4 @@
-"""Devices that Triton kernels are tested on."""
+"""Devices that kernels are tested on, and the one that attends prompts on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from warmkv.policies.compression import cpu_attention
 
 CUDA = torch.cuda.is_available()
 
@@ -33,3 +35,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(interpreter, "_patch_lang_tensor", with_index)
         yield torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def attention_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend prompts by torch's kernel on a CPU until a test loads ours, which no other test uses then."""
+    monkeypatch.setattr(cpu_attention, "_kernel", None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies import budgets
-from warmkv.policies.compression import flash
+from warmkv.policies.compression import cpu_attention, flash
 from warmkv.policies.compression.scoring import window_attention
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
 from warmkv.policies.compression.triton_support import is_available
@@ -225,6 +225,8 @@ class PrefillState:
             return attend(query[0], keys[0], values[0], start, first, softmax)[None]
         if flash.takes(query, keys, values):
             return flash.attend(query, keys, values, softmax.scale, softmax.window)
+        if cpu_attention.takes(query, keys, values):
+            return cpu_attention.attend(query, keys, values, softmax.scale, softmax.window)
         if start >= LEAST_BEFORE and query.shape[2] > 1 and not softmax.window and query.device.type == "cpu":
             return self._attend_apart(layer, query, softmax.scale)
         rows = end - start if query.is_cuda else ROWS_ON_CPU

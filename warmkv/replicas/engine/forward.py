@@ -73,7 +73,7 @@ class CompiledForward:
 
     def __init__(self, model: LoadedModel) -> None:
         """Prepare to compile the model."""
-        self._device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
+        self.device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
         self._relay = _Relay()
         self._eager = ModelRunner(model)
         self._decode, self._pass = _compiled(self._eager), _compiled(self._logits_of_pass)
@@ -114,10 +114,10 @@ class CompiledForward:
         """Compile all graphs; yields what is compiled next."""
         for batch, what in ((1, "decoding of one sequence"), (2, "decoding of several sequences")):
             yield what
-            ids = torch.zeros(batch, 1, dtype=torch.long, device=self._device)
+            ids = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
             self(ids, torch.zeros_like(ids), _Echo())
         yield "prompts"
-        ids = torch.zeros(1, BUILT_TOKENS, dtype=torch.long, device=self._device)
+        ids = torch.zeros(1, BUILT_TOKENS, dtype=torch.long, device=self.device)
         self(ids, torch.zeros_like(ids), DrawnOnly(_Echo(), ids[0, :3]))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import STORAGES, PolicySpec, Storage
 from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
 from warmkv.replicas.loading.load import LoadedModel
@@ -28,8 +29,10 @@ SUMMED = ("h2o@8",)
 
 @torch.inference_mode()
 def compile_model(forward: CompiledForward, say: Callable[[str], None]) -> None:
-    """Compile passes of the model. `say` is told what is next."""
+    """Compile passes of the model, and on a CPU the attention of prompts. `say` is told what is next."""
     began = time.perf_counter()
+    if forward.device.type == "cpu":
+        cpu_attention.load()
     for part, what in enumerate(forward.build(), start=1):
         say(f"compiling, {part} of 3: {what}")
     log.info("the model was compiled in %.0f s", time.perf_counter() - began)

@@ -1,0 +1,117 @@
+"""The kernel in C++ against attention in float64, written out."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warmkv.policies.compression import cpu_attention
+from warmkv.policies.compression.prefill_state import PrefillState
+from warmkv.policies.compression.softmax import Softmax
+
+needs_kernel = pytest.mark.skipif(
+    shutil.which("g++") is None or "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="needs g++ and a CPU with AVX-512",
+)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Load the kernel for a test; others go on with torch's."""
+    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    assert cpu_attention.load()
+
+
+def written_out(query, keys, values, scale, window):
+    query, keys, values = query[0].double(), keys[0].double(), values[0].double()
+    n, m, group = query.shape[1], keys.shape[1], len(query) // len(keys)
+    out = torch.empty_like(query)
+    for head, row in [(head, row) for head in range(len(query)) for row in range(n)]:
+        last = m - n + row
+        seen = range(max(0, last + 1 - window) if window else 0, last + 1)
+        weights = torch.softmax(keys[head // group, seen.start : seen.stop] @ query[head, row] * scale, dim=0)
+        out[head, row] = weights @ values[head // group, seen.start : seen.stop]
+    return out[None]
+
+
+@needs_kernel
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 3), st.integers(1, 7), st.integers(16, 70), st.sampled_from([0, 1, 100, 128, 250, 600]),
+    st.sampled_from([8, 32, 80, 96, 128]), st.sampled_from([0, 0, 1, 40, 300]), st.sampled_from([1.0, 30.0]),
+    st.integers(1, 2), st.integers(0, 2**16),
+)  # fmt: skip
+def test_it_is_attention(kv_heads, group, n, prefix, dim, window, large, threads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    m = prefix + n
+    longer = torch.randn(2, kv_heads, m + 5, dim, generator=generator)  # a view of a buffer for more
+    keys, values = longer[0, None, :, :m] * large, longer[1, None, :, 3 : m + 3]
+    query = torch.randn(1, n, kv_heads * group, dim, generator=generator).transpose(1, 2)
+    assert cpu_attention.takes(query, keys, values)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = cpu_attention.attend(query, keys, values, dim**-0.5, window)
+    finally:
+        torch.set_num_threads(before)
+    expected = written_out(query, keys, values, dim**-0.5, window)
+    torch.testing.assert_close(found.double(), expected, atol=3e-6 * large, rtol=0)  # large logits round as much
+
+
+@needs_kernel
+@pytest.mark.usefixtures("kernel")
+def test_a_prompt_in_chunks_makes_no_mask_and_is_attended_as_by_torch(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 700, 32, generator=generator) for heads in (6, 2, 2))
+
+    def attended():
+        state = PrefillState(torch.zeros(1, 2, 700, 32), torch.zeros(1, 2, 700, 32), q_heads=6)
+        parts = []
+        for begin, end in ((0, 100), (100, 612), (612, 620), (620, 700)):  # eight are too few for the kernel
+            state.begin_chunk(end - begin)
+            chunk = (each[:, :, begin:end] for each in (query, key, value))
+            parts.append(state.attend(0, *chunk, Softmax(32**-0.5)))
+            masks.append([mask for mask in state._masks.values() if mask is not None])
+            state.end_chunk()
+        return torch.cat(parts, dim=2)
+
+    masks = []
+    found = attended()
+    assert [bool(made) for made in masks] == [False, False, False, False]
+    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    torch.testing.assert_close(found, attended(), atol=3e-6, rtol=0)
+    assert any(masks)  # so torch's kernel was asked this time
+
+
+def test_it_is_not_used_before_it_is_loaded():
+    query = torch.zeros(1, 2, 32, 8)
+    assert not cpu_attention.takes(query, query, query)
+
+
+@needs_kernel
+@pytest.mark.usefixtures("kernel")
+def test_what_it_does_not_take():
+    query = torch.zeros(1, 2, 32, 8)
+    assert cpu_attention.takes(query, query, query)
+    for other in (query[:, :, :15], query.double(), query.transpose(2, 3)):
+        assert not cpu_attention.takes(other, query, query)
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "no AVX-512", "a wrong result", "a compiler that fails"])
+def test_without_a_kernel_torch_attends_and_the_log_says_why(fault, monkeypatch, caplog):
+    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    capability = "AVX2" if fault == "no AVX-512" else "AVX512"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if fault == "no compiler":
+        monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: None)
+    elif fault == "a wrong result":
+        monkeypatch.setattr(cpu_attention, "_compile", lambda: lambda *arguments: 0)
+    elif fault == "a compiler that fails":
+        monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: "/bin/false")
+    assert not cpu_attention.load()
+    assert ("attended by torch's kernel" in caplog.text) == (fault != "no AVX-512")
