@@ -313,7 +313,7 @@ def test_an_answer_that_fails_takes_the_others_with_it(server):
     server.faults += [-1, *[0] * (1 + server.config.gateway.retries)]
     before = len(server.records)
     with pytest.raises(openai.InternalServerError):
-        chat(server, "def main():", n=2, extra_body={"warmkv": {"ignore_eos": True}}, max_tokens=500)
+        chat(server, "def main():", n=2, extra_body={"warmkv": {"ignore_eos": True}}, max_tokens=4000)
     until(lambda: len(server.records) == before + 2)
     assert sorted(record.status for record in server.records[before:]) == ["cancelled", "error"]
 
