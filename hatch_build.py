@@ -1,7 +1,8 @@
 """Compile what replays spend their time in when the wheel is built: `WARMKV_COMPILE=1 hatchling build -t wheel`.
 
-mypyc makes C of the typed Python that `compiled` lists in pyproject.toml; nothing is written twice, and without the
-variable the wheel is pure Python. An editable install is never compiled: what is edited would not be what runs.
+mypyc makes C of the typed Python that `modules` names in pyproject.toml, less what `exclude` names there; nothing is
+written twice, and without the variable the wheel is pure Python. An editable install is never compiled: what is edited
+would not be what runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SWITCH = "WARMKV_COMPILE"
 
 
 class CompileHook(BuildHookInterface[Any]):
-    """Adds extension modules to a wheel, beside the Python files that they are made of."""
+    """Add extension modules to a wheel, beside the Python files that they are made of."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the modules, if asked to. Raises what the compiler of types, or of C, says is wrong."""
@@ -25,7 +26,8 @@ class CompileHook(BuildHookInterface[Any]):
             return
         self._made = tempfile.TemporaryDirectory()
         folder = Path(self._made.name)
-        for library in _compile(Path(self.root), self.config["modules"], folder):
+        files = compiled(Path(self.root), self.config["modules"], self.config["exclude"])
+        for library in _compile(Path(self.root), files, folder):
             build_data["force_include"][str(library)] = str(library.relative_to(folder / "lib"))
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
@@ -35,18 +37,23 @@ class CompileHook(BuildHookInterface[Any]):
             self._made.cleanup()
 
 
-def _compile(root: Path, patterns: list[str], folder: Path) -> list[Path]:
+def compiled(root: Path, modules: list[str], exclude: list[str]) -> list[Path]:
+    """Return the files that patterns name, in order; packages' own files, which hardly run, are not among them."""
+    named, left_out = ({path for each in patterns for path in root.glob(each)} for patterns in (modules, exclude))
+    return sorted(path for path in named - left_out if path.name != "__init__.py")
+
+
+def _compile(root: Path, files: list[Path], folder: Path) -> list[Path]:
     """Compile modules into `lib/` of a folder; return the libraries there."""
     from mypyc.build import mypycify
     from setuptools import Distribution
     from setuptools.command.build_ext import build_ext
 
     os.chdir(root)  # mypy names modules by their paths from here
-    files = sorted({str(path) for pattern in patterns for path in Path().glob(pattern) if path.name != "__init__.py"})
     # What they import is read for its types; nothing that they do not need has to be installed for that.
     options = [f"--cache-dir={folder / 'cache'}", "--follow-imports=silent", "--ignore-missing-imports"]
     extensions = mypycify(
-        [*options, *files], opt_level="3", debug_level="0", target_dir=str(folder / "c"),
+        [*options, *(str(path.relative_to(root)) for path in files)], opt_level="3", debug_level="0", target_dir=str(folder / "c"),
         group_name="warmkv",
     )  # fmt: skip
     build = build_ext(Distribution({"name": "warmkv", "ext_modules": extensions}))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hatch_build import compiled
+
 ROOT = Path(__file__).parents[2]
 HOOK = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
-MODULES = sorted(
-    path for pattern in HOOK["custom"]["modules"] for path in ROOT.glob(pattern) if path.name != "__init__.py"
-)
+MODULES = compiled(ROOT, HOOK["custom"]["modules"], HOOK["custom"]["exclude"])
 BASES = {"ABC", "Generic", "NamedTuple", "Protocol"}
 TESTED = ("tests/unit/simulator", "tests/unit/policies", "tests/unit/prefixes/test_writers.py")
 NOT_COMPILED = (
@@ -26,7 +26,7 @@ NOT_COMPILED = (
 
 
 def test_each_pattern_names_modules() -> None:
-    for pattern in HOOK["custom"]["modules"]:
+    for pattern in HOOK["custom"]["modules"] + HOOK["custom"]["exclude"]:
         assert list(ROOT.glob(pattern)), pattern
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -18,13 +19,27 @@ void brgemm_release(bool is_vnni);
 
 namespace {
 
-struct Aligned {
-  float* data;
-  explicit Aligned(int64_t size)
-      : data(static_cast<float*>(operator new(size * sizeof(float), std::align_val_t(64)))) {}
-  ~Aligned() { operator delete(data, std::align_val_t(64)); }
-  Aligned(const Aligned&) = delete;
+// What a thread computes with. It is kept, as far as it is not large: to map pages anew takes longer than to fill them.
+class Memory {
+ public:
+  float* of(int64_t size) {
+    if (size > floats || (floats > KEPT && size <= KEPT)) {
+      std::free(data);
+      floats = 0;
+      data = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
+      if (!data) throw std::bad_alloc();
+      floats = size;
+    }
+    return data;
+  }
+  ~Memory() { std::free(data); }
+
+ private:
+  static constexpr int64_t KEPT = 1 << 22;
+  float* data = nullptr;
+  int64_t floats = 0;
 };
+thread_local Memory memory;
 
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t Bits __attribute__((vector_size(64)));
@@ -80,6 +95,32 @@ inline float weigh(float* logits, float before, float& largest) {
   return reduce(sums[0] + sums[1], [](Lanes a, Lanes b) { return a + b; });
 }
 
+template <int STEP>
+inline void exchange(Lanes (&rows)[WIDTH]) {
+  Bits low, high;
+  for (int i = 0; i < WIDTH; i++) {
+    low[i] = i & STEP ? WIDTH + i - STEP : i;
+    high[i] = i & STEP ? WIDTH + i : i + STEP;
+  }
+  for (int i = 0; i < WIDTH; i++)
+    if (!(i & STEP)) {
+      const Lanes a = rows[i], b = rows[i + STEP];
+      rows[i] = __builtin_shuffle(a, b, low);
+      rows[i + STEP] = __builtin_shuffle(a, b, high);
+    }
+}
+
+// Transpose up to 16 rows of up to 16 floats; there are zeros in the place of those that lack.
+inline void transpose(const float* from, int64_t from_row, int64_t count, int64_t width, float* to, int64_t to_row) {
+  Lanes rows[WIDTH] = {};
+  if (width == WIDTH)
+    for (int64_t j = 0; j < count; j++) rows[j] = load(from + j * from_row);
+  else
+    for (int64_t j = 0; j < count; j++) std::memcpy(&rows[j], from + j * from_row, sizeof(float) * width);
+  exchange<8>(rows), exchange<4>(rows), exchange<2>(rows), exchange<1>(rows);
+  for (int64_t i = 0; i < width; i++) store(to + i * to_row, rows[i]);
+}
+
 struct Call {
   const float *q, *k, *v;
   float* out;
@@ -89,38 +130,46 @@ struct Call {
   int threads;
 };
 
+constexpr int64_t QUERIES = 128;         // of all heads that share keys, in a block
+constexpr int64_t PACKED = 1 << 20;      // floats of keys that are transposed at a time, unless those of a head are more
+
 // `KEYS` are the keys of a block, whose logits stay in the second cache.
 template <int64_t KEYS>
 class Attention {
  public:
   explicit Attention(const Call& call)
       : call(call),
-        queries(std::max<int64_t>(16, 128 / call.group)),
+        blocks((call.n - 1) / std::max(WIDTH, QUERIES / call.group) + 1),
+        queries((call.n + blocks - 1) / blocks),
         rows(queries * call.group),
         start(call.m - call.n),
-        key_blocks((call.m + KEYS - 1) / KEYS),
-        keys(call.kv_heads * key_blocks * call.dim * KEYS),
-        last(call.kv_heads * KEYS * call.dim),
+        seen(first_seen(0) / KEYS),
+        key_blocks((call.m + KEYS - 1) / KEYS - seen),
+        heads(std::clamp<int64_t>(PACKED / (key_blocks * call.dim * KEYS), 1, call.kv_heads)),
         own(2 * rows * call.dim + rows * KEYS + 2 * rows),
-        scratch(call.threads * own) {}
+        keys(memory.of(heads * (key_blocks + 1) * call.dim * KEYS + call.threads * own)),
+        last(keys + heads * key_blocks * call.dim * KEYS),
+        scratch(last + heads * call.dim * KEYS) {}
 
   // Returns false where oneDNN has no kernel.
   bool run() {
-    const int64_t blocks = (call.n + queries - 1) / queries, seen = first_seen(0) / KEYS;
     bool failed = false;
 #pragma omp parallel num_threads(call.threads) if (call.threads > 1)
     {
+      for (int64_t first = 0; first < call.kv_heads; first += heads) {
+        const int64_t end = std::min(call.kv_heads, first + heads);
 #pragma omp for collapse(2)
-      for (int64_t head = 0; head < call.kv_heads; head++)
-        for (int64_t block = seen; block < key_blocks; block++) pack(head, block);
+        for (int64_t head = first; head < end; head++)
+          for (int64_t block = 0; block < key_blocks; block++) pack(head, block);
 #pragma omp for collapse(2) schedule(dynamic)
-      for (int64_t head = 0; head < call.kv_heads; head++)
-        for (int64_t block = 0; block < blocks; block++) try {
-            attend(head, block * queries, scratch.data + omp_get_thread_num() * own);
-          } catch (...) {  // which must not leave the loop
+        for (int64_t head = first; head < end; head++)
+          for (int64_t block = 0; block < blocks; block++) try {
+              attend(head, block * queries, scratch + omp_get_thread_num() * own);
+            } catch (...) {  // which must not leave the loop
 #pragma omp atomic write
-            failed = true;
-          }
+              failed = true;
+            }
+      }
       at::native::cpublas::brgemm_release(false);
     }
     return !failed;
@@ -128,31 +177,39 @@ class Attention {
 
  private:
   const Call& call;
+  const int64_t blocks;         // of queries, as equal as can be
   const int64_t queries, rows;  // of a block: for each query head, and of all heads that share keys
   const int64_t start;          // position of the first query
-  const int64_t key_blocks;
-  Aligned keys;  // of each head and block transposed, as the second factor of a product; zeros where there are no more
-  Aligned last;  // values of each head's last block, likewise
-  const int64_t own;  // floats of a thread's scratch
-  Aligned scratch;
+  const int64_t seen;           // blocks of keys before the first that a query sees
+  const int64_t key_blocks;     // behind these
+  const int64_t heads;          // whose keys are transposed at a time
+  const int64_t own;            // floats of a thread's scratch
+  float* const keys;  // of each head and block transposed, as the second factor of a product; zeros where there are none
+  float* const last;  // values of each head's last block, likewise
+  float* const scratch;
 
   int64_t first_seen(int64_t query) const {
     return call.window ? std::max<int64_t>(0, start + query + 1 - call.window) : 0;
   }
 
+  float* columns(int64_t head, int64_t block) {
+    return keys + (head % heads * key_blocks + block) * call.dim * KEYS;
+  }
+  float* last_values(int64_t head) { return last + head % heads * KEYS * call.dim; }
+
   void pack(int64_t head, int64_t block) {
-    const int64_t dim = call.dim, count = std::min(KEYS, call.m - block * KEYS);
-    float* to = keys.data + (head * key_blocks + block) * dim * KEYS;
-    const float* from = call.k + head * call.k_head + block * KEYS * call.k_row;
-    if (count < KEYS) std::memset(to, 0, sizeof(float) * dim * KEYS);
-    for (int64_t c = 0; c < dim; c += WIDTH)
-      for (int64_t j = 0; j < count; j++)
-        for (int64_t i = c; i < std::min(dim, c + WIDTH); i++) to[i * KEYS + j] = from[j * call.k_row + i];
+    const int64_t dim = call.dim, from_key = (seen + block) * KEYS, count = std::min(KEYS, call.m - from_key);
+    float* to = columns(head, block);
+    const float* from = call.k + head * call.k_head + from_key * call.k_row;
+    for (int64_t j = 0; j < KEYS; j += WIDTH)
+      for (int64_t c = 0; c < dim; c += WIDTH)
+        transpose(from + j * call.k_row + c, call.k_row, std::clamp<int64_t>(count - j, 0, WIDTH),
+                  std::min(WIDTH, dim - c), to + c * KEYS + j, KEYS);
     if (block < key_blocks - 1) return;
-    float* values = last.data + head * KEYS * dim;
+    float* values = last_values(head);
     std::memset(values, 0, sizeof(float) * KEYS * dim);
     for (int64_t j = 0; j < count; j++)
-      std::memcpy(values + j * dim, call.v + head * call.v_head + (block * KEYS + j) * call.v_row, sizeof(float) * dim);
+      std::memcpy(values + j * dim, call.v + head * call.v_head + (from_key + j) * call.v_row, sizeof(float) * dim);
   }
 
   void attend(int64_t head, int64_t first, float* scratch) {
@@ -170,8 +227,7 @@ class Attention {
     std::fill_n(total, rows, 0.0f);
     std::fill_n(sums, rows * dim, 0.0f);
     for (int64_t at = first_seen(first) / KEYS; at * KEYS < start + first + count; at++) {
-      const float* columns = keys.data + (head * key_blocks + at) * dim * KEYS;
-      brgemm(rows, KEYS, dim, dim, KEYS, KEYS, false, packed, columns, logits, false);
+      brgemm(rows, KEYS, dim, dim, KEYS, KEYS, false, packed, columns(head, at - seen), logits, false);
       for (int64_t row = 0; row < rows; row++) {
         const int64_t i = row % queries;
         float* weights = logits + row * KEYS;
@@ -191,8 +247,8 @@ class Attention {
         total[row] = total[row] * factor + sum;
         most[row] = largest;
       }
-      const bool ends = at == key_blocks - 1;
-      const float* values = ends ? last.data + head * KEYS * dim : call.v + head * call.v_head + at * KEYS * call.v_row;
+      const bool ends = at == seen + key_blocks - 1;
+      const float* values = ends ? last_values(head) : call.v + head * call.v_head + at * KEYS * call.v_row;
       brgemm(rows, dim, KEYS, KEYS, ends ? dim : call.v_row, dim, true, logits, values, sums, false);
     }
     for (int64_t g = 0; g < group; g++)
@@ -218,7 +274,7 @@ extern "C" int warmkv_attend(const float* q, const float* k, const float* v, flo
                   q_row, k_head, k_row, v_head, v_row,    out_head, out_row,
                   static_cast<float>(scale), window, threads};
   try {  // of a short prompt, less is computed in vain beyond the diagonal
-    return !(m <= 512 ? Attention<128>(call).run() : Attention<256>(call).run());
+    return !(m <= 192 ? Attention<64>(call).run() : m <= 512 ? Attention<128>(call).run() : Attention<256>(call).run());
   } catch (...) {
     return 1;
   }

@@ -1,4 +1,4 @@
-"""Causal attention of a chunk behind its prefix on CPUs with AVX-512, by a kernel of ours in C++ (cpu_attention.cpp).
+"""Attend a chunk causally behind its prefix on CPUs with AVX-512, by a kernel of ours in C++ (cpu_attention.cpp).
 
 torch's kernel for CPUs multiplies by MKL, which on AMD runs code for AVX2; oneDNN's products, which this one calls, are
 twice as fast there. It also makes no mask, and computes little beyond the diagonal.
@@ -25,7 +25,9 @@ FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fas
 LIBRARY = ("-std=c++17", "-fPIC", "-shared")
 COMPILE_SECONDS = 120.0
 LEAST_QUERIES = 16
-"""Fewer do not pay for the keys that are transposed before."""
+"""Fewer do not pay for the keys before them, which are transposed."""
+LEAST_ALONE = 48
+"""Nor do fewer with no keys before them: a product is of 64 keys at least."""
 CLOSE = 1e-5  # to what torch computes, of values around 1
 
 _kernel: Any = None  # of this process, once it has been loaded
@@ -51,10 +53,11 @@ def load() -> bool:
 
 
 def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if the kernel is loaded and attends q [1, q_heads, n, d] to k and v [1, kv_heads, m, d]."""
+    """Return True if the kernel attends q [1, q_heads, n, d] to k and v [1, kv_heads, m, d], faster than torch."""
+    least = LEAST_QUERIES if keys.shape[2] > query.shape[2] else LEAST_ALONE
     return (
         _kernel is not None
-        and query.shape[2] >= LEAST_QUERIES
+        and query.shape[2] >= least
         and all(
             each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1
             for each in (query, keys, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 
 import pytest
@@ -52,7 +53,7 @@ def test_it_is_attention(kv_heads, group, n, prefix, dim, window, large, threads
     longer = torch.randn(2, kv_heads, m + 5, dim, generator=generator)  # a view of a buffer for more
     keys, values = longer[0, None, :, :m] * large, longer[1, None, :, 3 : m + 3]
     query = torch.randn(1, n, kv_heads * group, dim, generator=generator).transpose(1, 2)
-    assert cpu_attention.takes(query, keys, values)
+    assert cpu_attention.takes(query, keys, values) == (n >= (16 if prefix else 48))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -61,6 +62,17 @@ def test_it_is_attention(kv_heads, group, n, prefix, dim, window, large, threads
         torch.set_num_threads(before)
     expected = written_out(query, keys, values, dim**-0.5, window)
     torch.testing.assert_close(found.double(), expected, atol=3e-6 * large, rtol=0)  # large logits round as much
+
+
+@needs_kernel
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("window", [0, 300])
+def test_heads_whose_keys_are_too_many_to_be_transposed_at_once(window):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 6, 17, 128, generator=generator)
+    keys, values = torch.randn(2, 1, 3, 4600, 128, generator=generator)
+    found = cpu_attention.attend(query, keys, values, 0.1, window)
+    torch.testing.assert_close(found.double(), written_out(query, keys, values, 0.1, window), atol=3e-6, rtol=0)
 
 
 @needs_kernel
@@ -89,17 +101,24 @@ def test_a_prompt_in_chunks_makes_no_mask_and_is_attended_as_by_torch(monkeypatc
 
 
 def test_it_is_not_used_before_it_is_loaded():
-    query = torch.zeros(1, 2, 32, 8)
+    query = torch.zeros(1, 2, 48, 8)
     assert not cpu_attention.takes(query, query, query)
 
 
 @needs_kernel
 @pytest.mark.usefixtures("kernel")
 def test_what_it_does_not_take():
-    query = torch.zeros(1, 2, 32, 8)
+    query = torch.zeros(1, 2, 48, 8)
     assert cpu_attention.takes(query, query, query)
+    assert cpu_attention.takes(query[:, :, :16], query, query)
     for other in (query[:, :, :15], query.double(), query.transpose(2, 3)):
         assert not cpu_attention.takes(other, query, query)
+    assert not cpu_attention.takes(*[query[:, :, :47]] * 3)
+
+
+def gives_zeros(query, keys, values, out, kv_heads, group, n, m, dim, *rest):
+    ctypes.memset(out, 0, 4 * kv_heads * group * n * dim)  # where a right result of another call may have been
+    return 0
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "no AVX-512", "a wrong result", "a compiler that fails"])
@@ -110,7 +129,7 @@ def test_without_a_kernel_torch_attends_and_the_log_says_why(fault, monkeypatch,
     if fault == "no compiler":
         monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: None)
     elif fault == "a wrong result":
-        monkeypatch.setattr(cpu_attention, "_compile", lambda: lambda *arguments: 0)
+        monkeypatch.setattr(cpu_attention, "_compile", lambda: gives_zeros)
     elif fault == "a compiler that fails":
         monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: "/bin/false")
     assert not cpu_attention.load()
