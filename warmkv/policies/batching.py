@@ -56,19 +56,8 @@ def split(budget: int, remaining: Sequence[int], work: Sequence[float] = ()) -> 
     """
     if not remaining or (not work and sum(remaining) <= budget):
         return list(remaining)
-    if len(remaining) == 1 and not work:
-        return [budget]
+    work = work or [1.0] * len(remaining)
     shares = [0] * len(remaining)
-    if not work:
-        shares[0] = min(remaining[0], max(1, budget // OLDEST_SHARE))
-        rest = budget - shares[0]
-        for at in sorted(range(len(remaining)), key=remaining.__getitem__):
-            more = min(rest, remaining[at] - shares[at])
-            shares[at] += more
-            rest -= more
-            if not rest:
-                break
-        return shares
     shares[0] = _first_share(budget, remaining[0], work[0])
     left = budget - shares[0] * work[0]
     for at in sorted(range(len(remaining)), key=remaining.__getitem__):
@@ -87,8 +76,6 @@ def admits_below(budget: int, remaining: Sequence[int], work: Sequence[float] = 
     """
     if not remaining or (not work and sum(remaining) < budget):
         return math.inf
-    if len(remaining) == 1 and not work:
-        return remaining[0] if budget > 1 else 0
     work = work or [1.0] * len(remaining)
     first = _first_share(budget, remaining[0], work[0])
     left, most = budget - first * work[0], 0

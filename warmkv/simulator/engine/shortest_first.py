@@ -119,12 +119,7 @@ class ShortestFirst(BatchFormation[Request]):
                 self._wake(min(prompts.values()))
                 now = yield
                 continue
-            shares: Sequence[int] = ()
-            budget = max(1, self._step_tokens - batch.size)
-            if len(ready) == 1 and not (self._attends and batch.size):
-                shares = (min(budget, ready[0].prompt - ready[0].computed),)
-            elif ready:
-                shares = batching.split(budget, *self._lacking(ready))
+            shares = batching.split(max(1, self._step_tokens - batch.size), *self._lacking(ready))
             chunks: list[tuple[Request, int]] = []
             ending: list[Request] = []
             lead = after = 0.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
@@ -178,6 +179,15 @@ class GroupTimes:
 
     def figures(self) -> dict[str, Any]:
         return {name or "replica": times.figures() for name, times in self.groups.items()}
+
+
+def _by_fields(value: Any) -> tuple[type, tuple[Any, ...]]:
+    return type(value), tuple([getattr(value, field.name) for field in fields(value)])
+
+
+# Workers of a sweep get these by pickle, which assigns to fields where mypyc has compiled them: frozen ones refuse that.
+for _each in (StepCost, Roofline, PhaseCosts, UniformCosts, MeasuredCosts, GroupTimes):
+    copyreg.pickle(_each, _by_fields)
 
 
 def times_of(times: StepTimes, group: str) -> StepTimes:

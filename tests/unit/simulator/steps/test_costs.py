@@ -1,8 +1,20 @@
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.simulator.steps.costs import run_seconds, steps_until
+from warmkv.simulator.steps.costs import (
+    GroupTimes,
+    MeasuredCosts,
+    PhaseCosts,
+    Roofline,
+    StepCost,
+    StepKind,
+    UniformCosts,
+    run_seconds,
+    steps_until,
+)
 
 LINES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 20)), min_size=1, max_size=2)
 
@@ -32,3 +44,10 @@ def test_steps_until_a_moment_are_exact_whatever_is_rounded(first, growth, since
     assert 1 <= steps <= most
     assert steps == most or since + run_seconds([(first, growth)], steps) >= since + wait
     assert steps == 1 or since + run_seconds([(first, growth)], steps - 1) < since + wait
+
+
+def test_workers_get_step_times_by_pickle():
+    cost = StepCost(1.0, 2.0, 3.0, e=-4.0)
+    costs = PhaseCosts(Roofline((cost, cost.times(2.0))), cost)
+    times = GroupTimes({"": UniformCosts(costs, 0.5), "a": MeasuredCosts({StepKind("full", "append", "model"): costs})})
+    assert pickle.loads(pickle.dumps(times)) == times
