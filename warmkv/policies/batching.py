@@ -126,21 +126,3 @@ def next_prompt(
         passed.append(request)
     return None
 
-
-def next_fitting(
-    waiting: Iterable[Request], fits: Callable[[Request], bool], waits: Callable[[Request], bool]
-) -> Request | None:
-    """Do as `next_prompt` where `fits` claims nothing: `waits`, which takes longer, is called only if it matters."""
-    passed: list[Request] = []
-    for request in islice(waiting, PASSES):
-        if fits(request):
-            if waits(request):
-                continue
-            for other in passed:
-                if not waits(other):
-                    other.passed += 1
-            return request
-        if request.passed >= PASSES and not waits(request):
-            return None
-        passed.append(request)
-    return None

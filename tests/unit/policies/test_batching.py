@@ -11,7 +11,6 @@ from warmkv.policies.batching import (
     PASSES,
     admits_below,
     keys_per_token,
-    next_fitting,
     next_prompt,
     shares_prefix,
     split,
@@ -124,18 +123,6 @@ def test_only_the_first_of_a_long_queue_are_considered():
     queue = [Waiting(str(number)) for number in range(10 * PASSES)]
     assert next_prompt(queue, lambda each: bool(seen.append(each)), lambda each: False) is None
     assert seen == queue[:PASSES]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([0, 1, PASSES - 1, PASSES])), max_size=40))
-def test_the_next_that_fits_is_the_next_prompt(kinds):
-    """Whom it passes is the same, too."""
-    found = []
-    for choose in (next_prompt, next_fitting):
-        queue = [Waiting(str(number), passed=passed) for number, (_, _, passed) in enumerate(kinds)]
-        kind = dict(zip(queue, kinds, strict=True))
-        chosen = choose(queue, lambda each, kind=kind: kind[each][0], lambda each, kind=kind: kind[each][1])
-        found.append((chosen and chosen.name, [each.passed for each in queue]))
-    assert found[0] == found[1]
 
 
 @given(BUDGETS, LACKING)

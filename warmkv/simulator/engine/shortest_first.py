@@ -241,7 +241,7 @@ class ShortestFirst(BatchFormation[Request]):
                 budget = max(1, self._step_tokens - self.batch.size)
                 below = batching.admits_below(budget, *self._lacking(self._ready(now)))
             fits, waits = partial(self._fits, below, now), partial(self._waits_for_prefix, now)
-            request = batching.next_fitting(waiting, fits, waits)
+            request = batching.next_prompt(waiting, fits, waits)
             if request is None:
                 return
             waiting.take(request)
