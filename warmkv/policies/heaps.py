@@ -42,6 +42,10 @@ class LazyHeap(Generic[K]):
     def first(self) -> tuple[Priority, K] | None:
         """Return the least priority and its key; None if there is no key."""
         heap, live = self._heap, self._live
-        while heap and live.get(heap[0][2]) is not heap[0]:
+        while heap:
+            priority, order, key = heap[0]
+            known = live.get(key)
+            if known is not None and known[1] == order:
+                return priority, key
             heapq.heappop(heap)
-        return (heap[0][0], heap[0][2]) if heap else None
+        return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from warmkv import pickling
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.entry import Entry
 from warmkv.policies.tiers import Step, Stored, Tier, Tiers
@@ -36,6 +37,9 @@ class Lifetimes:
         if self.automatic:
             return blocks
         return max((mark.position // size for mark in marks), default=0)
+
+
+pickling.by_fields(Lifetimes)  # replicas get them with requests
 
 
 @dataclass(frozen=True, slots=True)

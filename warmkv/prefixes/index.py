@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from warmkv import pickling
 from warmkv.prefixes.mask_table import FIELD, KEY_BYTES, WIDTH, Flags, MaskTable, numbers, pack
 
 PUBLISH_SECONDS = 0.25  # longest time a replica batches its events, and a router those of all replicas
@@ -43,6 +44,9 @@ class Shard:
         keys = numbers(packed)
         part: bytes = keys[(keys & 0xFF) % self.of == self.number].tobytes()
         return part
+
+
+pickling.by_fields(Shard)  # directories get theirs
 
 
 class PrefixIndex:

@@ -30,7 +30,7 @@ Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepC
 
 
 class FirstCome(Generic[Item]):
-    """A queue with the methods of `FairQueue`, but first come, first served among all tenants."""
+    """Do as `FairQueue`, but first come, first served among all tenants."""
 
     __slots__ = ("_items",)
 

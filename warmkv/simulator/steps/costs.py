@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copyreg
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
+from warmkv import pickling
 from warmkv.policy_spec import DecodeRule, PolicySpec, Storage
 
 
@@ -181,13 +181,8 @@ class GroupTimes:
         return {name or "replica": times.figures() for name, times in self.groups.items()}
 
 
-def _by_fields(value: Any) -> tuple[type, tuple[Any, ...]]:
-    return type(value), tuple([getattr(value, field.name) for field in fields(value)])
-
-
-# Workers of a sweep get these by pickle, which assigns to fields where mypyc has compiled them: frozen ones refuse that.
-for _each in (StepCost, Roofline, PhaseCosts, UniformCosts, MeasuredCosts, GroupTimes):
-    copyreg.pickle(_each, _by_fields)
+# Workers of a sweep get these.
+pickling.by_fields(StepCost, Roofline, PhaseCosts, UniformCosts, MeasuredCosts, GroupTimes)
 
 
 def times_of(times: StepTimes, group: str) -> StepTimes:
