@@ -52,9 +52,9 @@ def _compile(root: Path, files: list[Path], folder: Path) -> list[Path]:
     os.chdir(root)  # mypy names modules by their paths from here
     # What they import is read for its types; nothing that they do not need has to be installed for that.
     options = [f"--cache-dir={folder / 'cache'}", "--follow-imports=silent", "--ignore-missing-imports"]
+    names = [str(path.relative_to(root)) for path in files]
     extensions = mypycify(
-        [*options, *(str(path.relative_to(root)) for path in files)], opt_level="3", debug_level="0", target_dir=str(folder / "c"),
-        group_name="warmkv",
+        [*options, *names], opt_level="3", debug_level="0", target_dir=str(folder / "c"), group_name="warmkv",
     )  # fmt: skip
     build = build_ext(Distribution({"name": "warmkv", "ext_modules": extensions}))
     build.build_lib, build.build_temp = str(folder / "lib"), str(folder / "temp")

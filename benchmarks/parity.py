@@ -1,4 +1,4 @@
-"""Does the replay of a live run give what the live run gave? Records one on two replicas, and replays its access log.
+"""Does the replay of a live run give what the live run gave? Records one, on two replicas, and replays its access log.
 
 See README.md.
 """
@@ -32,6 +32,7 @@ class Run:
     seed: int = 0
     quick: bool = False
     engine: str = "warmkv"
+    replicas: int = 2  # which share the machine
 
     @property
     def kv_bytes(self) -> str:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     identity, say = machine.identity(torch.device("cpu")), progress()
     with tempfile.TemporaryDirectory() as folder:
         verdict, live = _record_and_replay(run, Path(folder) / "access.jsonl", say)
-    figures = _figures(verdict, live)
+    figures = _figures(verdict, live, run)
     notes = [*verdict.misses]
     if path is not None:
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
@@ -76,7 +77,7 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
 
     config = parse(
         {
-            "cluster": {"replicas": 2},
+            "cluster": {"replicas": run.replicas},
             "engine": {"threads": 1, "kind": run.engine, "kv_bytes": run.kv_bytes},
             "prefix_cache": {"memory_bytes": run.memory},
             "gateway": {"port": 0, "access_log": str(log)},
@@ -94,13 +95,14 @@ def _record_and_replay(run: Run, log: Path, say: Any) -> tuple[Verdict, Mapping[
     return verify(records, config, times), held
 
 
-def _figures(verdict: Verdict, live: Mapping[str, Any]) -> list[Figure]:
+def _figures(verdict: Verdict, live: Mapping[str, Any], run: Run) -> list[Figure]:
     from benchmarks.report import figure
     from warmkv.simulator.studies.replays.verify import JUDGED, LEAST_EQUAL_HITS, MOST_HIT_ERROR, MOST_TIME_ERROR
 
     def off(simulated: float, key: str) -> float:
         return abs(simulated - sum(replica[key] for replica in live.values()))
 
+    exactly = 0 if run.engine == "warmkv" else None  # vLLM overwrites a block when it needs one, and tells of it then
     found = [
         figure("requests", [verdict.requests], 200, "higher"),
         figure("equal_hits", [verdict.equal_hits], LEAST_EQUAL_HITS, "higher"),
@@ -108,8 +110,8 @@ def _figures(verdict: Verdict, live: Mapping[str, Any]) -> list[Figure]:
         figure("equal_bills", [verdict.equal_bills], None, "higher"),
         figure("equal_slot_bytes", [verdict.equal_slots], None, "higher"),
         figure("evictions", [verdict.evictions], None, "higher"),
-        figure("evictions_off", [off(verdict.evictions, "evicted")], 0, "lower"),
-        figure("resident_bytes_off", [off(verdict.stored_bytes, "store_bytes")], 0, "lower"),
+        figure("evictions_off", [off(verdict.evictions, "evicted")], exactly, "lower"),
+        figure("resident_bytes_off", [off(verdict.stored_bytes, "store_bytes")], exactly, "lower"),
     ]
     times = verdict.times
     assert times is not None
@@ -129,13 +131,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--rate", type=float, metavar="N", help="sessions that begin in a second (0.6)")
     parser.add_argument("--memory", metavar="BYTES", help="of each replica's prefix cache (12MiB)")
     parser.add_argument("--seed", type=int, help="of the sessions (0)")
+    parser.add_argument("--replicas", type=int, metavar="N", help="which share the machine's cores (2)")
     parser.add_argument("--engine", choices=("warmkv", "vllm"), help="of the replicas; vllm runs in .venv-vllm")
     options = parser.parse_args(arguments)
     run = Run(sessions=8, rate=2.0, quick=True) if options.quick else Run()
-    given = {name: getattr(options, name) for name in ("sessions", "rate", "memory", "seed", "engine")}
+    given = {name: getattr(options, name) for name in ("sessions", "rate", "memory", "seed", "engine", "replicas")}
     run = replace(run, **{name: value for name, value in given.items() if value is not None})
-    if run.sessions < 1 or run.rate <= 0:
-        parser.error("at least one session and a positive rate are needed")
+    if run.sessions < 1 or run.rate <= 0 or run.replicas < 1:
+        parser.error("at least one session, a positive rate and a replica are needed")
     return run, options.json
 
 

@@ -29,6 +29,7 @@ class FailureConfig(Section):
     replica: int = Field(
         0, ge=0, description="its place: replicas are numbered from 0, and a new one takes a free place"
     )
+    group: str = Field("", description="of cluster.groups; empty for the replicas of the configuration itself")
     seconds: float = Field(
         5.0, ge=0, allow_inf_nan=False, description="until that is known and another one is started in its place"
     )

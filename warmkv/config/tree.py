@@ -93,9 +93,7 @@ class Config(Section):
             raise ValueError(f"compression.policy: {fault}")
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):
             raise ValueError(f"pricing.write has no multiplier for the TTL {missing[0]!r} of prefix_cache.ttls")
-        for failure in self.simulator.failures:
-            if failure.replica >= (most := self.cluster.most_replicas):
-                raise ValueError(f"simulator.failures: no replica {failure.replica} of {most}; the first is 0")
+        self._check_failures()
         for alias, name in self.gateway.models.items():
             if name != self.model.name:
                 raise ValueError(
@@ -115,7 +113,14 @@ class Config(Section):
         Raises ValueError with the place of a setting that cannot be another one in a group, or is wrong.
         """
         plain = self.model_copy(update={"cluster": self.cluster.model_copy(update={"groups": {}})})
-        return {"": plain} | {name: _group(plain, name, tree) for name, tree in self.cluster.groups.items()}
+        found = {"": plain} | {name: _group(plain, name, tree) for name, tree in self.cluster.groups.items()}
+        return {name: group._with_failures_of(name) for name, group in found.items()}
+
+    def _with_failures_of(self, name: str) -> Config:
+        failures = tuple(failure for failure in self.simulator.failures if failure.group == name)
+        if failures == self.simulator.failures:
+            return self
+        return self.model_copy(update={"simulator": self.simulator.model_copy(update={"failures": failures})})
 
     @property
     def most_replicas(self) -> int:
@@ -126,6 +131,19 @@ class Config(Section):
     def first_replicas(self) -> int:
         """Return the replicas at the start, of all groups."""
         return sum(group.cluster.replicas for group in self.groups().values())
+
+    def _check_failures(self) -> None:
+        if not self.simulator.failures:
+            return
+        most = {name: group.cluster.most_replicas for name, group in self.groups().items()}
+        for failure in self.simulator.failures:
+            if failure.group not in most:
+                known = ", ".join(name for name in most if name) or "none"
+                raise ValueError(f"simulator.failures: no group {failure.group!r} in cluster.groups, which has {known}")
+            if failure.replica >= most[failure.group]:
+                raise ValueError(
+                    f"simulator.failures: no replica {failure.replica} of {most[failure.group]}; the first is 0"
+                )
 
     def _check_vllm(self) -> None:
         if (storage := self.prefix_cache.storage) not in VLLM_STORAGES:
@@ -167,5 +185,5 @@ def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
         place = ".".join(map(str, (at, *fault["loc"])))
         raise ValueError(f"{place}: {fault['msg'].removeprefix('Value error, ')}") from None
     own = {name: getattr(group.simulator, name) for name in group.simulator.model_fields_set}
-    simulator = plain.simulator.model_copy(update={"failures": (), **own})  # of replicas of the configuration itself
+    simulator = plain.simulator.model_copy(update=own)
     return group.model_copy(update={"simulator": simulator})

@@ -125,4 +125,3 @@ def next_prompt(
             return None
         passed.append(request)
     return None
-

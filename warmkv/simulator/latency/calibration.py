@@ -8,7 +8,7 @@ simulated with candidate coefficients (`server.py`) until the simulated requests
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,12 +158,14 @@ def _figures(values: Floats) -> list[float]:
     return [float(values.mean()), *np.percentile(values, PERCENTS).tolist()]
 
 
-def distance_to(measured: Times) -> Callable[[Times], float]:
+def distance_to(measured: Times, compared: Sequence[str] = tuple(FIGURES)) -> Callable[[Times], float]:
     """Return a function that tells how far simulated times are from measured ones.
 
-    It is the sum of squares over all metrics of the figures' errors, and on average of the quantiles' and the requests'
-    own. The latter two, shares of the measured mean, keep a fit to few requests from bending to single percentiles.
+    It is the sum of squares over all metrics of the errors of the `compared` figures, and on average of the quantiles'
+    and the requests' own. The latter two, shares of the measured mean, keep a fit to few requests from bending to
+    single percentiles.
     """
+    which = [list(FIGURES).index(name) for name in compared]
     goals = {metric: truth for metric in METRICS if len(truth := _values(measured, metric))}
     known = {metric: _spread(truth) for metric, truth in goals.items()}
 
@@ -172,7 +174,7 @@ def distance_to(measured: Times) -> Callable[[Times], float]:
         for metric, truth in goals.items():
             guess = _values(simulated, metric)
             (exact, quantiles), (figures, spread) = known[metric], _spread(guess)
-            wrong, moved = figures / exact - 1, (spread - quantiles) / exact[0]
+            wrong, moved = (figures / exact - 1)[which], (spread - quantiles) / exact[0]
             each = np.minimum(np.abs(guess - truth) / exact[0], WILD)
             total += float(wrong @ wrong + np.mean(moved**2) + np.mean(each**2))
         return total

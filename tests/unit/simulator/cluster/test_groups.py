@@ -79,6 +79,29 @@ def test_what_waits_for_one_group_is_not_given_to_another():
     assert (third.replica, third.started) == ("replica-vllm-0", 2.0)
 
 
+def test_a_replica_of_a_group_fails_by_its_name():
+    failing = "simulator.failures=[{at: 1, group: fp8, seconds: 2}]"
+    settings = config(*APART, failing, "simulator.startup_seconds=3")
+    asked = [(0.0, "full+fp8"), (1.5, "full+fp8"), (2.0, "full")]
+    records = [record(at, [number] * 9, policy=policy) for number, (at, policy) in enumerate(asked)]
+    first, second, third = run(records, settings)[0]
+    assert first.replica == "replica-fp8-0"
+    assert (second.replica, second.started >= 6.0) == ("replica-fp8-0.1", True)
+    assert (third.replica, third.started) == ("replica-0", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "fault"),
+    [
+        ("{at: 1, group: other}", "no group 'other' in cluster.groups, which has fp8"),
+        ("{at: 1, group: fp8, replica: 1}", "no replica 1 of 1"),
+    ],
+)
+def test_failures_of_what_is_not_there_are_refused(failure, fault):
+    with pytest.raises(ValueError, match=fault):
+        config(*APART, f"simulator.failures=[{failure}]")
+
+
 def test_each_group_is_scaled_by_its_own_requests():
     scaling = "{min_replicas: 1, max_replicas: 4, target_ongoing_requests: 1, upscale_delay_seconds: 0}"
     settings = config(

@@ -37,7 +37,8 @@ SpecOf = Callable[[RequestRecord], PolicySpec]
 MOST_SIMULATED = 500  # requests, the first ones, that the scales are fitted to
 STEPS = (0.2, 0.01)  # of a scale, relative: the first and the last by which it is moved
 MOST_MOVES = 80
-
+COMPARED = ("mean", "p50", "p90")
+"""Figures that are fitted. What is beyond is mostly made by what no step tells of: other work of a machine."""
 
 NOTHING = "no record of the log carries timings to fit step times to"
 
@@ -131,7 +132,7 @@ def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, 
 
 def _scaled(records: RecordColumns, config: Config, costs: UniformCosts) -> UniformCosts:
     """Step 2: a compass search over the logarithms of three scales."""
-    distance, inputs, logs = distance_to(measured_times(records)), ReplayInputs(records), np.zeros(3)
+    distance, inputs, logs = distance_to(measured_times(records), COMPARED), ReplayInputs(records), np.zeros(3)
     known: dict[tuple[float, float], Times | None] = {}  # by the first two scales, without the time outside
     inside = replace(costs, overhead=0.0)
 
