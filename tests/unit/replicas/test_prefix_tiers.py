@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import BLOCK, VOCABULARY, Driver, make_request, random_model
+from warmkv.replicas.engine import prompts
 from warmkv.replicas.engine.engine import IDLE_SECONDS
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import Failed
@@ -102,6 +104,31 @@ def test_the_same_on_a_gpu_whose_host_tier_is_page_locked(tmp_path, tier, policy
         for packed in place.blocks.values():
             assert packed.parts[0].is_cuda == (place.tier.name == "device")
             assert packed.parts[0].is_pinned() == (place.tier.name == "host")
+
+
+def test_others_decode_while_a_long_prefix_is_copied(models, monkeypatch):
+    """A block a step, here: the other request draws a token in each; afterwards all is as without it."""
+    monkeypatch.setattr(prompts, "ATTACHED_ON_CPU", 1)
+    driver = tiered(models)
+    driver.run(make_request(TOKENS, new=1, name="first"))
+    fill(driver)
+    (expected,) = driver.run(make_request(TOKENS, new=9, name="alone"))
+    fill(driver, 3)
+    driver.submit(make_request(TOKENS[::-1], new=40, name="other"))
+    while not driver.tokens("other"):
+        driver.engine.step()
+    driver.submit(make_request(TOKENS, new=9, name="second"))
+    drawn = []
+    while not driver.told["second"]:
+        driver.engine.step()
+        drawn.append(len(driver.tokens("other")))
+    blocks = driver.started("second").cached_tokens // BLOCK
+    assert driver.started("second").tiers["host"] > 2 * BLOCK
+    assert len(drawn) >= blocks
+    assert all(after > before for before, after in pairwise(drawn))
+    while driver.engine.step():
+        pass
+    assert driver.tokens("second") == expected
 
 
 def test_fresh_kv_and_every_tier_draw_the_same_tokens(models, tmp_path):

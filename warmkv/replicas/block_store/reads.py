@@ -1,15 +1,19 @@
-"""What a request found warm, and the files that are read for it beside the engine."""
+"""What a request found warm: the files that are read for it beside the engine, and its way to the prompt."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from warmkv.policies.prefix_cache import Match
+import torch
+from torch import Tensor
+
+from warmkv.policies.prefix_cache import Match, Span
 from warmkv.replicas.block_store.disk import Folder, Header
-from warmkv.replicas.block_store.formats import Packed
+from warmkv.replicas.block_store.formats import Packed, unpack
 from warmkv.replicas.block_store.io_threads import Jobs
 
 log = logging.getLogger(__name__)
@@ -26,10 +30,29 @@ class WarmPrefix:
     pending: set[bytes] = field(default_factory=set)
     since: float = 0.0  # when it began to wait for them
     tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
+    left: deque[tuple[Span, Packed, str]] | None = None  # blocks to attach, with their tiers; None before that begins
 
     @property
     def hit(self) -> int:
         return self.match.hit
+
+
+def copy_left(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
+    """Copy blocks that are left to attach, about `most` bytes of those that a GPU does not have itself.
+
+    Returns True once none is left.
+    """
+    copied, left = 0, warm.left
+    assert left is not None
+    while left and copied < most:
+        span, packed, tier = left.popleft()
+        tokens = span.end - span.start
+        block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), dtype)
+        keys[:, :, span.start : span.end] = block[0, :, :, :tokens]
+        values[:, :, span.start : span.end] = block[1, :, :, :tokens]
+        warm.tiers[tier] = warm.tiers.get(tier, 0) + tokens
+        copied += packed.nbytes if tier != "device" or not keys.is_cuda else 0
+    return not left
 
 
 class FileReads:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -23,7 +25,7 @@ from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
 from warmkv.replicas.block_store.published import PublishedBlocks
-from warmkv.replicas.block_store.reads import FileReads, WarmPrefix
+from warmkv.replicas.block_store.reads import FileReads, WarmPrefix, copy_left
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
@@ -176,29 +178,29 @@ class BlockStore:
         """
         return not warm.pending or self.clock() - warm.since >= self._wait_seconds
 
-    def attach(self, warm: WarmPrefix, keys: Tensor, values: Tensor) -> tuple[int, Tensor | None]:
-        """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim].
+    def attach(
+        self, warm: WarmPrefix, keys: Tensor, values: Tensor, most: float = math.inf
+    ) -> tuple[int, Tensor | None] | None:
+        """Copy what is warm into a prompt's workspace [layers, kv_heads, T, head_dim], about `most` bytes in a call.
 
-        Returns the tokens that are there now, fewer than expected where a file is damaged or late, and their column
-        sums [layers, kv_heads, tokens] where these were asked for.
+        What a GPU has itself does not count. Returns None while there is more to copy; then the tokens that are there,
+        fewer than expected where a file is damaged or late, and their column sums [layers, kv_heads, tokens] where
+        these were asked for.
         """
-        self._reads.stop_waiting(warm)
-        parts = self._parts(warm)
-        sums: Packed | None = None
-        if warm.sums:
-            sums = warm.read.get(warm.sums)
-            if sums is None or sum(span.end - span.start for span, _, _ in parts) < warm.reused:
-                parts, sums = [], None  # they hold for exactly this prefix
-        warm.tiers = {}
-        for span, packed, tier in parts:
-            tokens = span.end - span.start
-            block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), self._dtype)
-            keys[:, :, span.start : span.end] = block[0, :, :, :tokens]
-            values[:, :, span.start : span.end] = block[1, :, :, :tokens]
-            warm.tiers[tier] = warm.tiers.get(tier, 0) + tokens
+        if warm.left is None:
+            self._reads.stop_waiting(warm)
+            parts = self._parts(warm)
+            if warm.sums and (
+                warm.sums not in warm.read or sum(span.end - span.start for span, _, _ in parts) < warm.reused
+            ):
+                parts, warm.sums = [], b""  # they hold for exactly this prefix
+            warm.left, warm.tiers = deque(parts), {}
+        if not copy_left(warm, keys, values, self._dtype, most):
+            return None
+        sums = unpack(warm.read[warm.sums], self._dtype).to(keys.device) if warm.sums else None
         warm.read.clear()
         warm.reused = sum(warm.tiers.values())
-        return warm.reused, None if sums is None else unpack(sums, self._dtype).to(keys.device)
+        return warm.reused, sums
 
     def on_device(self, hashes: Sequence[bytes]) -> list[Tensor]:
         """Return the leading blocks [2, layers, kv_heads, tokens, head_dim] that the device has as they were computed.

@@ -126,5 +126,5 @@ class Endings:
     def _drop(self, sequence: Sequence) -> None:
         """Free everything that a sequence holds."""
         self.prompts.release(sequence)
-        sequence.prefill = None
+        sequence.prefill = sequence.attaching = None
         self.scheduler.remove(sequence)

@@ -328,7 +328,10 @@ class Engine:
                 self._endings.fail_prompt(admitted or self.scheduler.admitting, error)
 
     def _begin_chunks(self) -> list[Sequence]:
-        """Begin the chunks of this step; returns the prompts that have one."""
+        """Begin the chunks of this step; returns the prompts that have one.
+
+        Those whose warm blocks are still being copied have none, while others decode.
+        """
         begun = []
         scored = self._scored_at_once
         for sequence, tokens in self.scheduler.chunks():
@@ -338,8 +341,9 @@ class Engine:
                     continue
                 scored -= tokens
             try:
-                self._prompts.begin_chunk(sequence, tokens)
-                begun.append(sequence)
+                if self._prompts.attach(sequence, others_decode=bool(self.scheduler.decoding)):
+                    self._prompts.begin_chunk(sequence, tokens)
+                    begun.append(sequence)
             except Exception as error:
                 self._endings.fail_prompt(sequence, error)
         return begun

@@ -6,6 +6,7 @@ Prefixes are stored whole, for whoever begins alike; what its own slot keeps is 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from dataclasses import astuple, dataclass, field
 
@@ -61,6 +62,10 @@ class Compressions:
         return Compressions(*map(operator.add, astuple(self), astuple(other)))
 
 
+ATTACHED_ON_GPU, ATTACHED_ON_CPU = 1 << 28, 1 << 25
+"""Bytes of warm blocks copied in a step while others decode: some 10 ms of PCIe, 5 ms of a CPU's memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """The steps that a prompt takes, each for one sequence."""
@@ -97,15 +102,28 @@ class Prompts:
         else:
             sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
 
+    def attach(self, sequence: Sequence, *, others_decode: bool) -> bool:
+        """Copy what is warm of a prompt to its workspace, a part of it if others wait; return True once all is there."""
+        if sequence.prefill is not None:
+            return True
+        if sequence.attaching is None:
+            specs = [sequence.policy.spec]
+            sequence.attaching = self.model.prefill_state(sequence.request.token_ids, specs, self.classes)
+        prompt, match = sequence.attaching, sequence.match
+        assert match is not None
+        on_gpu = self.model.device.type == "cuda"
+        most = (ATTACHED_ON_GPU if on_gpu else ATTACHED_ON_CPU) if others_decode else math.inf
+        attached = self.store.attach(match, prompt.keys, prompt.values, most)
+        if attached is None:
+            return False
+        sequence.reused, sums = attached
+        prompt.reuse(sequence.reused, sums)
+        sequence.prefill, sequence.attaching = prompt, None
+        return True
+
     def begin_chunk(self, sequence: Sequence, tokens: int) -> None:
-        """Prepare to compute at most so many tokens. The first time set up the workspace and attach what is warm."""
-        if sequence.prefill is None:
-            assert sequence.match is not None
-            prompt = self.model.prefill_state(sequence.request.token_ids, [sequence.policy.spec], self.classes)
-            sequence.prefill = prompt
-            sequence.reused, sums = self.store.attach(sequence.match, prompt.keys, prompt.values)
-            prompt.reuse(sequence.reused, sums)
-        prompt = sequence.prefill
+        """Prepare to compute at most so many tokens, behind what is warm or was computed before."""
+        prompt = sequence.workspace
         start, end = prompt.computed, min(prompt.computed + tokens, prompt.tokens)
         end = min([end, *(position for position in self._summed_positions(sequence, prompt) if position > start)])
         prompt.begin_chunk(end - start)

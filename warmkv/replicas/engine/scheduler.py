@@ -58,6 +58,7 @@ class Sequence:
     match: WarmPrefix | None = None
     reused: int = 0  # prompt tokens whose KV was attached
     prefill: PrefillState | None = None
+    attaching: PrefillState | None = None  # the same, while what is warm is copied there
     column_sums: dict[int, Tensor] = field(default_factory=dict)  # copies for the store, by prompt position
     admitted: float = 0.0
     number: float | None = None  # random number of the next token, kept until that is drawn: a step may be repeated

@@ -64,7 +64,9 @@ def read(store: BlockStore, prompt: Prompt, reads: list[int], **how: Any) -> tup
     """What a request finds: billed position, tokens, their KV, and column sums."""
     warm = store.match(prompt.hashes, prompt.reads(reads), **how)
     out = torch.zeros(2, IDENTITY.layers, IDENTITY.kv_heads, len(prompt.tokens), IDENTITY.head_dim)
-    tokens, sums = store.attach(warm, *out)
+    attached = store.attach(warm, *out)
+    assert attached is not None
+    tokens, sums = attached
     store.release(warm)
     return warm.hit, tokens, out, sums
 
