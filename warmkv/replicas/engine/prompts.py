@@ -103,7 +103,7 @@ class Prompts:
             sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
 
     def attach(self, sequence: Sequence, *, others_decode: bool) -> bool:
-        """Copy what is warm of a prompt to its workspace, a part of it if others wait; return True once all is there."""
+        """Copy what is warm of a prompt to its workspace, a part if others wait; return True once all is there."""
         if sequence.prefill is not None:
             return True
         if sequence.attaching is None:
