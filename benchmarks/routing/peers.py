@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
+from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
 from warmkv.platform.gateway.deployment import Gateway
@@ -41,8 +42,13 @@ class ServeRouted(Gateway):
 
     async def _choose(self, mailbox: Mailbox, attempt: Attempt) -> None:
         try:
-            async with self._handles[""].choose_replica(attempt) as selection:
+            handle = self._handles[""]
+            async with handle.choose_replica(attempt) as selection:
                 self._sender._dispatch(mailbox, attempt, selection.replica_id)
+                # What Serve tells its router where it sends the request itself: the prefix router learns by it.
+                router = handle._router._asyncio_router._active_request_router
+                sent = PendingRequest([attempt], {}, selection._request_metadata)
+                await asyncio.to_thread(router.on_request_routed, sent, selection._replica.replica_id, None)
                 await asyncio.Event().wait()  # until the mailbox is closed
         except Exception as error:
             mailbox.fail(error)

@@ -31,18 +31,28 @@ def test_each_pattern_names_modules() -> None:
         assert list(ROOT.glob(pattern)), pattern
 
 
+def classes() -> list[tuple[Path, ast.ClassDef]]:
+    trees = {path: ast.parse(path.read_text()) for path in MODULES}
+    found = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert len(found) > 40
+    return found
+
+
 def test_no_class_has_a_base_that_is_not_compiled() -> None:
     """Of one that has, mypyc 2 takes the layout for that of a plain object, and writes over what the base keeps."""
-    trees = {path: ast.parse(path.read_text()) for path in MODULES}
-    classes = [
-        (path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ]
-    known = BASES | {node.name for _, node in classes}
-    assert len(classes) > 40
-    for path, node in classes:
+    known = BASES | {node.name for _, node in classes()}
+    for path, node in classes():
         for base in node.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
             assert ast.unparse(name) in known, f"{path.name}: {node.name}({ast.unparse(base)})"
+
+
+def test_no_dataclass_has_a_constant() -> None:
+    """Of it mypyc makes a field."""
+    for path, node in classes():
+        if any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+            constants = [ast.unparse(each) for each in node.body if isinstance(each, ast.Assign)]
+            assert not constants, f"{path.name}: {node.name}: {constants}"
 
 
 @pytest.mark.soak(least=0.5)  # compiles for two minutes on one core, and tests for four

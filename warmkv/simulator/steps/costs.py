@@ -26,7 +26,9 @@ class StepCost:
     d: float = 0.0
     e: float = 0.0
 
-    overhead = 0.0  # as `StepTimes` has it
+    @property
+    def overhead(self) -> float:
+        return 0.0
 
     @property
     def roofline_terms(self) -> tuple[StepCost, ...]:

@@ -6,13 +6,14 @@ import pytest
 from tests.unit.simulator.conversations import config, record, run, uniform, with_timings
 from warmkv.config import load
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.steps.costs import StepCost, times_of
+from warmkv.simulator.steps.costs import StepCost, StepKind, times_of
 from warmkv.simulator.steps.roofline import OVERHEAD_SECONDS, roofline
 from warmkv.simulator.studies.replays import step_times
 from warmkv.simulator.studies.replays.replay import recorded_policy, replay
 from warmkv.simulator.studies.replays.variants import Variant
 
 TRUE = StepCost(0.005, 1e-4, 5e-7)
+FULL = StepKind("full", "append", "model")
 
 
 def test_where_step_times_come_from():
@@ -44,23 +45,23 @@ def test_each_group_of_replicas_has_step_times_of_its_own():
     spec_of = recorded_policy()
     times, source = step_times.choose_cost(log, settings, spec_of)
     expected = step_times.choose_cost(log[:30], config(), spec_of)[0]
-    assert (times.of(None), times.overhead) == (expected.of(None), expected.overhead)
+    assert (times.of(FULL), times.overhead) == (expected.of(FULL), expected.overhead)
     assert times_of(times, "") == expected
     assert times_of(times, "vllm") == step_times.choose_cost(log[30:], settings.groups()["vllm"], spec_of)[0]
-    assert times_of(times, "vllm").of(None).decode.seconds(1, 10) > 5 * expected.of(None).decode.seconds(1, 10)
+    assert times_of(times, "vllm").of(FULL).decode.seconds(1, 10) > 5 * expected.of(FULL).decode.seconds(1, 10)
     fitted = "fitted to 30 measured requests of the log"
     assert source == f"replica: {fitted}; vllm: {fitted}"
 
     # Which of them served a request is not told: both could have served `full`.
     unknown = [replace(one, group="") for one in log]
-    assert times_of(step_times.choose_cost(unknown, settings, spec_of)[0], "vllm").of(None) == (
-        step_times.choose_cost(unknown, settings.groups()["vllm"], spec_of)[0].of(None)
+    assert times_of(step_times.choose_cost(unknown, settings, spec_of)[0], "vllm").of(FULL) == (
+        step_times.choose_cost(unknown, settings.groups()["vllm"], spec_of)[0].of(FULL)
     )
     compressed = [replace(one, group="", policy="snapkv@0.5") for one in log]
     for choice in ("auto", "log"):
         found, source = step_times.choose_cost(compressed, settings, spec_of, choice)
         assert source.endswith("vllm: configuration (simulator.step_*)")
-        assert times_of(found, "vllm").of(None).decode.a == 0.5
+        assert times_of(found, "vllm").of(FULL).decode.a == 0.5
     with pytest.raises(ValueError, match="no record of the log carries timings"):
         step_times.choose_cost(bare, settings, spec_of, "log")
 
