@@ -39,5 +39,5 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(autouse=True)
 def attention_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attend prompts by torch's kernel on a CPU until a test loads ours, which no other test uses then."""
-    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    """Attend by torch's kernels on a CPU until a test loads ours, which no other test uses then."""
+    monkeypatch.setattr(cpu_attention, "_kernels", None)

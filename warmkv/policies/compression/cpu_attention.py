@@ -1,7 +1,8 @@
-"""Attend a chunk causally behind its prefix on CPUs with AVX-512, by a kernel of ours in C++ (cpu_attention.cpp).
+"""Attend on CPUs with AVX-512 by kernels of ours in C++ (cpu/): a chunk behind its prefix, and one query per row.
 
-torch's kernel for CPUs multiplies by MKL, which on AMD runs code for AVX2; oneDNN's products, which this one calls, are
-twice as fast there. It also makes no mask, and computes little beyond the diagonal.
+torch's kernel for chunks multiplies by MKL, which on AMD runs code for AVX2; oneDNN's products, which ours calls, are
+twice as fast there. It also makes no mask, and computes little beyond the diagonal. Rows are read once each, as far as
+they are in use, where torch multiplies matrices of as many rows as a group has query heads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("prompts.cpp", "rows.cpp"))
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
 LIBRARY = ("-std=c++17", "-fPIC", "-shared")
 COMPILE_SECONDS = 120.0
@@ -28,40 +29,54 @@ LEAST_QUERIES = 16
 """Fewer do not pay for the keys before them, which are transposed."""
 LEAST_ALONE = 48
 """Nor do fewer with no keys before them: a product is of 64 keys at least."""
+CHANNELS = 16
+"""Rows have a multiple of so many."""
 CLOSE = 1e-5  # to what torch computes, of values around 1
 
-_kernel: Any = None  # of this process, once it has been loaded
+
+class Kernels(NamedTuple):
+    """The functions of the library."""
+
+    chunk: Any
+    rows: Any
+
+
+_kernels: Kernels | None = None  # of this process, once they have been loaded
 
 
 def load() -> bool:
-    """Compile the kernel for this machine, in about a second, and use it from now on; return False if there is none.
+    """Compile the kernels for this machine, in some seconds, and use them from now on; return False if there are none.
 
-    It is left out, with a line in the log, where there is no C++ compiler, no AVX-512, or it does not compute what
+    They are left out, with a line in the log, where there is no C++ compiler, no AVX-512, or they do not compute what
     torch does.
     """
-    global _kernel
-    if _kernel is None and "AVX512" in torch.backends.cpu.get_cpu_capability():
+    global _kernels
+    if _kernels is None and "AVX512" in torch.backends.cpu.get_cpu_capability():
         try:
-            kernel = _compile()
-            _check(kernel)
+            kernels = _compile()
+            _check(kernels)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             says = getattr(error, "stderr", None) or error
-            log.warning("prompts are attended by torch's kernel, since that of warmkv does not run here: %s", says)
+            log.warning("torch's kernels attend, since those of warmkv do not run here: %s", says)
         else:
-            _kernel = kernel
-    return _kernel is not None
+            _kernels = kernels
+    return _kernels is not None
 
 
 def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if the kernel attends q [1, q_heads, n, d] to k and v [1, kv_heads, m, d], faster than torch."""
+    """Return True if `attend` takes q [1, q_heads, n, d] and k and v [1, kv_heads, m, d], and is faster than torch."""
     least = LEAST_QUERIES if keys.shape[2] > query.shape[2] else LEAST_ALONE
-    return (
-        _kernel is not None
-        and query.shape[2] >= least
-        and all(
-            each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1
-            for each in (query, keys, values)
-        )
+    return query.shape[2] >= least and _reads(query, keys, values)
+
+
+def takes_rows(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return True if `attend_rows` takes q [n, group, d] and k and v [n, C, d]."""
+    return query.shape[2] % CHANNELS == 0 and _reads(query, keys, values)
+
+
+def _reads(*tensors: Tensor) -> bool:
+    return _kernels is not None and all(
+        each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors
     )
 
 
@@ -71,15 +86,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: in
     Each query sees the keys up to its own, the newest `window` of these, or all if that is 0. Returns the shape of q.
     Raises RuntimeError if oneDNN has no kernel, or there is no memory for blocks.
     """
-    return _attend(_kernel, query, keys, values, scale, window)
+    assert _kernels is not None
+    return _attend(_kernels, query, keys, values, scale, window)
 
 
-def _attend(kernel: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
+def _attend(kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
     (_, q_heads, n, d), (_, kv_heads, m, _) = query.shape, keys.shape
     out = query.new_empty(1, n, q_heads, d).transpose(1, 2)
     tensors = query, keys, values, out
     strides = [stride for each in tensors for stride in each.stride()[1:3]]
-    failed = kernel(
+    failed = kernels.chunk(
         *(each.data_ptr() for each in tensors), kv_heads, q_heads // kv_heads, n, m, d, *strides,
         scale, window, torch.get_num_threads(),
     )  # fmt: skip
@@ -88,7 +104,31 @@ def _attend(kernel: Any, query: Tensor, keys: Tensor, values: Tensor, scale: flo
     return out
 
 
-def _compile() -> Any:
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Attend q [n, group, d] to the first `lengths` int64 [n] entries of keys and values [n, C, d].
+
+    Returns the shape of q, zeros in rows without entries. Raises RuntimeError if there is no memory.
+    """
+    assert _kernels is not None
+    return _attend_rows(_kernels, query, keys, values, lengths, scale)
+
+
+def _attend_rows(
+    kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    n, group, d = query.shape
+    out, lengths = query.new_empty(n, group, d), lengths.contiguous()
+    strides = [stride for each in (query, keys, values) for stride in each.stride()[:2]]
+    failed = kernels.rows(
+        *(each.data_ptr() for each in (query, keys, values, out, lengths)), n, group, d, *strides,
+        scale, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise RuntimeError("there is no memory to attend in")
+    return out
+
+
+def _compile() -> Kernels:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("there is no C++ compiler (g++)")
@@ -96,20 +136,24 @@ def _compile() -> Any:
     with tempfile.TemporaryDirectory() as folder:  # of this process alone: nobody else can put a library there
         made = Path(folder) / "cpu_attention.so"
         link = [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
-        command = [compiler, *FLAGS, *LIBRARY, str(SOURCE), "-o", str(made), *link]
+        command = [compiler, *FLAGS, *LIBRARY, *map(str, SOURCES), "-o", str(made), *link]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-        kernel = ctypes.CDLL(str(made)).warmkv_attend
-    kernel.argtypes = [
-        *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 13, ctypes.c_double, ctypes.c_int64, ctypes.c_int,
-    ]  # fmt: skip
-    kernel.restype = ctypes.c_int
-    return kernel
+        library = ctypes.CDLL(str(made))
+    chunk, rows = library.warmkv_attend, library.warmkv_attend_rows
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    chunk.argtypes = [*[pointer] * 4, *[number] * 13, ctypes.c_double, number, ctypes.c_int]
+    rows.argtypes = [*[pointer] * 5, *[number] * 9, ctypes.c_double, ctypes.c_int]
+    chunk.restype = rows.restype = ctypes.c_int
+    return Kernels(chunk, rows)
 
 
-def _check(kernel: Any) -> None:
-    """Raise RuntimeError unless a kernel computes what torch does."""
+def _check(kernels: Kernels) -> None:
+    """Raise RuntimeError unless kernels compute what torch does."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
-    if not torch.allclose(_attend(kernel, query, keys, values, 0.25, 0), expected, atol=CLOSE):
-        raise RuntimeError("it computes something else than torch")
+    found = _attend(kernels, query, keys, values, 0.25, 0)
+    rows, lengths = query[0, :, -1].view(2, 2, 16), torch.full((2,), 40)
+    last = _attend_rows(kernels, rows, keys[0], values[0], lengths, 0.25).view(4, 16)
+    if not all(torch.allclose(*each, atol=CLOSE) for each in ((found, expected), (last, expected[0, :, -1]))):
+        raise RuntimeError("they compute something else than torch")

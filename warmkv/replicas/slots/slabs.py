@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from warmkv.policies.compression import cpu_attention
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
@@ -194,7 +195,10 @@ class Slab:
             tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
         )
         if self.storage.plain and scores is None:
-            return attend_rows(query, keys[0], values[0], bias, softmax)
+            rows = query, keys[0], values[0]
+            if softmax.is_plain and not self.kind.window and cpu_attention.takes_rows(*rows):
+                return cpu_attention.attend_rows(*rows, step.numbers.packed, softmax.scale)
+            return attend_rows(*rows, bias, softmax)
         out, shares = attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
         if scores is not None:
             received = shares.sum(dim=1)

@@ -1,4 +1,4 @@
-"""The kernel in C++ against attention in float64, written out."""
+"""The kernels in C++ against attention in float64, written out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from warmkv.policies.compression import cpu_attention
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.softmax import Softmax
 
-needs_kernel = pytest.mark.skipif(
-    shutil.which("g++") is None or "AVX512" not in torch.backends.cpu.get_cpu_capability(),
-    reason="needs g++ and a CPU with AVX-512",
-)
+has_kernels = shutil.which("g++") is not None and "AVX512" in torch.backends.cpu.get_cpu_capability()
+needs_kernel = pytest.mark.skipif(not has_kernels, reason="needs g++ and a CPU with AVX-512")
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Load the kernel for a test; others go on with torch's."""
-    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    """Load the kernels for a test; others go on with torch's."""
+    monkeypatch.setattr(cpu_attention, "_kernels", None)
     assert cpu_attention.load()
 
 
@@ -95,14 +93,42 @@ def test_a_prompt_in_chunks_makes_no_mask_and_is_attended_as_by_torch(monkeypatc
     masks = []
     found = attended()
     assert [bool(made) for made in masks] == [False, False, False, False]
-    monkeypatch.setattr(cpu_attention, "_kernel", None)
+    monkeypatch.setattr(cpu_attention, "_kernels", None)
     torch.testing.assert_close(found, attended(), atol=3e-6, rtol=0)
     assert any(masks)  # so torch's kernel was asked this time
 
 
-def test_it_is_not_used_before_it_is_loaded():
-    query = torch.zeros(1, 2, 48, 8)
+@needs_kernel
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 300]), min_size=1, max_size=5), st.integers(1, 9),
+    st.sampled_from([16, 32, 80, 128]), st.sampled_from([1.0, 30.0]), st.integers(1, 2), st.integers(0, 2**16),
+)  # fmt: skip
+def test_rows_attend_to_what_they_have(lengths, group, dim, large, threads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(lengths)
+    slab = torch.randn(2, 3, rows + 1, 304, dim, generator=generator)  # of several layers and more rows
+    keys, values = slab[0, 1, :rows] * large, slab[1, 2, :rows, 1:]
+    for row, length in enumerate(lengths):
+        keys[row, length:] = values[row, length:] = float("nan")  # nobody reads it
+    query = torch.randn(group, rows, dim, generator=generator).transpose(0, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = cpu_attention.attend_rows(query, keys, values, torch.tensor(lengths), dim**-0.5)
+    finally:
+        torch.set_num_threads(before)
+    for row, length in enumerate(lengths):
+        weights = torch.softmax(query[row].double() @ keys[row, :length].double().T * dim**-0.5, dim=1)
+        expected = weights @ values[row, :length].double()
+        torch.testing.assert_close(found[row].double(), expected, atol=3e-6 * large, rtol=0)
+
+
+def test_they_are_not_used_before_they_are_loaded():
+    query = torch.zeros(1, 2, 48, 16)
     assert not cpu_attention.takes(query, query, query)
+    assert not cpu_attention.takes_rows(query[0], query[0], query[0])
 
 
 @needs_kernel
@@ -114,23 +140,37 @@ def test_what_it_does_not_take():
     for other in (query[:, :, :15], query.double(), query.transpose(2, 3)):
         assert not cpu_attention.takes(other, query, query)
     assert not cpu_attention.takes(*[query[:, :, :47]] * 3)
+    rows = torch.zeros(4, 3, 16)
+    assert cpu_attention.takes_rows(rows, rows, rows)
+    for other in (rows[..., :8], rows.double()):
+        assert not cpu_attention.takes_rows(other, other, other)
 
 
-def gives_zeros(query, keys, values, out, kv_heads, group, n, m, dim, *rest):
-    ctypes.memset(out, 0, 4 * kv_heads * group * n * dim)  # where a right result of another call may have been
-    return 0
-
-
-@pytest.mark.parametrize("fault", ["no compiler", "no AVX-512", "a wrong result", "a compiler that fails"])
-def test_without_a_kernel_torch_attends_and_the_log_says_why(fault, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_attention, "_kernel", None)
+@pytest.mark.parametrize("fault", ["no compiler", "no AVX-512", "a compiler that fails"])
+def test_without_kernels_torch_attends_and_the_log_says_why(fault, monkeypatch, caplog):
     capability = "AVX2" if fault == "no AVX-512" else "AVX512"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if fault == "no compiler":
         monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: None)
-    elif fault == "a wrong result":
-        monkeypatch.setattr(cpu_attention, "_compile", lambda: gives_zeros)
     elif fault == "a compiler that fails":
         monkeypatch.setattr(cpu_attention.shutil, "which", lambda name: "/bin/false")
     assert not cpu_attention.load()
-    assert ("attended by torch's kernel" in caplog.text) == (fault != "no AVX-512")
+    assert ("torch's kernels attend" in caplog.text) == (fault != "no AVX-512")
+
+
+def chunk_of_zeros(query, keys, values, out, kv_heads, group, n, m, dim, *rest):
+    ctypes.memset(out, 0, 4 * kv_heads * group * n * dim)  # where a right result of another call may have been
+    return 0
+
+
+def rows_of_zeros(query, keys, values, out, lengths, rows, group, dim, *rest):
+    ctypes.memset(out, 0, 4 * rows * group * dim)
+    return 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("wrong", [{"chunk": chunk_of_zeros}, {"rows": rows_of_zeros}, {}])
+def test_kernels_that_compute_something_else_are_left_out(wrong, monkeypatch):
+    kernels = cpu_attention._compile()._replace(**wrong)
+    monkeypatch.setattr(cpu_attention, "_compile", lambda: kernels)
+    assert cpu_attention.load() == (not wrong)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.unit.policies.compression.test_cpu_attention import has_kernels
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.reference import Reference
 from warmkv.config import ModelConfig
 from warmkv.models.tiny import corpus
+from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import TINY, LoadedModel, load_model, load_tokenizer
 
@@ -47,6 +49,24 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(tiny, plain, 
     assert [Driver(tiny, step_tokens=128).run(request)[0] for request in requests] == expected
     other = make_request(text[100:500], new=40, name="other", policy="snapkv@50", ignore_eos=True)
     assert Driver(tiny, step_tokens=128, max_slots=3).run(other, *requests)[1:] == expected
+
+
+@pytest.mark.skipif(not has_kernels, reason="needs g++ and a CPU with AVX-512")
+@pytest.mark.parametrize("policy", ["full", "snapkv@60", "adakv@60:window=16", "streaming_llm@60"])
+def test_answers_are_the_same_through_the_kernels_of_cpus(tiny, text, policy, monkeypatch):
+    lengths = [1, 64, 333, 700]
+    requests = [make_request(text[:n], new=16, name=str(n), policy=policy, ignore_eos=True) for n in lengths]
+    expected = Driver(tiny, step_tokens=128).run(*requests)
+    assert cpu_attention.load()
+    calls, attend_rows = [], cpu_attention.attend_rows
+
+    def counted(*given):
+        calls.append(len(given[0]))
+        return attend_rows(*given)
+
+    monkeypatch.setattr(cpu_attention, "attend_rows", counted)
+    assert Driver(tiny, step_tokens=128).run(*requests) == expected
+    assert calls
 
 
 # Without knorm: in the first layer a token's key has the same norm wherever it stands, so rounding decides.

@@ -1,15 +1,9 @@
 // Causal attention of a chunk of queries behind its prefix on CPUs, block by block with an online softmax
 // (FlashAttention-2, Dao 2023, algorithm 1), its products by oneDNN's kernels, which torch exports.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <new>
-
 #include <omp.h>
+
+#include "lanes.h"
 
 namespace at::native::cpublas {
 void brgemm(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t ld_c, const bool add_c, const float* a,
@@ -18,108 +12,6 @@ void brgemm_release(bool is_vnni);
 }  // namespace at::native::cpublas
 
 namespace {
-
-// What a thread computes with. It is kept, as far as it is not large: to map pages anew takes longer than to fill them.
-class Memory {
- public:
-  float* of(int64_t size) {
-    if (size > floats || (floats > KEPT && size <= KEPT)) {
-      std::free(data);
-      floats = 0;
-      data = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
-      if (!data) throw std::bad_alloc();
-      floats = size;
-    }
-    return data;
-  }
-  ~Memory() { std::free(data); }
-
- private:
-  static constexpr int64_t KEPT = 1 << 22;
-  float* data = nullptr;
-  int64_t floats = 0;
-};
-thread_local Memory memory;
-
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t Bits __attribute__((vector_size(64)));
-constexpr int64_t WIDTH = 16;
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-inline Lanes load(const float* from) {
-  Lanes x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof(x)); }
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-
-template <typename Combine>
-inline float reduce(Lanes x, Combine combine) {
-  x = combine(x, __builtin_shuffle(x, Bits{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  x = combine(x, __builtin_shuffle(x, Bits{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  x = combine(x, __builtin_shuffle(x, Bits{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  x = combine(x, __builtin_shuffle(x, Bits{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-  return x[0];
-}
-
-// exp(x) for x <= 0 within 2 ulp: 2^n times a polynomial of what is left (Cephes, expf). 0 below -87.
-inline Lanes exponential(Lanes x) {
-  const Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to an integer n, in the low bits
-  const Lanes n = shifted - 12582912.0f;
-  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
-  const Bits power = ((Bits)shifted + 127) << 23;  // the low bits of 12582912 are 0
-  return x < -87.0f ? Lanes{} : p * (Lanes)power;
-}
-
-// Replace the logits of a row by exp(logit - largest), largest being at least `before`; return their sum.
-template <int64_t KEYS>
-inline float weigh(float* logits, float before, float& largest) {
-  Lanes most[4] = {load(logits), load(logits + WIDTH), load(logits + 2 * WIDTH), load(logits + 3 * WIDTH)};
-  for (int64_t j = 4 * WIDTH; j < KEYS; j += 4 * WIDTH)
-    for (int64_t i = 0; i < 4; i++) most[i] = larger(most[i], load(logits + j + i * WIDTH));
-  largest = std::max(before, reduce(larger(larger(most[0], most[1]), larger(most[2], most[3])), larger));
-  Lanes sums[2] = {Lanes{}, Lanes{}};
-  for (int64_t j = 0; j < KEYS; j += 2 * WIDTH)
-    for (int64_t i = 0; i < 2; i++) {
-      const Lanes weight = exponential(load(logits + j + i * WIDTH) - largest);
-      store(logits + j + i * WIDTH, weight);
-      sums[i] += weight;
-    }
-  return reduce(sums[0] + sums[1], [](Lanes a, Lanes b) { return a + b; });
-}
-
-template <int STEP>
-inline void exchange(Lanes (&rows)[WIDTH]) {
-  Bits low, high;
-  for (int i = 0; i < WIDTH; i++) {
-    low[i] = i & STEP ? WIDTH + i - STEP : i;
-    high[i] = i & STEP ? WIDTH + i : i + STEP;
-  }
-  for (int i = 0; i < WIDTH; i++)
-    if (!(i & STEP)) {
-      const Lanes a = rows[i], b = rows[i + STEP];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + STEP] = __builtin_shuffle(a, b, high);
-    }
-}
-
-// Transpose up to 16 rows of up to 16 floats; there are zeros in the place of those that lack.
-inline void transpose(const float* from, int64_t from_row, int64_t count, int64_t width, float* to, int64_t to_row) {
-  Lanes rows[WIDTH] = {};
-  if (width == WIDTH)
-    for (int64_t j = 0; j < count; j++) rows[j] = load(from + j * from_row);
-  else
-    for (int64_t j = 0; j < count; j++) std::memcpy(&rows[j], from + j * from_row, sizeof(float) * width);
-  exchange<8>(rows), exchange<4>(rows), exchange<2>(rows), exchange<1>(rows);
-  for (int64_t i = 0; i < width; i++) store(to + i * to_row, rows[i]);
-}
 
 struct Call {
   const float *q, *k, *v;

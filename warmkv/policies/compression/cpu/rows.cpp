@@ -1,0 +1,139 @@
+// Attention of one query per row on CPUs: each row is read once, block by block, with an online softmax as in prompts.cpp.
+
+#include <type_traits>
+
+#include <omp.h>
+
+#include "lanes.h"
+
+namespace {
+
+struct Call {
+  const float *q, *k, *v;
+  float* out;
+  const int64_t* lengths;
+  int64_t rows, group, dim, q_row, q_head, k_row, k_entry, v_row, v_entry;
+  float scale;
+  int threads;
+};
+
+// One query per row and head of its group, to the entries of that row.
+class Attention {
+ public:
+  explicit Attention(const Call& call)
+      : call(call),
+        own((WIDTH * call.dim + call.group * (2 * call.dim + KEYS + 2)) / WIDTH * WIDTH + WIDTH),
+        scratch(memory.of(call.threads * own)) {}
+
+  void run() {
+#pragma omp parallel for schedule(dynamic) num_threads(call.threads) if (call.threads > 1)
+    for (int64_t row = 0; row < call.rows; row++) attend(row, scratch + omp_get_thread_num() * own);
+  }
+
+ private:
+  static constexpr int64_t KEYS = 128;  // whose logits are weighed at a time
+  const Call& call;
+  const int64_t own;  // floats of a thread's scratch
+  float* const scratch;
+
+  void attend(int64_t row, float* scratch) {
+    const int64_t dim = call.dim, group = call.group, length = call.lengths[row];
+    float *tile = scratch, *query = tile + WIDTH * dim, *sums = query + group * dim, *logits = sums + group * dim,
+          *most = logits + group * KEYS, *total = most + group;
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t c = 0; c < dim; c++) query[g * dim + c] = call.q[row * call.q_row + g * call.q_head + c] * call.scale;
+    std::fill_n(sums, group * dim, 0.0f);
+    std::fill_n(most, group, HIDDEN);
+    std::fill_n(total, group, 0.0f);
+    const float *k = call.k + row * call.k_row, *v = call.v + row * call.v_row;
+    for (int64_t at = 0; at < length; at += KEYS, k += KEYS * call.k_entry, v += KEYS * call.v_entry) {
+      const int64_t count = std::min(KEYS, length - at);
+      for (int64_t j = 0; j < count; j += WIDTH) {
+        for (int64_t c = 0; c < dim; c += WIDTH)
+          transpose(k + j * call.k_entry + c, call.k_entry, std::min(WIDTH, count - j), WIDTH, tile + c * WIDTH, WIDTH);
+        by_heads([&](auto heads, int64_t g) { dot(heads, query + g * dim, tile, logits + g * KEYS + j); });
+      }
+      for (int64_t g = 0; g < group; g++) {
+        std::fill(logits + g * KEYS + count, logits + (g + 1) * KEYS, HIDDEN);
+        float largest;
+        const float sum = weigh<KEYS>(logits + g * KEYS, most[g], largest);
+        const float factor = std::exp(most[g] - largest);
+        for (int64_t c = 0; c < dim; c++) sums[g * dim + c] *= factor;
+        total[g] = total[g] * factor + sum;
+        most[g] = largest;
+      }
+      by_heads([&](auto heads, int64_t g) { add(heads, logits + g * KEYS, v, count, sums + g * dim); });
+    }
+    float* out = call.out + row * group * dim;
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t c = 0; c < dim; c++) out[g * dim + c] = length ? sums[g * dim + c] / total[g] : 0.0f;
+  }
+
+  // Call for as many heads at once as there are registers for.
+  template <typename Function>
+  void by_heads(Function function) {
+    int64_t g = 0;
+    for (; g + 4 <= call.group; g += 4) function(std::integral_constant<int, 4>{}, g);
+    if (call.group - g == 3) function(std::integral_constant<int, 3>{}, g);
+    if (call.group - g == 2) function(std::integral_constant<int, 2>{}, g);
+    if (call.group - g == 1) function(std::integral_constant<int, 1>{}, g);
+  }
+
+  // Logits of 16 entries, whose keys are the columns of a tile.
+  template <int HEADS>
+  void dot(std::integral_constant<int, HEADS>, const float* query, const float* tile, float* logits) {
+    Lanes sums[HEADS][2] = {};
+    for (int64_t c = 0; c < call.dim; c += 2)
+      for (int64_t half = 0; half < 2; half++) {
+        const Lanes keys = load(tile + (c + half) * WIDTH);
+        for (int64_t g = 0; g < HEADS; g++) sums[g][half] += query[g * call.dim + c + half] * keys;
+      }
+    for (int64_t g = 0; g < HEADS; g++) store(logits + g * KEYS, sums[g][0] + sums[g][1]);
+  }
+
+  template <int HEADS>
+  void add(std::integral_constant<int, HEADS> heads, const float* weights, const float* v, int64_t count, float* sums) {
+    int64_t c = 0;
+    for (; c + 2 * WIDTH <= call.dim; c += 2 * WIDTH) add<HEADS, 2>(weights, v + c, count, sums + c);
+    if (c < call.dim) add<HEADS, 1>(weights, v + c, count, sums + c);
+  }
+
+  // Two entries at a time, since each sum waits for the one before it.
+  template <int HEADS, int PARTS>
+  void add(const float* weights, const float* v, int64_t count, float* sums) {
+    Lanes even[HEADS][PARTS], odd[HEADS][PARTS] = {};
+    for (int64_t g = 0; g < HEADS; g++)
+      for (int64_t i = 0; i < PARTS; i++) even[g][i] = load(sums + g * call.dim + i * WIDTH);
+    for (int64_t j = 0; j < count / 2 * 2; j += 2, v += 2 * call.v_entry)
+      for (int64_t i = 0; i < PARTS; i++) {
+        const Lanes first = load(v + i * WIDTH), second = load(v + call.v_entry + i * WIDTH);
+        for (int64_t g = 0; g < HEADS; g++) {
+          even[g][i] += weights[g * KEYS + j] * first;
+          odd[g][i] += weights[g * KEYS + j + 1] * second;
+        }
+      }
+    for (int64_t g = 0; g < HEADS; g++)
+      for (int64_t i = 0; i < PARTS; i++) {
+        if (count % 2) even[g][i] += weights[g * KEYS + count - 1] * load(v + i * WIDTH);
+        store(sums + g * call.dim + i * WIDTH, even[g][i] + odd[g][i]);
+      }
+  }
+};
+
+}  // namespace
+
+// Attend q [rows, group, dim] to the first `lengths` entries of each row of k and v [rows, entries, dim]; out is
+// contiguous, and 0 in rows without any. dim is a multiple of 16, channels are contiguous. Returns 0, or 1 without memory.
+extern "C" int warmkv_attend_rows(const float* q, const float* k, const float* v, float* out, const int64_t* lengths,
+                                  int64_t rows, int64_t group, int64_t dim, int64_t q_row, int64_t q_head,
+                                  int64_t k_row, int64_t k_entry, int64_t v_row, int64_t v_entry, double scale,
+                                  int threads) {
+  const Call call{q,     k,      v,     out,     lengths, rows,    group,  dim, q_row,
+                      q_head, k_row, k_entry, v_row, v_entry, static_cast<float>(scale), threads};
+  try {
+    Attention(call).run();
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
