@@ -71,15 +71,16 @@ inline Lanes exponential(Lanes x) {
   return x < -87.0f ? Lanes{} : p * (Lanes)power;
 }
 
-// Replace the logits of a row by exp(logit - largest), largest being at least `before`; return their sum.
-template <int64_t KEYS>
-inline float weigh(float* logits, float before, float& largest) {
-  Lanes most[4] = {load(logits), load(logits + WIDTH), load(logits + 2 * WIDTH), load(logits + 3 * WIDTH)};
-  for (int64_t j = 4 * WIDTH; j < KEYS; j += 4 * WIDTH)
-    for (int64_t i = 0; i < 4; i++) most[i] = larger(most[i], load(logits + j + i * WIDTH));
-  largest = std::max(before, reduce(larger(larger(most[0], most[1]), larger(most[2], most[3])), larger));
-  Lanes sums[2] = {Lanes{}, Lanes{}};
-  for (int64_t j = 0; j < KEYS; j += 2 * WIDTH)
+constexpr int64_t WEIGHED = 2 * WIDTH;  // logits at a time
+
+// Replace `count` logits, a multiple of WEIGHED, by exp(logit - largest), largest being at least `before`; return their
+// sum.
+inline float weigh(float* logits, int64_t count, float before, float& largest) {
+  Lanes most[2] = {load(logits), load(logits + WIDTH)}, sums[2] = {};
+  for (int64_t j = WEIGHED; j < count; j += WEIGHED)
+    for (int64_t i = 0; i < 2; i++) most[i] = larger(most[i], load(logits + j + i * WIDTH));
+  largest = std::max(before, reduce(larger(most[0], most[1]), larger));
+  for (int64_t j = 0; j < count; j += WEIGHED)
     for (int64_t i = 0; i < 2; i++) {
       const Lanes weight = exponential(load(logits + j + i * WIDTH) - largest);
       store(logits + j + i * WIDTH, weight);
@@ -87,6 +88,8 @@ inline float weigh(float* logits, float before, float& largest) {
     }
   return reduce(sums[0] + sums[1], [](Lanes a, Lanes b) { return a + b; });
 }
+
+inline int64_t weighed(int64_t count) { return (count + WEIGHED - 1) / WEIGHED * WEIGHED; }
 
 template <int STEP>
 inline void exchange(Lanes (&rows)[WIDTH]) {

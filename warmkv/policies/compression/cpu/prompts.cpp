@@ -24,9 +24,8 @@ struct Call {
 
 constexpr int64_t QUERIES = 128;         // of all heads that share keys, in a block
 constexpr int64_t PACKED = 1 << 20;      // floats of keys that are transposed at a time, unless those of a head are more
+constexpr int64_t KEYS = 256;            // of a block, whose logits stay in the second cache
 
-// `KEYS` are the keys of a block, whose logits stay in the second cache.
-template <int64_t KEYS>
 class Attention {
  public:
   explicit Attention(const Call& call)
@@ -93,13 +92,13 @@ class Attention {
     const int64_t dim = call.dim, from_key = (seen + block) * KEYS, count = std::min(KEYS, call.m - from_key);
     float* to = columns(head, block);
     const float* from = call.k + head * call.k_head + from_key * call.k_row;
-    for (int64_t j = 0; j < KEYS; j += WIDTH)
+    for (int64_t j = 0; j < weighed(count); j += WIDTH)
       for (int64_t c = 0; c < dim; c += WIDTH)
         transpose(from + j * call.k_row + c, call.k_row, std::clamp<int64_t>(count - j, 0, WIDTH),
                   std::min(WIDTH, dim - c), to + c * KEYS + j, KEYS);
     if (block < key_blocks - 1) return;
     float* values = last_values(head);
-    std::memset(values, 0, sizeof(float) * KEYS * dim);
+    std::memset(values + count * dim, 0, sizeof(float) * (weighed(count) - count) * dim);
     for (int64_t j = 0; j < count; j++)
       std::memcpy(values + j * dim, call.v + head * call.v_head + (from_key + j) * call.v_row, sizeof(float) * dim);
   }
@@ -119,20 +118,21 @@ class Attention {
     std::fill_n(total, rows, 0.0f);
     std::fill_n(sums, rows * dim, 0.0f);
     for (int64_t at = first_seen(first) / KEYS; at * KEYS < start + first + count; at++) {
-      brgemm(rows, KEYS, dim, dim, KEYS, KEYS, false, packed, columns(head, at - seen), logits, false);
+      const int64_t width = std::min(KEYS, weighed(start + first + count - at * KEYS));  // later keys are not seen
+      brgemm(rows, width, dim, dim, KEYS, KEYS, false, packed, columns(head, at - seen), logits, false);
       for (int64_t row = 0; row < rows; row++) {
         const int64_t i = row % queries;
         float* weights = logits + row * KEYS;
         const int64_t low = std::max<int64_t>(0, first_seen(first + i) - at * KEYS);
-        const int64_t high = i < count ? std::min(KEYS, start + first + i + 1 - at * KEYS) : 0;
+        const int64_t high = i < count ? std::min(width, start + first + i + 1 - at * KEYS) : 0;
         if (high <= low) {
-          std::fill_n(weights, KEYS, 0.0f);
+          std::fill_n(weights, width, 0.0f);
           continue;
         }
         std::fill(weights, weights + low, HIDDEN);
-        std::fill(weights + high, weights + KEYS, HIDDEN);
+        std::fill(weights + high, weights + width, HIDDEN);
         float largest;
-        const float sum = weigh<KEYS>(weights, most[row], largest);
+        const float sum = weigh(weights, width, most[row], largest);
         const float factor = std::exp(most[row] - largest);
         if (factor < 1.0f)
           for (int64_t c = 0; c < dim; c++) sums[row * dim + c] *= factor;
@@ -141,7 +141,7 @@ class Attention {
       }
       const bool ends = at == seen + key_blocks - 1;
       const float* values = ends ? last_values(head) : call.v + head * call.v_head + at * KEYS * call.v_row;
-      brgemm(rows, dim, KEYS, KEYS, ends ? dim : call.v_row, dim, true, logits, values, sums, false);
+      brgemm(rows, dim, width, KEYS, ends ? dim : call.v_row, dim, true, logits, values, sums, false);
     }
     for (int64_t g = 0; g < group; g++)
       for (int64_t i = 0; i < count; i++) {
@@ -165,8 +165,8 @@ extern "C" int warmkv_attend(const float* q, const float* k, const float* v, flo
   const Call call{q,     k,      v,     out,    kv_heads, group,    n,       m,     dim,    q_head,
                   q_row, k_head, k_row, v_head, v_row,    out_head, out_row,
                   static_cast<float>(scale), window, threads};
-  try {  // of a short prompt, less is computed in vain beyond the diagonal
-    return !(m <= 192 ? Attention<64>(call).run() : m <= 512 ? Attention<128>(call).run() : Attention<256>(call).run());
+  try {
+    return !Attention(call).run();
   } catch (...) {
     return 1;
   }

@@ -54,9 +54,10 @@ class Attention {
         by_heads([&](auto heads, int64_t g) { dot(heads, query + g * dim, tile, logits + g * KEYS + j); });
       }
       for (int64_t g = 0; g < group; g++) {
-        std::fill(logits + g * KEYS + count, logits + (g + 1) * KEYS, HIDDEN);
+        float* weights = logits + g * KEYS;
+        std::fill(weights + count, weights + weighed(count), HIDDEN);
         float largest;
-        const float sum = weigh<KEYS>(logits + g * KEYS, most[g], largest);
+        const float sum = weigh(weights, weighed(count), most[g], largest);
         const float factor = std::exp(most[g] - largest);
         for (int64_t c = 0; c < dim; c++) sums[g * dim + c] *= factor;
         total[g] = total[g] * factor + sum;
