@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from urllib.error import URLError
@@ -82,7 +82,8 @@ def vllm(command: Path, model: Path, port: int, kv_bytes: int, log: Path) -> Ite
         processes = partial(_with_descendants, process.pid)
         yield Server("vllm", url, "raced", {"ignore_eos": True}, cpu, ("frontend",), processes)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its engine would outlive it
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(process.pid, signal.SIGKILL)  # its engine would outlive it
         process.wait()
 
 
