@@ -69,9 +69,9 @@ def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     return query.shape[2] >= least and _reads(query, keys, values)
 
 
-def takes_rows(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `attend_rows` takes q [n, group, d] and k and v [n, C, d]."""
-    return query.shape[2] % CHANNELS == 0 and _reads(query, keys, values)
+def takes_rows(query: Tensor, *others: Tensor) -> bool:
+    """Return True if `attend_rows` takes q [n, group, d], a key and a value [n, d], and keys and values [n, C, d]."""
+    return query.shape[2] % CHANNELS == 0 and _reads(query, *others)
 
 
 def _reads(*tensors: Tensor) -> bool:
@@ -104,23 +104,41 @@ def _attend(kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor, scale
     return out
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attend q [n, group, d] to the first `lengths` int64 [n] entries of keys and values [n, C, d].
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    entries: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    """Put key and value [n, d] to `entries` int64 [n] of keys and values [n, C, d], and attend q [n, group, d].
 
-    Returns the shape of q, zeros in rows without entries. Raises RuntimeError if there is no memory.
+    Each row sees its first `lengths` int64 [n] entries. Returns the shape of q, zeros in rows without entries. Raises
+    RuntimeError if there is no memory; nothing has changed then.
     """
     assert _kernels is not None
-    return _attend_rows(_kernels, query, keys, values, lengths, scale)
+    return _attend_rows(_kernels, query, key, value, keys, values, entries, lengths, scale)
 
 
 def _attend_rows(
-    kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float
+    kernels: Kernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    entries: Tensor,
+    lengths: Tensor,
+    scale: float,
 ) -> Tensor:
     n, group, d = query.shape
-    out, lengths = query.new_empty(n, group, d), lengths.contiguous()
-    strides = [stride for each in (query, keys, values) for stride in each.stride()[:2]]
+    out, entries, lengths = query.new_empty(n, group, d), entries.contiguous(), lengths.contiguous()
     failed = kernels.rows(
-        *(each.data_ptr() for each in (query, keys, values, out, lengths)), n, group, d, *strides,
+        *(each.data_ptr() for each in (query, key, value, keys, values, out, entries, lengths)), n, group, d,
+        *query.stride()[:2], key.stride(0), value.stride(0), *keys.stride()[:2], *values.stride()[:2],
         scale, torch.get_num_threads(),
     )  # fmt: skip
     if failed:
@@ -142,7 +160,7 @@ def _compile() -> Kernels:
     chunk, rows = library.warmkv_attend, library.warmkv_attend_rows
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     chunk.argtypes = [*[pointer] * 4, *[number] * 13, ctypes.c_double, number, ctypes.c_int]
-    rows.argtypes = [*[pointer] * 5, *[number] * 9, ctypes.c_double, ctypes.c_int]
+    rows.argtypes = [*[pointer] * 8, *[number] * 11, ctypes.c_double, ctypes.c_int]
     chunk.restype = rows.restype = ctypes.c_int
     return Kernels(chunk, rows)
 
@@ -153,7 +171,8 @@ def _check(kernels: Kernels) -> None:
     query, keys, values = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
     found = _attend(kernels, query, keys, values, 0.25, 0)
-    rows, lengths = query[0, :, -1].view(2, 2, 16), torch.full((2,), 40)
-    last = _attend_rows(kernels, rows, keys[0], values[0], lengths, 0.25).view(4, 16)
+    rows, at = query[0, :, -1].view(2, 2, 16), torch.full((2,), 39)
+    new = keys[0, :, -1].clone(), values[0, :, -1].clone()
+    last = _attend_rows(kernels, rows, *new, keys[0], values[0], at, at + 1, 0.25).view(4, 16)
     if not all(torch.allclose(*each, atol=CLOSE) for each in ((found, expected), (last, expected[0, :, -1]))):
         raise RuntimeError("they compute something else than torch")

@@ -53,13 +53,14 @@ class DecodeState:
         state = pool.rows
         before = state.advanced()
         try:
+            self._spans = self._all_spans()
             _, active = self._in_batch(slots)
             self._dues = [
                 take_pending_packs(slab.state, active[span], slab.kind.group) if slab.kind.grouped else []
-                for slab, span in self._spans()
+                for slab, span in self._spans
             ]
             self._done = advance(state, active)
-            for slab, span in self._spans():
+            for slab, span in self._spans:
                 slab.make_room(self._done.entries[span], active[span])
             self._plan(slots, {})
         except BaseException:
@@ -72,6 +73,7 @@ class DecodeState:
         """Return the same step for some of its slots, after it failed; if this fails, too, it has parts likewise."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
+        rest._spans = rest._all_spans()
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
         rest._packed = {group: set(layers) for group, layers in self._packed.items()}
         rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
@@ -85,7 +87,7 @@ class DecodeState:
         at = batch[self._pool.rows.owner]
         return at, at >= 0
 
-    def _spans(self) -> list[tuple[Slab, slice]]:
+    def _all_spans(self) -> list[tuple[Slab, slice]]:
         """Return all slabs and their rows among those of the pool."""
         slabs = self._pool.slabs
         ends = np.cumsum([slab.rows for slab in slabs]).tolist()
@@ -101,7 +103,7 @@ class DecodeState:
         self.padded = len(slots)
         ages = np.array([self._tokens[slot] for slot in slots], dtype=np.int64)[at]
         shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
-        spans = self._spans()
+        spans = self._spans
         self._packing = [
             (slab, mine, ages[span], (slab_number, number))
             for slab_number, ((slab, span), dues) in enumerate(zip(spans, self._dues, strict=True))
@@ -149,7 +151,7 @@ class DecodeState:
         device = self._inv_freq.device
         numbers = torch.from_numpy(np.stack(host)).to(device, non_blocking=True)
         sit_out = (state.count > 0) & ~active
-        for slab, span in self._spans():
+        for slab, span in self._spans:
             used = np.flatnonzero(active[span])
             if slab.is_fused or not len(used):
                 continue

@@ -47,6 +47,8 @@ class Slab:
         self._row_bytes, self.dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
+        special = kind.grouped or kind.aged or kind.page or kind.rebased
+        self._is_plain = self.storage.plain and not special  # rows are entries that are seen, and nothing else
         self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
@@ -151,8 +153,12 @@ class Slab:
         done = step.progress.setdefault(layer, Progress())
         if done.entries is None:
             done.entries = self._places(at, step)
-        entries = self._write(at, step, done.entries, key, value)
         kind, used, memory = self.kind, step.numbers, self.memory
+        if self._is_plain and softmax.is_plain:
+            rows = query, key, value, memory.keys[0][at, :n], memory.values[0][at, :n]
+            if cpu_attention.takes_rows(*rows):
+                return cpu_attention.attend_rows(*rows, done.entries, used.packed, softmax.scale)
+        entries = self._write(at, step, done.entries, key, value)
         if kind.page:
             if not done.attended:
                 self._widen_page(at, step, key)
@@ -195,10 +201,7 @@ class Slab:
             tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
         )
         if self.storage.plain and scores is None:
-            rows = query, keys[0], values[0]
-            if softmax.is_plain and not self.kind.window and cpu_attention.takes_rows(*rows):
-                return cpu_attention.attend_rows(*rows, step.numbers.packed, softmax.scale)
-            return attend_rows(*rows, bias, softmax)
+            return attend_rows(query, keys[0], values[0], bias, softmax)
         out, shares = attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
         if scores is not None:
             received = shares.sum(dim=1)

@@ -102,23 +102,29 @@ def test_a_prompt_in_chunks_makes_no_mask_and_is_attended_as_by_torch(monkeypatc
 @pytest.mark.usefixtures("kernel")
 @settings(deadline=None, max_examples=40)
 @given(
-    st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 300]), min_size=1, max_size=5), st.integers(1, 9),
+    st.lists(st.sampled_from([1, 2, 15, 16, 17, 127, 128, 129, 300]), min_size=1, max_size=5), st.integers(1, 9),
     st.sampled_from([16, 32, 80, 128]), st.sampled_from([1.0, 30.0]), st.integers(1, 2), st.integers(0, 2**16),
 )  # fmt: skip
-def test_rows_attend_to_what_they_have(lengths, group, dim, large, threads, seed):
+def test_rows_take_a_token_and_attend_to_what_they_have(lengths, group, dim, large, threads, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     slab = torch.randn(2, 3, rows + 1, 304, dim, generator=generator)  # of several layers and more rows
-    keys, values = slab[0, 1, :rows] * large, slab[1, 2, :rows, 1:]
+    slab[0] *= large
+    keys, values = slab[0, 1, :rows], slab[1, 2, :rows, 1:]
     for row, length in enumerate(lengths):
         keys[row, length:] = values[row, length:] = float("nan")  # nobody reads it
+    entries = torch.tensor([seed % length for length in lengths])
+    key, value = torch.randn(2, dim, rows, generator=generator).transpose(1, 2).contiguous()
+    expected_slab = slab.clone()
+    expected_slab[0, 1, range(rows), entries], expected_slab[1, 2, range(rows), entries + 1] = key, value
     query = torch.randn(group, rows, dim, generator=generator).transpose(0, 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = cpu_attention.attend_rows(query, keys, values, torch.tensor(lengths), dim**-0.5)
+        found = cpu_attention.attend_rows(query, key, value, keys, values, entries, torch.tensor(lengths), dim**-0.5)
     finally:
         torch.set_num_threads(before)
+    torch.testing.assert_close(slab, expected_slab, rtol=0, atol=0, equal_nan=True)
     for row, length in enumerate(lengths):
         weights = torch.softmax(query[row].double() @ keys[row, :length].double().T * dim**-0.5, dim=1)
         expected = weights @ values[row, :length].double()
@@ -128,7 +134,7 @@ def test_rows_attend_to_what_they_have(lengths, group, dim, large, threads, seed
 def test_they_are_not_used_before_they_are_loaded():
     query = torch.zeros(1, 2, 48, 16)
     assert not cpu_attention.takes(query, query, query)
-    assert not cpu_attention.takes_rows(query[0], query[0], query[0])
+    assert not cpu_attention.takes_rows(query[0], query[0])
 
 
 @needs_kernel
@@ -141,9 +147,9 @@ def test_what_it_does_not_take():
         assert not cpu_attention.takes(other, query, query)
     assert not cpu_attention.takes(*[query[:, :, :47]] * 3)
     rows = torch.zeros(4, 3, 16)
-    assert cpu_attention.takes_rows(rows, rows, rows)
+    assert cpu_attention.takes_rows(rows, rows)
     for other in (rows[..., :8], rows.double()):
-        assert not cpu_attention.takes_rows(other, other, other)
+        assert not cpu_attention.takes_rows(other, other)
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "no AVX-512", "a compiler that fails"])
@@ -163,7 +169,7 @@ def chunk_of_zeros(query, keys, values, out, kv_heads, group, n, m, dim, *rest):
     return 0
 
 
-def rows_of_zeros(query, keys, values, out, lengths, rows, group, dim, *rest):
+def rows_of_zeros(query, key, value, keys, values, out, entries, lengths, rows, group, dim, *rest):
     ctypes.memset(out, 0, 4 * rows * group * dim)
     return 0
 

@@ -9,15 +9,15 @@
 namespace {
 
 struct Call {
-  const float *q, *k, *v;
-  float* out;
-  const int64_t* lengths;
-  int64_t rows, group, dim, q_row, q_head, k_row, k_entry, v_row, v_entry;
+  const float *q, *key, *value;
+  float *k, *v, *out;
+  const int64_t *entries, *lengths;
+  int64_t rows, group, dim, q_row, q_head, key_row, value_row, k_row, k_entry, v_row, v_entry;
   float scale;
   int threads;
 };
 
-// One query per row and head of its group, to the entries of that row.
+// One query per row and head of its group, to the entries of that row, among them the new token's.
 class Attention {
  public:
   explicit Attention(const Call& call)
@@ -45,7 +45,10 @@ class Attention {
     std::fill_n(sums, group * dim, 0.0f);
     std::fill_n(most, group, HIDDEN);
     std::fill_n(total, group, 0.0f);
-    const float *k = call.k + row * call.k_row, *v = call.v + row * call.v_row;
+    float *k = call.k + row * call.k_row, *v = call.v + row * call.v_row;
+    const int64_t entry = call.entries[row];
+    std::memcpy(k + entry * call.k_entry, call.key + row * call.key_row, sizeof(float) * dim);
+    std::memcpy(v + entry * call.v_entry, call.value + row * call.value_row, sizeof(float) * dim);
     for (int64_t at = 0; at < length; at += KEYS, k += KEYS * call.k_entry, v += KEYS * call.v_entry) {
       const int64_t count = std::min(KEYS, length - at);
       for (int64_t j = 0; j < count; j += WIDTH) {
@@ -123,14 +126,17 @@ class Attention {
 
 }  // namespace
 
-// Attend q [rows, group, dim] to the first `lengths` entries of each row of k and v [rows, entries, dim]; out is
-// contiguous, and 0 in rows without any. dim is a multiple of 16, channels are contiguous. Returns 0, or 1 without memory.
-extern "C" int warmkv_attend_rows(const float* q, const float* k, const float* v, float* out, const int64_t* lengths,
-                                  int64_t rows, int64_t group, int64_t dim, int64_t q_row, int64_t q_head,
+// Put key and value [rows, dim] to `entries` of k and v [rows, n, dim], and attend q [rows, group, dim] to the first
+// `lengths` entries of each row; out is contiguous, and 0 in rows without any. dim is a multiple of 16, channels are
+// contiguous. Returns 0, or 1 without memory; nothing has changed then.
+extern "C" int warmkv_attend_rows(const float* q, const float* key, const float* value, float* k, float* v, float* out,
+                                  const int64_t* entries, const int64_t* lengths, int64_t rows, int64_t group,
+                                  int64_t dim, int64_t q_row, int64_t q_head, int64_t key_row, int64_t value_row,
                                   int64_t k_row, int64_t k_entry, int64_t v_row, int64_t v_entry, double scale,
                                   int threads) {
-  const Call call{q,     k,      v,     out,     lengths, rows,    group,  dim, q_row,
-                      q_head, k_row, k_entry, v_row, v_entry, static_cast<float>(scale), threads};
+  const Call call{q,   key,   value,  k,       v,         out,   entries, lengths, rows,    group,
+                  dim, q_row, q_head, key_row, value_row, k_row, k_entry, v_row,   v_entry, static_cast<float>(scale),
+                  threads};
   try {
     Attention(call).run();
     return 0;
