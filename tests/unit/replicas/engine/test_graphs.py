@@ -59,7 +59,7 @@ def crowd(count: int, chance: random.Random) -> list[GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.soak(least=0.5))])
 def test_who_joins_and_leaves_recorded_steps_draws_what_it_draws_alone(
     models: Any, quick: CpuRecorder, poisoned: None, count: int
 ) -> None:
@@ -131,9 +131,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     "policies",
     [
         ("full", "h2o@12"),
-        pytest.param(("full", "snapkv@20:window=4", "h2o@12"), marks=pytest.mark.soak),
-        pytest.param(("rocketkv@12:window=4,kernel=3", "streaming_llm@12", "full+fp8"), marks=pytest.mark.soak),
-        pytest.param(("tova@12", "full+turbo4", "h2o@0.8+kivi4"), marks=pytest.mark.soak),
+        pytest.param(("full", "snapkv@20:window=4", "h2o@12"), marks=pytest.mark.soak(least=0.5)),
+        pytest.param(
+            ("rocketkv@12:window=4,kernel=3", "streaming_llm@12", "full+fp8"), marks=pytest.mark.soak(least=0.5)
+        ),
+        pytest.param(("tova@12", "full+turbo4", "h2o@0.8+kivi4"), marks=pytest.mark.soak(least=0.5)),
     ],
     ids=" ".join,
 )

@@ -506,8 +506,8 @@ FIRST = ("model", "kivi4")
     ("capability", "storages"),
     [
         (90, FIRST),
-        pytest.param(80, tuple(READABLE), marks=pytest.mark.soak),
-        pytest.param(90, tuple(name for name in READABLE if name not in FIRST), marks=pytest.mark.soak),
+        pytest.param(80, tuple(READABLE), marks=pytest.mark.soak(least=0.5)),
+        pytest.param(90, tuple(name for name in READABLE if name not in FIRST), marks=pytest.mark.soak(least=0.5)),
     ],
 )
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path, capability, storages):

@@ -160,7 +160,7 @@ def test_a_step_uploads_once_whoever_joins_or_leaves(
     assert uploads.made  # what prompts upload beside
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak(least=0.5))])
 def test_what_a_step_reads_lies_where_it_lay_while_requests_come_and_go(
     in_pages: None, models: Any, count: int
 ) -> None:
