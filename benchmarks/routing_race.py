@@ -97,9 +97,9 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
 
 
 def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
-    """Return medians of TTFT ratios to the prefix router's rule, sessions by sessions."""
+    """Return medians of TTFT ratios to the peers' rules, sessions by sessions; to the prefix router's with targets."""
     from benchmarks.report import figure, ratios
-    from benchmarks.routing.simulated import CASES
+    from benchmarks.routing.simulated import CASES, PEERS
 
     targets = {"zipf": (0.9, 0.8), "pressure": (0.7, 0.6)}  # p50 and p99
     found = []
@@ -107,10 +107,16 @@ def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
         ideal = measured.get(f"prefix_cost_{case}_hit_rate_of_ideal", [])
         found.append(figure(f"simulated_hit_rate_of_ideal_{case}", ideal, 0.98, "higher"))
         for quantile, target in zip(("p50", "p99"), targets.get(case, (None, None)), strict=True):
-            ours, theirs = (
-                measured.get(f"{rule}_{case}_ttft_{quantile}_ms", []) for rule in ("prefix_cost", "affinity")
-            )
-            found.append(figure(f"simulated_ttft_{quantile}_vs_affinity_{case}", ratios(ours, theirs), target, "lower"))
+            ours = measured.get(f"prefix_cost_{case}_ttft_{quantile}_ms", [])
+            for peer in PEERS:
+                found.append(
+                    figure(
+                        f"simulated_ttft_{quantile}_vs_{peer}_{case}",
+                        ratios(ours, measured.get(f"{peer}_{case}_ttft_{quantile}_ms", [])),
+                        target if peer == "affinity" else None,
+                        "lower",
+                    )
+                )
     return found
 
 

@@ -1,6 +1,6 @@
-"""Our rule against that of Ray Serve LLM's prefix router in the simulator: replicas over vLLM from idle to overload.
+"""Our rule against those of Ray Serve LLM's routers in the simulator: replicas over vLLM from idle to overload.
 
-The live race takes minutes for one load, and two cores cannot keep several replicas busy. Here both rules route the
+The live race takes minutes for one load, and two cores cannot keep several replicas busy. Here all rules route the
 same closed-loop sessions to four simulated replicas with vLLM's one pool of blocks.
 """
 
@@ -37,10 +37,11 @@ CASES: dict[str, tuple[Traffic, float]] = {  # sessions, and how many begin in a
     "hot": (replace(TRAFFIC, hottest=HOTTEST), 24.0),
     "pressure": (replace(TRAFFIC, prompts=120), 9.0),  # three times what all caches hold
 }
-RULES = ("prefix_cost", "affinity")
+RULES = ("prefix_cost", "affinity", "kv_aware")
 MATCH_RATE = 0.1  # of a prompt below which the prefix router looks for the emptiest replica
 
 Sessions = tuple[list[RequestRecord], dict[int, FollowUp]]
+Policy = Callable[[View, RoutingConfig, Random], list[str]]
 
 
 class PrefixAffinity:
@@ -69,8 +70,33 @@ class PrefixAffinity:
         return order
 
 
+class KVAware:
+    """Rank as KVAwareRouter (ray 2.60), which asks Dynamo's selection service, with its defaults: by KV events.
+
+    The replica with the least work in blocks gets a request: those to compute for it and for others there that have no
+    token yet, and those of the KV of all that are in flight there, of which `View` knows the number only: each is taken
+    to be as long as requests are on average.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = self._requests = 0
+
+    def __call__(self, view: View, config: RoutingConfig, rng: Random) -> list[str]:
+        self._blocks, self._requests = self._blocks + len(view.hashes), self._requests + 1
+        mean = self._blocks / self._requests
+
+        def work(name: str) -> float:
+            computed = len(view.hashes) - view.warm.get(name, (0, 0, 0))[0] + view.prefill.get(name, 0)
+            return computed + mean * view.load.get(name, 0)
+
+        return sorted(rng.sample(view.replicas, len(view.replicas)), key=work)
+
+
+PEERS: dict[str, Callable[[], Policy]] = {"affinity": PrefixAffinity, "kv_aware": KVAware}
+
+
 def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
-    """Replay every case under both rules."""
+    """Replay every case under all rules."""
     for case, (traffic, rate) in CASES.items():
         for repeat in range(repeats):
             shape = replace(traffic, rate=rate, sessions=20 if quick else 300)
@@ -142,8 +168,8 @@ def _outcome(
 def _ruled_by(rule: str) -> Iterator[None]:
     """Let the default policy be another rule: a peer's is no setting of the service."""
     policies = dict(routing.POLICIES)
-    if rule == "affinity":
-        routing.POLICIES["prefix_cost"] = PrefixAffinity()
+    if rule in PEERS:
+        routing.POLICIES["prefix_cost"] = PEERS[rule]()
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import routing_race
 from benchmarks.routing import decision, simulated
-from benchmarks.routing.simulated import PrefixAffinity
+from benchmarks.routing.simulated import PEERS, KVAware, PrefixAffinity
 from warmkv.policies import routing
 from warmkv.policies.routing import View
 from warmkv.prefixes.index import PrefixIndex
@@ -30,6 +30,7 @@ def test_a_quick_run_measures_decisions_the_tree_and_the_directory(tmp_path, mon
     assert figures["decision_times_faster_than_tree"]["target"] == 20
     assert figures["tree_match_microseconds_p50"]["value"] > 0
     assert figures["simulated_ttft_p50_vs_affinity_pressure"]["value"] > 0
+    assert figures["simulated_ttft_p99_vs_kv_aware_hot"]["value"] > 0
     for where in ("index", "directory"):
         assert figures[f"{where}_bytes_per_block"]["value"] > 16
 
@@ -90,11 +91,27 @@ def test_the_prefix_router_s_rule_goes_by_what_was_sent_and_then_by_queues():
     assert sent([*keys[:1], *(bytes([1, at]) for at in range(19))]) == others[0]  # too little matches
 
 
-def test_the_rule_of_the_service_is_as_before_when_the_race_is_over():
+def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_blocks_in_use():
+    keys = [bytes([at]) for at in range(20)]
+
+    def best(**known):
+        view = View(["a", "b", "c"], keys, known.pop("warm", {}), known.pop("load", {}), 4, 0, **known)
+        return KVAware()(view, None, random.Random(0))[0]
+
+    assert best(warm={"b": (5, 20, 20), "c": (6, 6, 6)}) == "c"  # what lies below the device is not in its events
+    assert best(warm={"b": (15, 15, 15)}, prefill={"b": 14}) == "b"
+    assert best(warm={"b": (15, 15, 15)}, prefill={"b": 16}) != "b"
+    assert best(warm={"b": (20, 20, 20)}, load={"a": 1, "b": 1, "c": 2}) == "b"  # a request holds 20 blocks as well
+    assert best(warm={"b": (19, 19, 19)}, load={"b": 1}) != "b"
+    assert {KVAware()(View(["a", "b"], keys, {}, {}, 4, 0), None, random.Random(at))[0] for at in range(9)} == {*"ab"}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_the_rule_of_the_service_is_as_before_when_the_race_is_over(peer):
     before = dict(routing.POLICIES)
     records, turns = simulated.sessions(simulated.TRAFFIC, 1)
     assert len({record.hashes[0] for record in records}) <= simulated.TRAFFIC.prompts
     assert all(records[turn].arrival == records[follow.previous].arrival for turn, follow in turns.items())
-    with simulated._ruled_by("affinity"):
-        assert isinstance(routing.POLICIES["prefix_cost"], PrefixAffinity)
+    with simulated._ruled_by(peer):
+        assert isinstance(routing.POLICIES["prefix_cost"], PEERS[peer])
     assert before == routing.POLICIES

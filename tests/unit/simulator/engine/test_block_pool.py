@@ -111,6 +111,7 @@ class Lists:
         self.content, self.users = dict.fromkeys(self.free), dict.fromkeys(self.free, 0)
         self.cached = defaultdict(list)  # blocks by content, the first one is found
         self.tables, self.evicted = defaultdict(list), []
+        self.to_compute = {}  # tokens of a request when it was admitted: its prompt, and what it had drawn before
 
     def hits(self, one, drawn):
         names, found = [*one.names(self.size)], []
@@ -141,11 +142,11 @@ class Lists:
                     self.evicted.append(name)
             self.users[block] = 1
             self.tables[one].append(block)
-        self.name(one, min(tokens, one.prompt))
+        self.name(one, min(tokens, self.to_compute[one]))
         return True
 
     def name(self, one, tokens):
-        """Name what is full. Of an answer that is done when it ends: nobody asks for it before."""
+        """Name what is full. Of what is drawn that is done when it ends: nobody asks for it before."""
         names = one.names(self.size)
         for at, block in enumerate(self.tables[one][: tokens // self.size]):
             if self.content[block] is None:
@@ -197,6 +198,7 @@ def obvious(made, limits):
             if times[one][0] == NEVER:
                 times[one][0] = now
             pool.touch(one, hits)
+            pool.to_compute[one] = target
             computed[one] = len(hits) * pool.size
             found.append((one, computed[one]))
             chunk = min(budget, target - computed[one])

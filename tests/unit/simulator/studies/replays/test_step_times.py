@@ -35,7 +35,7 @@ def test_where_step_times_come_from():
 
 def test_each_group_of_replicas_has_step_times_of_its_own():
     slow = StepCost(0.05, 1e-3, 5e-6)
-    bare = [record(float(n), [n] * 9, output=5) for n in range(24)]
+    bare = [record(float(n), [n] * 9, output=5) for n in range(44)]
     fast_ones, slow_ones = bare[::2], bare[1::2]
     log = [
         *with_timings(run(fast_ones, config(), cost=TRUE)[0]),
@@ -44,12 +44,12 @@ def test_each_group_of_replicas_has_step_times_of_its_own():
     settings = config("cluster.groups={vllm: {engine: {kind: vllm}, simulator: {step_a: 0.5}}}")
     spec_of = recorded_policy()
     times, source = step_times.choose_cost(log, settings, spec_of)
-    expected = step_times.choose_cost(log[:12], config(), spec_of)[0]
+    expected = step_times.choose_cost(log[:22], config(), spec_of)[0]
     assert (times.of(FULL), times.overhead) == (expected.of(FULL), expected.overhead)
     assert times_of(times, "") == expected
-    assert times_of(times, "vllm") == step_times.choose_cost(log[12:], settings.groups()["vllm"], spec_of)[0]
+    assert times_of(times, "vllm") == step_times.choose_cost(log[22:], settings.groups()["vllm"], spec_of)[0]
     assert times_of(times, "vllm").of(FULL).decode.seconds(1, 10) > 5 * expected.of(FULL).decode.seconds(1, 10)
-    fitted = "fitted to 12 measured requests of the log"
+    fitted = "fitted to 22 measured requests of the log"
     assert source == f"replica: {fitted}; vllm: {fitted}"
 
     # Which of them served a request is not told: both could have served `full`.
