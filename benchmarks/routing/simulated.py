@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,22 +75,24 @@ class KVAware:
     """Rank as KVAwareRouter (ray 2.60), which asks Dynamo's selection service, with its defaults: by KV events.
 
     The replica with the least work in blocks gets a request: those to compute for it and for others there that have no
-    token yet, and those of the KV of all that are in flight there, of which `View` knows the number only: each is taken
-    to be as long as requests are on average.
+    token yet, and the distinct blocks of all that would be in flight there. Of a replica's requests in flight `View`
+    knows the number: they are taken to be those that were sent last.
     """
 
     def __init__(self) -> None:
-        self._blocks = self._requests = 0
+        self._sent: dict[str, deque[Sequence[bytes]]] = {}
 
     def __call__(self, view: View, config: RoutingConfig, rng: Random) -> list[str]:
-        self._blocks, self._requests = self._blocks + len(view.hashes), self._requests + 1
-        mean = self._blocks / self._requests
-
         def work(name: str) -> float:
+            running = self._sent.setdefault(name, deque())
+            while len(running) > view.load.get(name, 0):
+                running.popleft()
             computed = len(view.hashes) - view.warm.get(name, (0, 0, 0))[0] + view.prefill.get(name, 0)
-            return computed + mean * view.load.get(name, 0)
+            return computed + len(set(view.hashes).union(*running))
 
-        return sorted(rng.sample(view.replicas, len(view.replicas)), key=work)
+        order = sorted(rng.sample(view.replicas, len(view.replicas)), key=work)
+        self._sent[order[0]].append(view.hashes)
+        return order
 
 
 PEERS: dict[str, Callable[[], Policy]] = {"affinity": PrefixAffinity, "kv_aware": KVAware}

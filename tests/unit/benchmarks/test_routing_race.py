@@ -91,19 +91,22 @@ def test_the_prefix_router_s_rule_goes_by_what_was_sent_and_then_by_queues():
     assert sent([*keys[:1], *(bytes([1, at]) for at in range(19))]) == others[0]  # too little matches
 
 
-def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_blocks_in_use():
-    keys = [bytes([at]) for at in range(20)]
+def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_distinct_blocks_in_use():
+    keys, other = [bytes([at]) for at in range(20)], [bytes([1, at]) for at in range(20)]
+    rule = KVAware()
 
-    def best(**known):
-        view = View(["a", "b", "c"], keys, known.pop("warm", {}), known.pop("load", {}), 4, 0, **known)
-        return KVAware()(view, None, random.Random(0))[0]
+    def best(hashes=keys, **known):
+        view = View(["a", "b", "c"], hashes, known.pop("warm", {}), known.pop("load", {}), 4, 0, **known)
+        return rule(view, None, random.Random(0))[0]
 
     assert best(warm={"b": (5, 20, 20), "c": (6, 6, 6)}) == "c"  # what lies below the device is not in its events
     assert best(warm={"b": (15, 15, 15)}, prefill={"b": 14}) == "b"
     assert best(warm={"b": (15, 15, 15)}, prefill={"b": 16}) != "b"
-    assert best(warm={"b": (20, 20, 20)}, load={"a": 1, "b": 1, "c": 2}) == "b"  # a request holds 20 blocks as well
-    assert best(warm={"b": (19, 19, 19)}, load={"b": 1}) != "b"
-    assert {KVAware()(View(["a", "b"], keys, {}, {}, 4, 0), None, random.Random(at))[0] for at in range(9)} == {*"ab"}
+    first = best(other, warm={"b": (20, 20, 20)})
+    assert first == "b"
+    assert best(other, warm={"b": (1, 1, 1)}, load={"b": 1}) == "b"  # whose blocks the one in flight has as well
+    assert best(keys, warm={"b": (19, 19, 19)}, load={"b": 2}) != "b"  # and here none
+    assert best(keys, warm={"b": (19, 19, 19)}) == "b"  # they have ended
 
 
 @pytest.mark.parametrize("peer", PEERS)
