@@ -111,7 +111,7 @@ class Lists:
         self.content, self.users = dict.fromkeys(self.free), dict.fromkeys(self.free, 0)
         self.cached = defaultdict(list)  # blocks by content, the first one is found
         self.tables, self.evicted = defaultdict(list), []
-        self.to_compute = {}  # tokens of a request when it was admitted: its prompt, and what it had drawn before
+        self.to_compute = {}  # tokens of a request that was admitted again: its prompt, and what it had drawn before
 
     def hits(self, one, drawn):
         names, found = [*one.names(self.size)], []
@@ -142,7 +142,7 @@ class Lists:
                     self.evicted.append(name)
             self.users[block] = 1
             self.tables[one].append(block)
-        self.name(one, min(tokens, self.to_compute[one]))
+        self.name(one, min(tokens, self.to_compute.get(one, one.prompt)))
         return True
 
     def name(self, one, tokens):
