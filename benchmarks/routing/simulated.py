@@ -38,7 +38,6 @@ CASES: dict[str, tuple[Traffic, float]] = {  # sessions, and how many begin in a
     "hot": (replace(TRAFFIC, hottest=HOTTEST), 24.0),
     "pressure": (replace(TRAFFIC, prompts=120), 9.0),  # three times what all caches hold
 }
-RULES = ("prefix_cost", "affinity", "kv_aware")
 MATCH_RATE = 0.1  # of a prompt below which the prefix router looks for the emptiest replica
 
 Sessions = tuple[list[RequestRecord], dict[int, FollowUp]]
@@ -105,7 +104,7 @@ def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[
             shape = replace(traffic, rate=rate, sessions=20 if quick else 300)
             records, turns = sessions(shape, seed + repeat)
             ideal, _ = _outcome(records, turns, "prefix_cost", AT_ONCE, replicas=1)
-            for rule in RULES:
+            for rule in ("prefix_cost", *PEERS):
                 rate_found, ttft = _outcome(records, turns, rule, STEP)
                 results.add(f"{rule}_{case}_hit_rate_of_ideal", rate_found / ideal)
                 for quantile in (50, 99):

@@ -102,8 +102,7 @@ def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_distinct_blocks_in_use(
     assert best(warm={"b": (5, 20, 20), "c": (6, 6, 6)}) == "c"  # what lies below the device is not in its events
     assert best(warm={"b": (15, 15, 15)}, prefill={"b": 14}) == "b"
     assert best(warm={"b": (15, 15, 15)}, prefill={"b": 16}) != "b"
-    first = best(other, warm={"b": (20, 20, 20)})
-    assert first == "b"
+    assert best(other, warm={"b": (20, 20, 20)}) == "b"
     assert best(other, warm={"b": (1, 1, 1)}, load={"b": 1}) == "b"  # whose blocks the one in flight has as well
     assert best(keys, warm={"b": (19, 19, 19)}, load={"b": 2}) != "b"  # and here none
     assert best(keys, warm={"b": (19, 19, 19)}) == "b"  # they have ended

@@ -28,9 +28,9 @@ COMPILE_SECONDS = 120.0
 LEAST_QUERIES = 16
 """Fewer do not pay for the keys before them, which are transposed."""
 LEAST_ALONE = 48
-"""Nor do fewer with no keys before them: a product is of 64 keys at least."""
+"""Nor do fewer with no keys before them: a product is of 32 keys at least."""
 CHANNELS = 16
-"""Rows have a multiple of so many."""
+"""Heads of rows have a multiple of so many."""
 CLOSE = 1e-5  # to what torch computes, of values around 1
 
 
@@ -45,7 +45,7 @@ _kernels: Kernels | None = None  # of this process, once they have been loaded
 
 
 def load() -> bool:
-    """Compile the kernels for this machine, in some seconds, and use them from now on; return False if there are none.
+    """Compile the kernels for this machine, in two seconds, and use them from now on; return False if there are none.
 
     They are left out, with a line in the log, where there is no C++ compiler, no AVX-512, or they do not compute what
     torch does.
@@ -53,13 +53,12 @@ def load() -> bool:
     global _kernels
     if _kernels is None and "AVX512" in torch.backends.cpu.get_cpu_capability():
         try:
-            kernels = _compile()
-            _check(kernels)
+            _kernels = _compile()
+            _check()
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            _kernels = None
             says = getattr(error, "stderr", None) or error
             log.warning("torch's kernels attend, since those of warmkv do not run here: %s", says)
-        else:
-            _kernels = kernels
     return _kernels is not None
 
 
@@ -87,15 +86,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: in
     Raises RuntimeError if oneDNN has no kernel, or there is no memory for blocks.
     """
     assert _kernels is not None
-    return _attend(_kernels, query, keys, values, scale, window)
-
-
-def _attend(kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
     (_, q_heads, n, d), (_, kv_heads, m, _) = query.shape, keys.shape
     out = query.new_empty(1, n, q_heads, d).transpose(1, 2)
     tensors = query, keys, values, out
     strides = [stride for each in tensors for stride in each.stride()[1:3]]
-    failed = kernels.chunk(
+    failed = _kernels.chunk(
         *(each.data_ptr() for each in tensors), kv_heads, q_heads // kv_heads, n, m, d, *strides,
         scale, window, torch.get_num_threads(),
     )  # fmt: skip
@@ -120,23 +115,9 @@ def attend_rows(
     RuntimeError if there is no memory; nothing has changed then.
     """
     assert _kernels is not None
-    return _attend_rows(_kernels, query, key, value, keys, values, entries, lengths, scale)
-
-
-def _attend_rows(
-    kernels: Kernels,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    entries: Tensor,
-    lengths: Tensor,
-    scale: float,
-) -> Tensor:
     n, group, d = query.shape
     out, entries, lengths = query.new_empty(n, group, d), entries.contiguous(), lengths.contiguous()
-    failed = kernels.rows(
+    failed = _kernels.rows(
         *(each.data_ptr() for each in (query, key, value, keys, values, out, entries, lengths)), n, group, d,
         *query.stride()[:2], key.stride(0), value.stride(0), *keys.stride()[:2], *values.stride()[:2],
         scale, torch.get_num_threads(),
@@ -165,14 +146,14 @@ def _compile() -> Kernels:
     return Kernels(chunk, rows)
 
 
-def _check(kernels: Kernels) -> None:
-    """Raise RuntimeError unless kernels compute what torch does."""
+def _check() -> None:
+    """Raise RuntimeError unless the kernels compute what torch does."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
-    found = _attend(kernels, query, keys, values, 0.25, 0)
+    found = attend(query, keys, values, 0.25, 0)
     rows, at = query[0, :, -1].view(2, 2, 16), torch.full((2,), 39)
     new = keys[0, :, -1].clone(), values[0, :, -1].clone()
-    last = _attend_rows(kernels, rows, *new, keys[0], values[0], at, at + 1, 0.25).view(4, 16)
+    last = attend_rows(rows, *new, keys[0], values[0], at, at + 1, 0.25).view(4, 16)
     if not all(torch.allclose(*each, atol=CLOSE) for each in ((found, expected), (last, expected[0, :, -1]))):
         raise RuntimeError("they compute something else than torch")

@@ -53,7 +53,7 @@ class DecodeState:
         state = pool.rows
         before = state.advanced()
         try:
-            self._spans = self._all_spans()
+            self._spans = _spans(pool.slabs)
             _, active = self._in_batch(slots)
             self._dues = [
                 take_pending_packs(slab.state, active[span], slab.kind.group) if slab.kind.grouped else []
@@ -73,7 +73,7 @@ class DecodeState:
         """Return the same step for some of its slots, after it failed; if this fails, too, it has parts likewise."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
-        rest._spans = rest._all_spans()
+        rest._spans = _spans(self._pool.slabs)
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
         rest._packed = {group: set(layers) for group, layers in self._packed.items()}
         rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
@@ -87,12 +87,6 @@ class DecodeState:
         at = batch[self._pool.rows.owner]
         return at, at >= 0
 
-    def _all_spans(self) -> list[tuple[Slab, slice]]:
-        """Return all slabs and their rows among those of the pool."""
-        slabs = self._pool.slabs
-        ends = np.cumsum([slab.rows for slab in slabs]).tolist()
-        return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]
-
     def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, AttentionMetadata]) -> None:
         """Lay out the step for these slots, whose rows have advanced; `failed` are steps to go on with."""
         pool = self._pool
@@ -103,23 +97,22 @@ class DecodeState:
         self.padded = len(slots)
         ages = np.array([self._tokens[slot] for slot in slots], dtype=np.int64)[at]
         shifts = np.array([slot.shift for slot in slots], dtype=np.int64)[at]
-        spans = self._spans
         self._packing = [
             (slab, mine, ages[span], (slab_number, number))
-            for slab_number, ((slab, span), dues) in enumerate(zip(spans, self._dues, strict=True))
+            for slab_number, ((slab, span), dues) in enumerate(zip(self._spans, self._dues, strict=True))
             for number, mine in enumerate(each.of(active[span]) for each in dues)
             if len(mine.rows)
         ]
         self._tables = pool.tables(self._inv_freq)
         self.batches: list[list[RowBatch]] = [[] for _ in range(pool.shape.layers)]
-        in_slabs = any(not slab.is_fused and active[span].any() for slab, span in spans)
+        in_slabs = any(not slab.is_fused and active[span].any() for slab, span in self._spans)
         if any(slab.is_fused for slab in pool.slabs):
             if not in_slabs:
                 self.padded = padded_batch(len(slots))
             self.batches = self._tables.batches(slots, pool.slabs, pool.rows, at, self.padded)
         if any(self.batches):
             pages = np.zeros((2, len(active)), dtype=np.int64)
-            for slab, span in spans:
+            for slab, span in self._spans:
                 if isinstance(slab, PagedSlab):
                     pages[:, span] = slab.written(self._done.entries[span])
             self._tables.take(pool.rows, self._done, active, ages, shifts, pages)
@@ -237,3 +230,9 @@ class DecodeState:
             out[target] = part.attend(layer, queries[source], keys[source], values[source], own)
         assert out is not None
         return out[:-1].reshape(query.shape)
+
+
+def _spans(slabs: Sequence[Slab]) -> list[tuple[Slab, slice]]:
+    """Return all slabs and their rows among those of the pool."""
+    ends = np.cumsum([slab.rows for slab in slabs]).tolist()
+    return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]

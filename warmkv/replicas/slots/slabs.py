@@ -47,8 +47,8 @@ class Slab:
         self._row_bytes, self.dtype, self._device = row_bytes(kind, shape), dtype, device
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
-        special = kind.grouped or kind.aged or kind.page or kind.rebased
-        self._is_plain = self.storage.plain and not special  # rows are entries that are seen, and nothing else
+        # Whether rows hold their entries as they are, see all of them, and keep nothing beside.
+        self._is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.page or kind.rebased)
         self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
