@@ -30,18 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the races; 1 if a figure misses its target (not with --quick) or a race breaks off, 2 for wrong arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    races, figures = _chosen(options.only, parser)
+    if options.vllm is None:
+        races = [each for each in races if each != "vllm"]
+    try:
+        return _race(options, _setting(options, parser), races, figures)
+    finally:
+        gc.unfreeze()
+
+
+def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], figures: set[str]) -> int:
     import torch
 
     from benchmarks.engine import beside_vllm, decode, memory, prompts, serving
     from benchmarks.engine.arena import Arena
 
-    races, figures = _chosen(options.only, parser)
-    if options.vllm is None:
-        races = [each for each in races if each != "vllm"]
     if options.threads:
         torch.set_num_threads(options.threads)
     gc.freeze()  # what was imported stays: no collection between two runs walks through it
-    arena = Arena(_setting(options, parser), options.vllm)
+    arena = Arena(setting, options.vllm)
     run = {
         "decode": decode.race,
         "memory": memory.race,

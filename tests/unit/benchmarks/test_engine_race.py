@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("race") / "made" / "race.json"
     code = engine_race.main(["--quick", "--device", "cpu", "--repeats", "1", "--json", str(path)])
     assert code == 0
+    assert gc.get_freeze_count() == 0, "whoever counts frozen objects afterwards walks through all of them"
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 
