@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help=text)
     text = "run the tests that are marked `soak` for so long each, and all properties with so many more examples"
     parser.addoption("--soak-minutes", type=float, default=0, metavar="N", help=text)
+    text = "with --soak-minutes: run all other tests as well, each once"
+    parser.addoption("--all-tests", action="store_true", help=text)
     text = "what computes in the service of the cluster tests: warmkv, or vllm (make test-vllm)"
     parser.addoption("--engine", choices=("warmkv", "vllm"), default="warmkv", help=text)
 
@@ -47,19 +49,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is for soaking, or everything else; and what only one kind of engine can do, with another.
 
-    `soak(least=N)` leaves a test out of soaks of fewer minutes.
+    `soak(least=N)` leaves a test out of soaks of fewer minutes. `--all-tests` runs both, which then share collection,
+    fixtures and clusters; without what is marked `short`, for a longer variant of the same test does all of that.
 
     A property is soaked if it gets more examples than without: the same ones again find nothing.
     """
     minutes = config.getoption("soak_minutes")
     soaking = bool(minutes)
+    both = soaking and config.getoption("all_tests")
     own = config.getoption("engine") == "warmkv"
     chosen, others = [], []
     for item in items:
         soak = item.get_closest_marker("soak")
         marked, least = soak is not None, soak.kwargs.get("least", 0) if soak else 0
         can = (own or item.get_closest_marker("own_engine") is None) and (not soaking or least <= minutes)
-        (chosen if can and (marked == soaking or (soaking and _soaks(item))) else others).append(item)
+        wanted = item.get_closest_marker("short") is None if both else marked == soaking or (soaking and _soaks(item))
+        (chosen if can and wanted else others).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
 

@@ -1,7 +1,8 @@
 """Run all tests in three pytest processes side by side: `python -m tests.side_by_side [argument of pytest ...]`.
 
 Tests on a Ray cluster mostly wait, for processes to start and for faults to be noticed; the unit tests compute
-meanwhile. The output of the first part is shown as it comes, that of the others when they have ended.
+meanwhile. The output of the first part is shown as it comes, that of the others when they have ended. With
+`--then COMMAND` in front of pytest's arguments, a shell runs that command in the first part's place once it has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ ENVIRONMENT.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main(arguments: list[str]) -> int:
-    """Return 1 if a test failed. An interrupt ends all three, each in its own order."""
+    """Return 1 if a test or the command after them failed. An interrupt ends all three, each in its own order."""
+    then, arguments = (arguments[1], arguments[2:]) if arguments[:1] == ["--then"] else ("", arguments)
     pytest = [sys.executable, "-m", "pytest", *arguments]
     with tempfile.TemporaryFile("w+") as faults, tempfile.TemporaryFile("w+") as unit:
         running = []
@@ -41,6 +43,8 @@ def main(arguments: list[str]) -> int:
                 if output is not None:
                     output.seek(0)
                     print(output.read(), flush=True)
+                elif then:
+                    failed |= subprocess.run(then, shell=True).returncode != 0
         except KeyboardInterrupt:  # which they got from the terminal, too
             for _, _, process in running:
                 process.wait()

@@ -62,6 +62,7 @@ def test_the_demo_passes(tmp_path: Path):
     check(json.loads(out.read_text()))
 
 
+@pytest.mark.short
 def test_the_demo_passes_on_the_service_of_the_session(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -62,7 +62,9 @@ def request(constraint: Constraint | None, *, new: int = 80, **sampling: Any) ->
     return make_request(prompt(20), new=new, **{"constraint": constraint, **sampling})
 
 
-@pytest.mark.parametrize("schemas", [15, pytest.param(201, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "schemas", [pytest.param(15, marks=pytest.mark.short), pytest.param(201, marks=pytest.mark.soak)]
+)
 def test_every_answer_that_ended_satisfies_its_schema(ending, compiler, schemas, soaked):
     ended, schemas = 0, soaked(schemas, least=60)
 

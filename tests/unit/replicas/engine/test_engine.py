@@ -84,7 +84,11 @@ CUTS = 1, 2, 7, 8, 9, 12, 15, 16, 17, 22, 27, 31, 32, 33, 37, 42, 43
 
 
 @pytest.mark.parametrize("spec", POLICIES, ids=str)
-@pytest.mark.parametrize("cuts", [CUTS, pytest.param(range(1, 44), marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "cuts",
+    [pytest.param(CUTS, marks=pytest.mark.short), pytest.param(range(1, 44), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
 def test_cached_prefix_changes_nothing_for_cuts_at_any_position(driver, spec, cuts):
     tokens = prompt(43)
     fresh = driver(prefix_cache={"enabled": False}).run(make_request(tokens, new=12, policy=spec))

@@ -26,7 +26,10 @@ def unpacked() -> LoadedModel:
     return prepare(model, packed=False)
 
 
-@pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("aot_eager", marks=pytest.mark.short), pytest.param("inductor", marks=pytest.mark.soak)],
+)
 def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
     """Return an engine with the graphs of the default compiler, or with these as they are: what is built again is the
     same.

@@ -195,9 +195,11 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o@0.4", "adakv@0.5+kivi4:window=8", "streaming_llm@0.5"])
-def test_what_the_engine_says_it_holds_is_what_tensors_hold(models, policy):
+def test_what_the_engine_says_it_holds_is_what_tensors_hold(models, policy, request):
     others = live_tensors()  # held on to, so that no address is used anew
     before = storages(others)
+    gc.freeze()  # only what is made from here on is looked through afterwards
+    request.addfinalizer(gc.unfreeze)
     driver = Driver(models["llama"], step_tokens=64)
     for i in range(4):
         driver.submit(make_request(prompt(400, seed=i), new=40, policy=policy, name=str(i)))
