@@ -28,7 +28,8 @@ WARMKV = Path(sys.executable).with_name("warmkv")
 
 
 def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
-    command = [WARMKV, "serve", "--set", "gateway.port=0", "--set", f"gateway.access_log={tmp_path / 'log.jsonl'}"]
+    settings = ["gateway.port=0", f"gateway.access_log={tmp_path / 'log.jsonl'}", "cluster.replicas=1"]
+    command = [WARMKV, "serve", *(part for setting in settings for part in ("--set", setting))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
