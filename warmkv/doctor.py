@@ -61,6 +61,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     from transformers.utils import logging
 
     from warmkv.replicas import device_memory
+    from warmkv.replicas.engine import batch_invariant
     from warmkv.replicas.engine.engine import Engine
     from warmkv.replicas.loading.load import load_model, resolve_device
     from warmkv.replicas.loading.self_check import check_engine
@@ -93,6 +94,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         engine = Engine(model, config.engine, config.prefix_cache, clock=time.monotonic, memory=memory)
         engine.warm_up(say)
         check_engine(engine, say)
+        batch_invariant.check(engine, say)
     except (RuntimeError, ValueError) as error:
         yield DoctorFinding("self-check", "failed", str(error))
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
 from warmkv.config.capabilities import Capabilities
@@ -21,6 +21,7 @@ NOT_OF_VLLM = (
     "engine.preempt_seconds",
     "engine.parked_bytes",
     "engine.compile_seconds",
+    "engine.batch_invariant",
     "prefix_cache.eviction",
     "prefix_cache.host",
     "prefix_cache.disk",
@@ -86,6 +87,11 @@ class EngineConfig(Section):
         description="limit of the seconds in which a start compiles attention kernels of all storages, on a GPU and "
         "where they are not in Triton's cache, and records decode steps of all batch sizes; requests do what is left",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="whether answers and log-probabilities, to the last bit, depend neither on other requests nor on "
+        "how a prompt is cut into chunks; slower, see docs/engines.md",
+    )
     self_check: bool = Field(
         True,
         description="whether a replica compares its logits with the model's own plain forward before it starts, "
@@ -110,6 +116,14 @@ class EngineConfig(Section):
         if tokens == "auto":
             tokens = GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
         return max(tokens, self.max_slots)
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if self.batch_invariant and self.compile == "on":
+            raise ValueError(
+                "engine.batch_invariant cannot be had with engine.compile on: compiled code sums otherwise"
+            )
+        return self
 
     @field_validator("compile", mode="before")
     @classmethod

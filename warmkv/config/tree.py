@@ -89,6 +89,11 @@ class Config(Section):
         if self.engine.kind == "vllm":
             self._check_vllm()
         self._check_defaults(NOT_OF_VLLM if self.engine.kind == "vllm" else NOT_OF_WARMKV)
+        if self.engine.batch_invariant and (storage := self.prefix_cache.storage) != "model":
+            raise ValueError(
+                f"engine.batch_invariant cannot be had with prefix_cache.storage {storage}: what others have stored "
+                "would be rounded"
+            )
         if fault := refusal(self.capabilities.values(), Needs(self.compression.policy)):
             raise ValueError(f"compression.policy: {fault}")
         if missing := sorted(set(self.prefix_cache.ttls) - set(self.pricing.write)):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmkv.policies import budgets
-from warmkv.policies.compression import cpu_attention, flash
+from warmkv.policies.compression import cpu_attention, flash, query_tiles
+from warmkv.policies.compression.query_tiles import tiles
 from warmkv.policies.compression.scoring import window_attention
 from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
 from warmkv.policies.compression.triton_support import is_available
@@ -43,7 +44,9 @@ class PrefillState:
     keys, values: [layers, kv_heads, T, head_dim], keys after rotation. `queries` [layers, q_heads, observed, head_dim]
     are those of the last `observed` tokens. `column_sums` [layers, kv_heads, T] in float32, if asked for, is the
     attention that each token received from all queries so far, summed over the query heads of its KV head. `inv_freq`
-    [head_dim / 2] in radians per position is that of the rotary embedding, for rules that undo the rotation.
+    [head_dim / 2] in radians per position is that of the rotary embedding, for rules that undo the rotation. With a
+    `query_tile` so many queries are attended at a time, from multiples of it on, whatever the chunks: what one gets is
+    the same to the last bit then.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PrefillState:
         windows: Sequence[int] = (),
         token_ids: Sequence[int] = (),
         classes: TokenClasses | None = None,
+        query_tile: int = 0,
     ) -> None:
         self.keys, self.values = keys, values
         self.layers, self.kv_heads, self.tokens, self.head_dim = keys.shape
@@ -66,6 +70,7 @@ class PrefillState:
         self._summed: set[int] = set()  # layers whose column sums have this chunk: a pass may be repeated
         self.inv_freq = inv_freq
         self._softmaxes: dict[int, Softmax] = {}  # of layers, as the model gives them
+        self._query_tile = query_tile
         self._windows = windows  # newest tokens that each layer attends to, 0: all; none where all layers do
         self.first = 0  # position of the first token here; above 0 in a view of what a window shows
         self._whole_keys = keys
@@ -90,6 +95,7 @@ class PrefillState:
         inv_freq: Tensor,
         classes: TokenClasses | None = None,
         keys_and_values: Iterable[Tensor] | None = None,
+        query_tile: int = 0,
     ) -> PrefillState:
         """Allocate the state of a prompt, with all that any of the policies observes while it is computed.
 
@@ -108,6 +114,7 @@ class PrefillState:
             windows=shape.windows,
             token_ids=token_ids,
             classes=classes,
+            query_tile=query_tile,
         )
 
     def softmax(self, layer: int) -> Softmax:
@@ -212,11 +219,17 @@ class PrefillState:
                 begin = max(start, first)
                 self.queries[layer, :, begin - first : end - first] = query[0, :, begin - start :]
         if self.column_sums is not None and layer not in self._summed:
-            add_column_sums(self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax)
+            given = self.column_sums[layer], query[0], self.keys[layer, :, :end], start, softmax
+            if self._query_tile:
+                query_tiles.add_column_sums(*given, self._query_tile)
+            else:
+                add_column_sums(*given)
             self._summed.add(layer)
 
     def _attend(self, layer: int, query: Tensor) -> Tensor:
         """Attend the last queries of the chunk [1, q_heads, n, head_dim] to the keys and values in place."""
+        if self._query_tile:
+            return self._attend_tiles(layer, query)
         end, softmax = self.chunk.stop, self._softmaxes[layer]
         start = end - query.shape[2]
         first = self._first_seen(start, softmax.window)
@@ -245,6 +258,25 @@ class PrefillState:
                     enable_gqa=True,
                 )
             )
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _attend_tiles(self, layer: int, query: Tensor) -> Tensor:
+        """Attend the last queries of the chunk in tiles (`query_tiles`)."""
+        end, softmax, pieces = self.chunk.stop, self._softmaxes[layer], []
+        start = end - query.shape[2]
+        for tile in tiles(start, end, self._query_tile):
+            first, rows = self._first_seen(tile.begin, softmax.window), tile.queries(query, start)
+            keys, values = (tile.seen(each[layer, None], first) for each in (self.keys, self.values))
+            if not softmax.is_plain:
+                out = attend(rows[0], keys[0], values[0], tile.begin, first, softmax)[None]
+            elif flash.takes(rows, keys, values):
+                out = flash.attend(rows, keys, values, softmax.scale, softmax.window)
+            else:
+                mask = self._mask(softmax.window, tile.begin, tile.stop)
+                out = F.scaled_dot_product_attention(
+                    rows, keys, values, attn_mask=mask, is_causal=mask is None, scale=softmax.scale, enable_gqa=True
+                )
+            pieces.append(tile.own(out))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _attend_apart(self, layer: int, query: Tensor, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ class Softmax:
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)
     sinks: Tensor | None = None  # [..., q_heads] logits that take a share and have no value (gpt-oss, arXiv 2508.10925)
     window: int = 0  # newest keys that a query sees, its own included; 0: all
+
+    def of_row(self, row: int) -> Softmax:
+        """Return the softmax of one row of several, of which `sinks` [rows, group] has those of each."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[row, None])
 
     @property
     def is_plain(self) -> bool:

@@ -29,6 +29,7 @@ class DecodeSteps:
     buffer: StepBuffer
     vocabulary: int
     graphs: Graphs[Drawn] | None = None
+    row_by_row: bool = False  # how tokens are drawn
     drawn: Tensor | None = None  # tokens of the step before, which stay on the device for ids that name them
 
     def decode(
@@ -55,7 +56,7 @@ class DecodeSteps:
 
         def compute() -> Drawn:
             logits = run()
-            return logits, pick(logits, draws)
+            return logits, pick(logits, draws, row_by_row=self.row_by_row)
 
         state.begin()
         logits, tokens = graphs.compute((key, branches), compute, state.restart)
@@ -67,7 +68,7 @@ class DecodeSteps:
         inputs = upload(self.buffer, Pass((), sequences, state), sequences, sources)
         logits, tokens = self.decode(forward, state, inputs, processed=False)
         if tokens is None:
-            tokens = pick(logits, inputs.draws)
+            tokens = pick(logits, inputs.draws, row_by_row=self.row_by_row)
         self.drawn[: len(tokens)] = tokens
         return tokens[: len(sequences)]
 

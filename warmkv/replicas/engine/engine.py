@@ -31,6 +31,7 @@ from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import step_inputs
+from warmkv.replicas.engine.batch_invariant import QUERIES, InvariantRunner
 from warmkv.replicas.engine.decode_step import DecodeSteps
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
@@ -87,6 +88,8 @@ class Engine:
         memory: MemoryPlan | None = None,
         publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
     ) -> None:
+        if engine.batch_invariant:
+            model = replace(model, query_tile=QUERIES)
         self.model, self.config, self.name, self._clock = model, engine, name, clock
         if engine.max_context is not None and engine.max_context > model.max_context:
             raise ValueError(f"engine.max_context {engine.max_context} exceeds the model's {model.max_context} tokens")
@@ -114,10 +117,10 @@ class Engine:
         self.faults = FailureCounts()
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
-        self._forward = CompiledForward(model) if compiles(engine, model.device) else ModelRunner(model)
+        self._forward = self._runner()
         graphs = graphs_on(model.device) if compiles(engine, model.device) else None
-        self._steps = DecodeSteps(self.pool.buffer, model.vocabulary, graphs)
-        self.pool.is_static = graphs is not None
+        self._steps = DecodeSteps(self.pool.buffer, model.vocabulary, graphs, engine.batch_invariant)
+        self.pool.is_static, self.pool.batch_invariant = graphs is not None, engine.batch_invariant
         self._overlap: Overlap | None = None
         if model.device.type == "cuda":  # elsewhere the host computes
             self.overlap()
@@ -131,6 +134,11 @@ class Engine:
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
         self._publish_stats()
+
+    def _runner(self) -> ModelRunner | CompiledForward:
+        if self.config.batch_invariant:
+            return InvariantRunner(self.model)
+        return CompiledForward(self.model) if compiles(self.config, self.model.device) else ModelRunner(self.model)
 
     def overlap(self) -> None:
         """Launch decode steps before the tokens of those before are read, from now on."""
@@ -405,7 +413,7 @@ class Engine:
         is_scored = any(prompt.is_scored for prompt in batch.prompts)
         found = self._forward(inputs.ids, inputs.positions, DrawnOnly(batch, inputs.places, is_scored))
         logits, scored = found.tensor_split([len(drawing)])
-        note_prompt_logprobs(batch.prompts, scored)
+        note_prompt_logprobs(batch.prompts, scored, row_by_row=self.config.batch_invariant)
         tokens = iter(self._draw(drawing, logits, masks, inputs.draws) if drawing else ())
         drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
         for sequence in batch.prompts:
@@ -449,7 +457,7 @@ class Engine:
         """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
         if self.watch_logits is not None:
             self.watch_logits(sequences, logits)
-        return draw(sequences, logits, masks, draws, tokens)
+        return draw(sequences, logits, masks, draws, tokens, row_by_row=self.config.batch_invariant)
 
     def _works(self) -> bool:
         return works(self.model, self.pool, self._forward, self.scheduler.room)

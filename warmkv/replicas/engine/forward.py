@@ -61,6 +61,10 @@ class ModelRunner:
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
     """Return True if passes of the model are compiled on a device."""
+    return not config.batch_invariant and _wants_compiled(config, device)
+
+
+def _wants_compiled(config: EngineConfig, device: torch.device) -> bool:
     return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
 
 

@@ -57,6 +57,10 @@ class Draws:
         """Return those of the first tokens."""
         return Draws(self.host[:, :count], self.device[:, :count])
 
+    def row(self, at: int) -> Draws:
+        """Return those of one token."""
+        return Draws(self.host[:, at : at + 1], self.device[:, at : at + 1])
+
     def branches(self, vocabulary: int) -> Branches:
         """Return what the host has to know to sample."""
         temperature, top_p, top_k, _, _ = self.host
@@ -86,30 +90,38 @@ def draw(
     masks: Future[Tensor] | None = None,
     draws: Draws | None = None,
     tokens: Tensor | None = None,
+    *,
+    row_by_row: bool = False,
 ) -> list[int]:
     """Sample the next token of each sequence from its row of logits [n, vocabulary]; NO_TOKEN if not finite.
 
     `masks` are those of the sequences with a constraint; `draws` is None if all take the most probable token.
     Log-probabilities are left in the sequences that want them. `tokens` are given if they are `pick`ed already.
+    `row_by_row` as for `pick`.
     """
     if any(sequence.processor for sequence in sequences):
         processed = process([sequence.processor for sequence in sequences], logits, masks)
-        tokens = torch.where(logits.amax(dim=-1).isfinite(), pick(processed, draws), NO_TOKEN)
+        tokens = torch.where(logits.amax(dim=-1).isfinite(), pick(processed, draws, row_by_row=row_by_row), NO_TOKEN)
     elif tokens is None:
-        tokens = pick(logits, draws)
+        tokens = pick(logits, draws, row_by_row=row_by_row)
     ids: list[int] = tokens.tolist()
     if any(sequence.request.sampling.logprobs is not None for sequence in sequences):
-        _note_logprobs(sequences, logits, ids)
+        _note_logprobs(sequences, logits, ids, row_by_row=row_by_row)
     return ids
 
 
-def pick(logits: Tensor, draws: Draws | None) -> Tensor:
-    """Sample from each row of logits [n, vocabulary], or take the most probable tokens; NO_TOKEN if not finite."""
+def pick(logits: Tensor, draws: Draws | None, *, row_by_row: bool = False) -> Tensor:
+    """Sample from each row of logits [n, vocabulary], or take the most probable tokens; NO_TOKEN if not finite.
+
+    `row_by_row`: so that no sum depends on how many rows there are.
+    """
+    if row_by_row and draws is not None and len(logits) > 1:
+        return torch.cat([pick(logits[at : at + 1], draws.row(at)) for at in range(len(logits))])
     highest, tokens = logits.max(dim=-1)  # not finite if a logit is NaN or infinite
     return torch.where(highest.isfinite(), tokens if draws is None else sample(logits, draws), NO_TOKEN)
 
 
-def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int]) -> None:
+def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int], *, row_by_row: bool) -> None:
     """Leave the log-probabilities of tokens drawn, or given by another replica, in the sequences that want them."""
     wanting = [
         (row, sequence, sequence.request.sampling.logprobs)
@@ -120,14 +132,15 @@ def _note_logprobs(sequences: Items[Sequence], logits: Tensor, ids: Items[int]) 
         return
     rows = torch.tensor([row for row, _, _ in wanting], device=logits.device)
     tokens = [ids[row] if (given := sequence.given) is None else given for row, sequence, _ in wanting]
-    told = _token_logprobs(logits[rows], tokens, [top for _, _, top in wanting])
+    told = _token_logprobs(logits[rows], tokens, [top for _, _, top in wanting], row_by_row=row_by_row)
     for (_, sequence, _), logprobs in zip(wanting, told, strict=True):
         sequence.logprobs = logprobs
 
 
-def _token_logprobs(logits: Tensor, tokens: Items[int], tops: Items[int]) -> list[TokenLogprobs]:
+def _token_logprobs(logits: Tensor, tokens: Items[int], tops: Items[int], *, row_by_row: bool) -> list[TokenLogprobs]:
     """Return the log-probability of a token in each row of logits [n, vocabulary], and the row's highest ones."""
-    logprobs = logits.float().log_softmax(dim=-1)
+    rows = torch.split(logits.float(), 1 if row_by_row else len(logits))
+    logprobs = torch.cat([each.log_softmax(dim=-1) for each in rows])
     taken = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     values, others = logprobs.topk(min(max(tops), logits.shape[-1]), dim=-1)
     least = LEAST_LOGPROB
@@ -143,7 +156,7 @@ def positions_at_once(vocabulary: int, dtype_bytes: int) -> int:
     return max(1, PROMPT_LOGITS_BYTES // (vocabulary * dtype_bytes))
 
 
-def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor) -> None:
+def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor, *, row_by_row: bool = False) -> None:
     """Leave the log-probabilities of their chunks' tokens in the prompts that want them.
 
     Logits [n, vocabulary] are those of the `scored` positions, prompt by prompt. Raises NotFiniteError.
@@ -160,7 +173,7 @@ def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor) -> None:
         for first in range(0, len(scored), rows):
             piece = scored[first : first + rows]
             tokens = sequence.request.token_ids[piece.start + 1 : piece.stop + 1]
-            told += _token_logprobs(logits[at : at + len(piece)], tokens, [top] * len(piece))
+            told += _token_logprobs(logits[at : at + len(piece)], tokens, [top] * len(piece), row_by_row=row_by_row)
             at += len(piece)
         sequence.prompt_logprobs = tuple(told)
 

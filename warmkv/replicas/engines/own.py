@@ -10,6 +10,7 @@ from typing import Any
 from warmkv.config import Config
 from warmkv.replicas import device_memory
 from warmkv.replicas.constraints.compiler import Compiler
+from warmkv.replicas.engine import batch_invariant
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engines.interface import Parts, Place, Publish
 from warmkv.replicas.loading.load import load_model, token_classes
@@ -38,6 +39,7 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
     )
     engine.warm_up(say, config.compression.policy)
     check_engine(engine, say)
+    batch_invariant.check(engine, say)
     return Parts(
         engine,
         memory.to_json(),

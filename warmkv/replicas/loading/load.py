@@ -55,6 +55,7 @@ class LoadedModel:
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
     leaves_at_drawn: bool = False  # whether its last layer can be left out where nothing is drawn
+    query_tile: int = 0  # queries of prompts that are attended at a time, 0: as many as there are (`PrefillState`)
 
     def prefill_state(
         self,
@@ -73,6 +74,7 @@ class LoadedModel:
             inv_freq=self.inv_freq,
             classes=classes,
             keys_and_values=keys_and_values,
+            query_tile=self.query_tile,
         )
 
     @property

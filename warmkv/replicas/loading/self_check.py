@@ -19,6 +19,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.scheduler import Sequence as Drawing
 from warmkv.replicas.loading.load import LoadedModel
+from warmkv.replicas.loading.structure import mixes_experts
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams, UnservableRequestError
 
 log = logging.getLogger(__name__)
@@ -178,9 +179,3 @@ def compare(got: Tensor, expected: Tensor, model: LoadedModel, allowed: float, *
         f"{allowed:.2g} ({int(wrong.sum())} of {len(wrong)} positions are wrong). The replica does not start; "
         "engine.self_check=false turns this check off"
     )
-
-
-def mixes_experts(config: Any) -> bool:
-    """Return whether a model's tokens choose among experts."""
-    text = config.get_text_config()
-    return any((getattr(text, name, 0) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))

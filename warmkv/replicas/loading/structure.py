@@ -40,6 +40,12 @@ def is_listed(config: Any) -> bool:
     return config.get_text_config().model_type in supported.SERVED
 
 
+def mixes_experts(config: Any) -> bool:
+    """Return whether a model's tokens choose among experts."""
+    text = config.get_text_config()
+    return any((getattr(text, name, 0) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def refusal(family: str, reason: str) -> ValueError:
     """Build the error that names a family, why it is not served and what to do."""
     return ValueError(f"models of the family {family} cannot be served: {reason}. docs/models.md lists those that can")

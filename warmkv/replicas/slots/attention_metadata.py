@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -49,6 +50,8 @@ class AttentionMetadata:
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_reads: int
+    alone: Sequence[tuple[int, int, int]] | None = None
+    """Rows in the batch that are attended one by one, each with its reach and reads; None: all at once."""
     progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 
     @property

@@ -49,7 +49,7 @@ class DecodeState:
         self._pool, self._inv_freq = pool, inv_freq
         self._tokens = {slot: slot.tokens for slot in slots}
         self._packed: dict[tuple[int, int], set[int]] = {}  # layers in which groups have left their tails
-        self._launched: dict[tuple[int, str], LaunchProgress] = {}  # by layer and storage
+        self._launched: dict[tuple[int, str, int], LaunchProgress] = {}  # by layer, storage, and slot if it has its own
         state = pool.rows
         before = state.advanced()
         try:
@@ -107,7 +107,7 @@ class DecodeState:
         self.batches: list[list[RowBatch]] = [[] for _ in range(pool.shape.layers)]
         in_slabs = any(not slab.is_fused and active[span].any() for slab, span in self._spans)
         if any(slab.is_fused for slab in pool.slabs):
-            if not in_slabs:
+            if not in_slabs and not pool.batch_invariant:
                 self.padded = padded_batch(len(slots))
             self.batches = self._tables.batches(slots, pool.slabs, pool.rows, at, self.padded)
         if any(self.batches):
@@ -155,6 +155,7 @@ class DecodeState:
                 active[of],
                 (active & done.full)[of],
                 self._inv_freq,
+                alone=self._pool.batch_invariant,
             )
             if slab in failed:
                 step.take(failed[slab])
@@ -204,7 +205,8 @@ class DecodeState:
         heads = self._pool.shape.kv_heads
         out = query.new_empty(self.padded * heads + 1, query.shape[1] // heads, query.shape[-1])
         for batch in batches:
-            progress = self._launched.setdefault((layer, batch.storage.name), LaunchProgress())
+            own = -1 if batch.sequence is None else self.slots[batch.sequence].id
+            progress = self._launched.setdefault((layer, batch.storage.name, own), LaunchProgress())
             given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
         if self._parts[layer]:

@@ -79,6 +79,7 @@ class RowBatch:
     paged: bool
     rebased: bool
     windowed: bool
+    sequence: int | None  # of the batch, where each has launches of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class RowTables:
         self._known: Ints = np.empty((0, 0), dtype=np.int64)
         self._rows, self._dtype = 0, torch.float32
         self.is_static = False  # whether launches are the same for all batches of a size, as recordings need
+        self.by_sequence = False  # whether every sequence has launches of its own, which nothing else decides on
         self.key: Hashable = ()  # of the layout: all that launches take, but for what they read from the buffer
         self._grown = 0  # how often workspace has moved
         self._slots: tuple[Slot, ...] = ()
@@ -197,9 +199,11 @@ class RowTables:
             places = np.flatnonzero(there >= 0)
             batches.append([])
             pads = np.arange(sequences * heads, padded * heads)
-            for name in dict.fromkeys(storage[there[places]].tolist()):
-                these = places[storage[there[places]] == name]
+            sequence = places // heads if self.by_sequence else np.zeros_like(places)
+            for name, of_one in dict.fromkeys(zip(storage[there[places]].tolist(), sequence.tolist(), strict=True)):
+                these = places[(storage[there[places]] == name) & (sequence == of_one)]
                 found = self._layout(name, there[these], these, state.reads[there[these]], pads)
+                found.facts["sequence"] = of_one if self.by_sequence else None
                 batches[-1].append(found)
                 pads = pads[:0]
         distinct = list({id(each): each for layer in batches for each in layer}.values())

@@ -7,6 +7,7 @@ entries are packed in groups, new ones wait in the tail of the row until a group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from warmkv.policies.compression import cpu_attention
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
-from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots import kernels, row_by_row
 from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress, RowMetadata
 from warmkv.replicas.slots.piece import Piece
@@ -115,12 +116,15 @@ class Slab:
         active: Bools,
         full: Bools,
         inv_freq: Tensor,
+        *,
+        alone: bool = False,
     ) -> AttentionMetadata:
         """Build the metadata of a step over the first n rows, whose bookkeeping has advanced already; active, full bool
-        [n].
+        [n]. `alone`: rows are attended one by one.
         """
         kind, n = self.kind, len(active)
         reach = int(host.packed.max())
+        rows = np.flatnonzero(active).tolist() if alone else []
         uncompressed_tail = self._upload(seen_uncompressed(self.state.first(n), active, kind)) if kind.grouped else None
         bias: Tensor | None = None
         if not kind.page and (kind.grouped or reach > host.packed.min()):
@@ -137,6 +141,7 @@ class Slab:
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_reads=int(host.reads.max()) if kind.page else 0,
+            alone=[(row, int(host.packed[row]), int(host.reads[row])) for row in rows] if alone else None,
         )
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -154,7 +159,7 @@ class Slab:
         if done.entries is None:
             done.entries = self._places(at, step)
         kind, used, memory = self.kind, step.numbers, self.memory
-        if self._is_plain and softmax.is_plain:
+        if self._is_plain and softmax.is_plain and step.alone is None:
             rows = query, key, value, memory.keys[0][at, :n], memory.values[0][at, :n]
             if cpu_attention.takes_rows(*rows):
                 return cpu_attention.attend_rows(*rows, done.entries, used.packed, softmax.scale)
@@ -165,8 +170,10 @@ class Slab:
                 done.attended = True
             keys, values = memory.keys[0][at, :n], memory.values[0][at, :n]
             bounds = memory.lowest[at, :n], memory.highest[at, :n]
-            reads = used.lengths, used.reads, used.channels
-            return attend_pages(query, keys, values, *bounds, *reads, step.most_reads, softmax)
+            pages = query, keys, values, *bounds, used.lengths, used.reads, used.channels
+            if step.alone is not None:
+                return row_by_row.attend_chosen(pages, step, softmax)
+            return attend_pages(*pages, step.most_reads, softmax)
         uncompressed_tail = None
         if kind.grouped:
             uncompressed_tail = memory.uncompressed_keys[at, :n], memory.uncompressed_values[at, :n]
@@ -196,13 +203,15 @@ class Slab:
         softmax: Softmax,
     ) -> Tensor:
         bias = self._in_window(at, step) if self.kind.window else step.bias
-        groups = step.reach // self.storage.group
-        keys, values = (
-            tuple(part[at, : step.used, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
-        )
-        if self.storage.plain and scores is None:
-            return attend_rows(query, keys[0], values[0], bias, softmax)
-        out, shares = attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
+        is_scored = scores is not None
+        if step.alone is None:
+            rows = slice(0, step.used)
+            out, shares = self._read(at, is_scored, rows, step.reach, query, uncompressed_tail, bias, softmax)
+        else:
+            if not (self.kind.grouped or self.kind.window):
+                bias = None  # each sees all that it reaches
+            read = partial(self._read, at, is_scored)
+            out, shares = row_by_row.attend(read, step, query, uncompressed_tail, bias, softmax)
         if scores is not None:
             received = shares.sum(dim=1)
             if self.kind.alike:
@@ -213,6 +222,26 @@ class Slab:
             ):
                 mine.copy_(fresh) if self.kind.replaces else mine.add_(fresh)
         return out
+
+    def _read(
+        self,
+        at: int,
+        is_scored: bool,
+        rows: slice,
+        reach: int,
+        query: Tensor,
+        uncompressed_tail: tuple[Tensor, Tensor] | None,
+        bias: Tensor | None,
+        softmax: Softmax,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend rows up to an entry; returns the output and the shares of entries, a number where none are scored."""
+        groups = reach // self.storage.group
+        keys, values = (
+            tuple(part[at, rows, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
+        )
+        if self.storage.plain and not is_scored:
+            return attend_rows(query, keys[0], values[0], bias, softmax), query.new_zeros(())
+        return attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
 
     def _in_window(self, at: int, step: AttentionMetadata) -> Tensor:
         """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
@@ -237,9 +266,13 @@ class Slab:
             self.memory.uncompressed_keys[at, step.rows, entries] = key
             self.memory.uncompressed_values[at, step.rows, entries] = value
             return kind.packed + entries
-        index = (at, step.rows, entries)
-        _put(self.memory.keys, index, tuple(part[:, 0] for part in self.storage.encode_keys(key[:, None])))
-        _put(self.memory.values, index, tuple(part[:, 0] for part in self.storage.encode_values(value[:, None])))
+        index, storage = (at, step.rows, entries), self.storage
+        for parts, encode, entry in (
+            (self.memory.keys, storage.encode_keys, key[:, None]),
+            (self.memory.values, storage.encode_values, value[:, None]),
+        ):
+            encoded = encode(entry) if step.alone is None else row_by_row.encode(encode, entry)
+            _put(parts, index, tuple(part[:, 0] for part in encoded))
         if step.angles is not None:
             early, first = (entries < kind.sinks)[:, None], entries.clamp(max=kind.sinks - 1)
             self.memory.sink_keys[at, step.rows, first] = torch.where(

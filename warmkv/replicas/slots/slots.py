@@ -43,6 +43,7 @@ class SlotPool:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
         self.is_static = False  # whether steps are recorded (`RowTables`)
+        self.batch_invariant = False  # whether what a sequence attends depends on nothing of others, to the last bit
         self.buffer = StepBuffer(device)
         self.slabs: list[Slab] = []
         self.slots: dict[int, Slot] = {}
@@ -63,7 +64,7 @@ class SlotPool:
         """Return the tables by which kernels find rows."""
         if self._tables is None:
             self._tables = RowTables(self.shape, self.buffer, self._device, inv_freq, self.page_size)
-            self._tables.is_static = self.is_static
+            self._tables.is_static, self._tables.by_sequence = self.is_static, self.batch_invariant
         return self._tables
 
     @property

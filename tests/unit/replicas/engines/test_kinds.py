@@ -27,6 +27,7 @@ OTHERS = {
     "engine.preempt_seconds": 3,
     "engine.parked_bytes": "1MiB",
     "engine.compile_seconds": 3,
+    "engine.batch_invariant": True,
     "prefix_cache.eviction": "lfu",
     "prefix_cache.host": {"memory_bytes": "1MiB"},
     "prefix_cache.disk": {"memory_bytes": "1MiB", "path": "/somewhere"},
@@ -124,7 +125,10 @@ def test_a_group_has_the_settings_of_the_others_but_for_those_it_names():
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"engine": {"knd": "vllm"}}, r"cluster\.groups\.other\.engine\.knd cannot differ; known: compile"),
+        (
+            {"engine": {"knd": "vllm"}},
+            r"cluster\.groups\.other\.engine\.knd cannot differ; known: batch_invariant, compile",
+        ),
         ({"prefix_cache": {"block_size": 32}}, r"other\.prefix_cache\.block_size cannot differ"),
         ({"gateway": {}}, r"other\.gateway: write the settings of cluster, engine"),
         ({"engine": {"max_slots": 0}}, r"cluster\.groups\.other\.engine\.max_slots: Input should be greater"),
