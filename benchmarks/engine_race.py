@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _race(options, _setting(options, parser), races, figures)
     finally:
-        gc.unfreeze()
+        gc.unfreeze()  # who goes on in this process may count what is frozen: that walks through all of it
 
 
 def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], figures: set[str]) -> int:
