@@ -106,6 +106,11 @@ class EngineConfig(Section):
         return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *4 * (False,), keeps_generated=True)
 
     @property
+    def records(self) -> bool:
+        """Return True if decode steps are recorded as CUDA graphs, where there is a GPU."""
+        return self.compile != "off" and not self.batch_invariant
+
+    @property
     def kv_limit(self) -> int:
         """Return kv_bytes. Raises RuntimeError while it is auto."""
         return planned(self.kv_bytes, "engine.kv_bytes")

@@ -34,6 +34,13 @@ SAMPLING_BYTES = 32
 SCORING_BYTES = 4 * 4 << 22
 """What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/scoring.py`)."""
 
+MOST_RECORDED = 128
+"""Decode steps that an engine keeps as CUDA graphs (`replicas/engine/graphs.py`)."""
+
+RECORDED_LAYER_BYTES = 1 << 15
+"""What a driver keeps of a layer's launches in a CUDA graph, some twenty kernels: an estimate that no GPU has
+confirmed."""
+
 STORED_SHARE = 1 / 3
 """Share of stored prefixes where both limits are `auto`: a request has twice that, its slot and a workspace."""
 
@@ -261,6 +268,9 @@ def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache:
             on_gpu,
         ),
     ]
+    if on_gpu and engine.records:
+        graphs = graph_bytes(sizes, engine.max_slots)
+        lines.append(Line("graphs", graphs, f"estimated for {MOST_RECORDED} decode steps that are recorded"))
     if memory.taken:
         lines.append(Line("others", memory.taken, "CUDA context, and other processes on the device"))
     if not on_gpu:
@@ -327,11 +337,26 @@ def activation_bytes(sizes: ModelSizes, step_tokens: int, max_slots: int) -> int
     and values before and after rotation, then gate, up and their product in the MLP. Logits are those of the last
     position of each sequence.
     """
-    shape, rows = sizes.shape, max(step_tokens, max_slots)
+    return _pass_bytes(sizes, max(step_tokens, max_slots), max_slots) + SCORING_BYTES
+
+
+def _pass_bytes(sizes: ModelSizes, rows: int, drawn: int) -> int:
+    shape = sizes.shape
     heads = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim
     elements = 4 * sizes.hidden + 2 * heads + 3 * sizes.intermediate
     layer = rows * (elements * shape.dtype_bytes + 2 * 4 * sizes.hidden)
-    return layer + max_slots * sizes.vocabulary * (SAMPLING_BYTES + shape.dtype_bytes) + SCORING_BYTES
+    return layer + drawn * sizes.vocabulary * (SAMPLING_BYTES + shape.dtype_bytes)
+
+
+def graph_bytes(sizes: ModelSizes, max_slots: int) -> int:
+    """Return bytes of the CUDA graphs of decode steps.
+
+    They share one pool, in which the largest batch has its activations, and the logits that steps leave. A driver
+    keeps the launches of each.
+    """
+    rows = -(-max_slots // 16) * 16  # batches are padded to such multiples at most
+    left = rows * sizes.vocabulary * sizes.shape.dtype_bytes
+    return _pass_bytes(sizes, rows, rows) + left + MOST_RECORDED * sizes.shape.layers * RECORDED_LAYER_BYTES
 
 
 def attention_bytes(sizes: ModelSizes, step_tokens: int) -> float:

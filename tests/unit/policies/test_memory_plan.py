@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies.memory_plan import (
     CUDA_CONTEXT_BYTES,
+    MOST_RECORDED,
+    RECORDED_LAYER_BYTES,
     DeviceMemory,
     MemoryPlanError,
     ModelSizes,
@@ -45,13 +47,24 @@ def bytes_of(found):
 def test_an_8b_model_on_80_gb_takes_prompts_of_its_whole_context():
     found = planned(gpu(80 * GB))
     found.check()
-    for tokens in (100_000, 131_000):
+    for tokens in (100_000, 130_000):
         full = PolicySpec()
         needed = workspace_bytes(full, LLAMA_8B.shape, tokens) + slot_bytes(full, LLAMA_8B.shape, tokens, 72)
         assert needed <= found.kv.bytes
     assert found.prompt_tokens == 131_072
     assert found.stored.bytes == pytest.approx(found.kv.bytes / 2)  # a third of both
     assert 0 <= found.left < 100
+
+
+def test_cuda_graphs_have_a_line_where_steps_are_recorded():
+    few, many = (bytes_of(planned(gpu(80 * GB), engine={"max_slots": slots}))["graphs"] for slots in (16, 256))
+    layers = MOST_RECORDED * 32 * RECORDED_LAYER_BYTES
+    logits = 16 * 128_256 * 2  # that steps leave
+    assert few == pytest.approx(layers + logits + 16 * 128_256 * 34, rel=0.02)  # and what sampling takes
+    assert many - layers == pytest.approx(16 * (few - layers))
+    for engine in ({"compile": "off"}, {"batch_invariant": True}):
+        assert "graphs" not in bytes_of(planned(gpu(80 * GB), engine=engine))
+    assert "graphs" not in bytes_of(planned(machine(32 * GIB), TINY))
 
 
 def test_half_a_gpu_has_half_its_memory():

@@ -75,6 +75,7 @@ class CpuRecorder:
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
+        self.taken = 0
         self._now: Recording | None = None
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 def memory_of(status: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes of a replica by use, as it reported them last, and its plan if it has one."""
-    used = {use: status.get(f"{use}_bytes", 0) for use in ("weight", "slot", "workspace", "store")}
+    used = {use: status.get(f"{use}_bytes", 0) for use in ("weight", "slot", "workspace", "store", "step")}
     plan = status.get("memory")
     return {
         **{f"{use}_bytes": size for use, size in used.items()},

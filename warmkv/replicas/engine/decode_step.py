@@ -31,6 +31,13 @@ class DecodeSteps:
     graphs: Graphs[Drawn] | None = None
     row_by_row: bool = False  # how tokens are drawn
     drawn: Tensor | None = None  # tokens of the step before, which stay on the device for ids that name them
+    _logits: Tensor | None = None  # of the step before, of recorded ones
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of recordings, and of what steps leave."""
+        left = sum(each.nbytes for each in (self.drawn, self._logits) if each is not None)
+        return left + (self.graphs.record.taken if self.graphs is not None else 0)
 
     def decode(
         self, forward: Forward, state: DecodeState, inputs: StepInputs, *, processed: bool, kept: bool = False
@@ -55,12 +62,19 @@ class DecodeSteps:
                 processed = True
 
         def compute() -> Drawn:
-            logits = run()
+            logits = self._left(run())
             return logits, pick(logits, draws, row_by_row=self.row_by_row)
 
         state.begin()
         logits, tokens = graphs.compute((key, branches), compute, state.restart)
         return logits, None if processed else tokens
+
+    def _left(self, logits: Tensor) -> Tensor:
+        """Copy logits to where all recordings leave theirs, which would hold memory for those of each otherwise."""
+        if self._logits is None or len(self._logits) < len(logits):
+            self._logits = torch.empty_like(logits)
+        self._logits[: len(logits)] = logits
+        return self._logits[: len(logits)]
 
     def launch(self, forward: Forward, sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
         """Start a step as `Overlap.launch`."""

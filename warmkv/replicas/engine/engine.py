@@ -293,7 +293,13 @@ class Engine:
 
     def _publish_stats(self) -> None:
         self._stats = snapshot(
-            self.scheduler, self.pool, self.store, self.faults.counts, self._weight_bytes, self._prompts.compressed
+            self.scheduler,
+            self.pool,
+            self.store,
+            self.faults.counts,
+            self._weight_bytes,
+            self._prompts.compressed,
+            self._steps.held_bytes,
         )
 
     @torch.inference_mode()

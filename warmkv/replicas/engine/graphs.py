@@ -15,13 +15,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from warmkv.policies.memory_plan import MOST_RECORDED
 from warmkv.replicas.engine.faults import is_sticky
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-MOST_RECORDED = 128
-"""Recordings that are kept, those used last; each holds the results of a step."""
 
 SEEN_BEFORE = 16
 """Steps with a key that are computed before one is recorded, which takes as long as some of them."""
@@ -29,6 +27,8 @@ SEEN_BEFORE = 16
 
 class Recorder(Protocol):
     """Record the calls of a computation on a device."""
+
+    taken: int  # bytes of the device that recordings took so far
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Compute once, and return the result with what computes it again, into the same tensors."""
@@ -40,13 +40,15 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self.taken = 0
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
+        graph, (free, _) = torch.cuda.CUDAGraph(), torch.cuda.mem_get_info()
         # Other threads copy blocks meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
         self._pool = graph.pool()
+        self.taken += max(0, free - torch.cuda.mem_get_info()[0])  # what other threads take meanwhile included
         graph.replay()  # nothing is computed while it is recorded
         return result, graph.replay
 

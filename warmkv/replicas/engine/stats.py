@@ -32,6 +32,7 @@ class EngineStats:
     failures: Mapping[FailureKind, int]  # requests that failed so far, by cause
     slot_limit: int  # bytes that slots and workspaces may take
     compressed: Mapping[str, Compressions]  # prompts so far, by policy
+    step_bytes: int = 0  # of CUDA graphs of decode steps, and of what steps are told, work with and leave
     touched: int = 0  # prefixes that were touched so far to keep them warm
     allocator_bytes: int | None = None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 
@@ -43,6 +44,7 @@ def snapshot(
     failures: Mapping[FailureKind, int],
     weight_bytes: int,
     compressed: Mapping[str, Compressions],
+    recorded_bytes: int,
 ) -> EngineStats:
     """Collect the numbers. For the engine's thread, which changes their sources."""
     return EngineStats(
@@ -62,4 +64,5 @@ def snapshot(
         failures=dict(failures),
         slot_limit=scheduler.kv.bytes,
         compressed=dict(compressed),
+        step_bytes=pool.step_bytes + recorded_bytes,
     )

@@ -280,6 +280,10 @@ class RowTables:
         """Return a bound, one of few where launches are to be the same."""
         return 1 << (int(number) - 1).bit_length() if self.is_static and number else int(number)
 
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(held.nbytes for held in self._workspace.values())
+
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of anything that stays where it is while no larger one is asked for."""
         size = int(np.prod(shape))

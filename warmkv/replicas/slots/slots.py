@@ -72,6 +72,11 @@ class SlotPool:
         """Return the bytes of all slabs, and those set aside."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
+    @property
+    def step_bytes(self) -> int:
+        """Return the bytes of what steps are told and work with, on the device."""
+        return self.buffer.nbytes + (self._tables.workspace_bytes if self._tables is not None else 0)
+
     def tensors(self) -> list[Tensor]:
         """Return everything that is held; pages that slots share occur as often as they are."""
         return [tensor for slab in self.slabs for tensor in slab.tensors()]

@@ -57,6 +57,11 @@ class StepBuffer:
         """Return a part on the device, a view that stays the same until `moves` counts on."""
         return self._on_device[self._at[part]]
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._on_device.nbytes
+
     def tensors(self) -> list[Tensor]:
         """Return everything that is held, on the device and the host."""
         return [self._on_device, *(copy.tensor for copy in self._copies)]

@@ -171,6 +171,26 @@ def test_what_the_host_has_to_see_is_drawn_outside(models: Any, quick: CpuRecord
     assert driver.engine._steps.graphs.replays >= 2
 
 
+def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_counted(
+    models: Any, quick: CpuRecorder
+) -> None:
+    driver = recorded(models["llama"], quick)
+    before = driver.engine.stats().step_bytes
+    assert before >= driver.engine.pool.buffer.nbytes > 0
+    requests = [make_request(prompt(18, seed=at), new=10 - 2 * at, name=str(at), block=SIZE) for at in range(3)]
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    graphs = driver.engine._steps.graphs
+    assert graphs is not None
+    left = [logits for (logits, _), _ in graphs._recorded.values()]
+    assert len({len(logits) for logits in left}) > 1
+    assert len({logits.untyped_storage().data_ptr() for logits in left}) == 1
+    counted = driver.engine.stats().step_bytes
+    assert counted >= before + left[0].untyped_storage().nbytes()
+    quick.taken = 1 << 20
+    driver.engine.step()
+    assert driver.engine.stats().step_bytes == counted + (1 << 20)
+
+
 def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, recorder: CpuRecorder) -> None:
     """Check that nothing that was called while it failed is taken for done."""
 
@@ -191,6 +211,7 @@ def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, rec
 
     requests = [make_request(prompt(30), new=4, policy="h2o@12", block=SIZE)]
     driver = recorded(models["llama"], recorder)
+    failing.taken = 0  # type: ignore[attr-defined]
     driver.engine._steps.graphs = Graphs(failing, seen_before=1)  # type: ignore[arg-type]
     assert driver.run(*requests) == plain(models["llama"], *requests)
     assert driver.engine._steps.graphs.replays == 0

@@ -380,7 +380,7 @@ def test_memory_is_told_by_use_with_its_limits(server):
     asked = urllib.request.Request(f"{server.url}/v1/warmkv/memory", headers=OPERATOR)
     with urllib.request.urlopen(asked) as response:
         (memory,) = json.load(response)["replicas"].values()
-    uses = [memory[f"{use}_bytes"] for use in ("weight", "slot", "workspace", "store")]
+    uses = [memory[f"{use}_bytes"] for use in ("weight", "slot", "workspace", "store", "step")]
     assert memory["total_bytes"] == sum(uses)
     assert memory["store_bytes"] > 0
     assert memory["weight_bytes"] == server.engine.stats().weight_bytes > 1_000_000
