@@ -69,7 +69,7 @@ class Live:
         self.pool.touch(one, hits)
         assert self.pool.grab(one, job.prompt)
         self.tell()
-        reading = self.ledger.began(request, len(hits) * BLOCK, job.submitted)
+        reading = self.ledger.began(request, len(hits) * BLOCK, job.arrival)
         if job.output > 1:
             self.touch()
         self.now = job.finished
