@@ -73,13 +73,13 @@ def config(*flags: str) -> Config:
 
 
 def run(
-    records: Iterable[RequestRecord],
+    records: Sequence[RequestRecord],
     settings: Config,
     variant: Variant = Variant(),
     cost: StepTimes = EXACT,
     fast_forward: bool = True,
 ) -> tuple[Jobs, Outcome]:
-    jobs, lifetimes = prepare(list(records), settings, variant)
+    jobs, lifetimes = prepare(records, settings, variant)
     outcome = simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, fast_forward=fast_forward)
     return jobs, outcome
 

@@ -55,7 +55,9 @@ class Chains:
         beside = [
             (read.blocks, node, block)
             for read in prompt.reads
-            if read.is_tail and read.blocks <= len(path) and (node := self._nodes.by_number[read.number]) is not None
+            if read.is_tail
+            and read.blocks <= len(path)
+            and (node := self._nodes.by_number.get(read.number)) is not None
             for block in self._blocks([node], now)
         ]
         ends = dict(_ends(nodes))
@@ -93,7 +95,7 @@ class Chains:
         """
         chains: list[Chain] = []
         taken: set[bytes] = set()
-        every = [node for node in self._nodes.by_number if node is not None]
+        every = [self._nodes.by_number[number] for number in sorted(self._nodes.by_number)]
         every = [part for node in every for part in parts_of(node)]
         every += [node.sums for node in every if node.sums is not None]
         for tier in self._memory:
@@ -113,7 +115,7 @@ class Chains:
 
     def has(self, block: MovedBlock) -> bool:
         """Return True if some tier holds a block, as routers know it: column sums are not told."""
-        node = self._nodes.by_number[block.number]
+        node = self._nodes.by_number.get(block.number)
         return not block.sums and node is not None and sum(part.span for part in parts_of(node)) > block.place
 
     def _blocks(self, path: Path, now: float) -> list[MovedBlock]:
@@ -166,7 +168,7 @@ class Chains:
                 continue
             until = chain[: at + 1 - bool(block.sums)]
             path = self._nodes.path(numbers(until))
-            blocks = until[-1].place + 1 + sum(self._layout.runs[run].blocks for run in numbers(until)[:-1])
+            blocks = until[-1].place + 1 + sum(self._layout.blocks[run] for run in numbers(until)[:-1])
             path, last = upto(path, blocks)
             if block.sums:
                 path = self._tree.cut(path, blocks)

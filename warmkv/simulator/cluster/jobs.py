@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from warmkv.prefixes.record import Mark
 from warmkv.prefixes.record_columns import RecordColumns
-from warmkv.simulator.cache.layout import Layout
+from warmkv.simulator.cache.layout import Layout, numbers_of
 from warmkv.simulator.cache.replica_cache import Found, Name
 from warmkv.simulator.cluster.replica import ONE_GROUP, Job
 
@@ -69,11 +69,11 @@ class Jobs:
         self._marks, self._groups, self._later = marks, groups, {number for number, _ in following.values()}
         self._layout: Layout | None = None
         self._names: Mapping[bytes, Name] = {}
-        self._tenants, self._block_sizes = _numbers(records.tenant), _numbers(records.block_size)
-        self._prompts, self._outputs = _numbers(records.input_tokens), _numbers(records.output_tokens)
-        self._allowed = _numbers(np.maximum(records.output_tokens, records.max_tokens))
-        self._arrivals = _numbers(records.arrival - records.arrival[:1])
-        self._marked, self._shares = _numbers(marked), _numbers(shares)
+        self._tenants, self._block_sizes = numbers_of(records.tenant), numbers_of(records.block_size)
+        self._prompts, self._outputs = numbers_of(records.input_tokens), numbers_of(records.output_tokens)
+        self._allowed = numbers_of(np.maximum(records.output_tokens, records.max_tokens))
+        self._arrivals = numbers_of(records.arrival - records.arrival[:1])
+        self._marked, self._shares = numbers_of(marked), numbers_of(shares)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -127,8 +127,3 @@ class Jobs:
             job.num_preemptions, job.match.hit, job.match.blocks, job.reused, job.written, job.read, job.arrival,
             job.started, job.first, job.finished,
         )  # fmt: skip
-
-
-def _numbers(column: Any) -> Any:
-    """Return a column whose elements are Python's numbers: to get one takes less time than to make it of an array's."""
-    return memoryview(column)

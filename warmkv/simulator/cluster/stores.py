@@ -86,7 +86,7 @@ class Stores:
         self._caches: dict[str, ReplicaCache] = {}
         self._late = None
         if delay := simulator.index_delay:
-            self._late = LateIndex(PUBLISH_SECONDS, delay, [run.blocks for run in self._layout.runs])
+            self._late = LateIndex(PUBLISH_SECONDS, delay, laid.blocks)
 
     @property
     def block_bytes(self) -> int:
