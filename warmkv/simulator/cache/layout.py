@@ -83,7 +83,8 @@ class Prompts:
         return len(self._ends)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return (self[number] for number in range(len(self)))
+        for number in range(len(self)):
+            yield self[number]
 
     def __getitem__(self, number: int) -> Prompt:
         return Prompt(
@@ -102,9 +103,9 @@ class Layout:
 
     records: RecordColumns
     prompts: Prompts
-    parents: memoryview  # the run before each, NONE at a beginning
-    blocks: memoryview  # of each
-    tokens: memoryview  # of a block of each
+    parents: Sequence[int]  # the run before each, NONE at a beginning
+    blocks: Sequence[int]  # of each
+    tokens: Sequence[int]  # of a block of each
     examples: Ints  # [runs, 2]: number of a prompt, and its leading blocks up to the end of the run
     tails: Sequence[bytes]  # keys
 

@@ -79,7 +79,8 @@ class Jobs:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Job]:
-        return (self[number] for number in range(len(self)))
+        for number in range(len(self)):
+            yield self[number]
 
     def __getitem__(self, number: int) -> Job:
         number, records = range(len(self))[number], self.records
@@ -111,7 +112,9 @@ class Jobs:
 
     def coming(self) -> Iterator[Job]:
         """Make the jobs that wait for no other, one by one."""
-        return (self[number] for number in range(len(self)) if number not in self._later)
+        for number in range(len(self)):
+            if number not in self._later:
+                yield self[number]
 
     def lay_out(self, layout: Layout, names: Mapping[bytes, Name]) -> None:
         """Give all jobs the blocks of their prompts, and the `names` of those that end within their answers."""
