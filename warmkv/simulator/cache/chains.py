@@ -55,9 +55,7 @@ class Chains:
         beside = [
             (read.blocks, node, block)
             for read in prompt.reads
-            if read.is_tail
-            and read.blocks <= len(path)
-            and (node := self._nodes.by_number.get(read.number)) is not None
+            if read.is_tail and read.blocks <= len(path) and (node := self._nodes.by_number[read.number]) is not None
             for block in self._blocks([node], now)
         ]
         ends = dict(_ends(nodes))
@@ -95,7 +93,7 @@ class Chains:
         """
         chains: list[Chain] = []
         taken: set[bytes] = set()
-        every = [self._nodes.by_number[number] for number in sorted(self._nodes.by_number)]
+        every = [node for node in self._nodes.by_number if node is not None]
         every = [part for node in every for part in parts_of(node)]
         every += [node.sums for node in every if node.sums is not None]
         for tier in self._memory:
@@ -115,7 +113,7 @@ class Chains:
 
     def has(self, block: MovedBlock) -> bool:
         """Return True if some tier holds a block, as routers know it: column sums are not told."""
-        node = self._nodes.by_number.get(block.number)
+        node = self._nodes.by_number[block.number]
         return not block.sums and node is not None and sum(part.span for part in parts_of(node)) > block.place
 
     def _blocks(self, path: Path, now: float) -> list[MovedBlock]:

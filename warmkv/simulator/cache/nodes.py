@@ -12,13 +12,13 @@ from warmkv.simulator.cache.layout import NONE, Layout
 
 
 class Nodes:
-    """The last node of each run and tail of which some tier holds blocks.
+    """The last node of each run and tail of which some tier holds blocks; None where none does.
 
     A run that was split has several, one behind the other.
     """
 
     def __init__(self, layout: Layout, tiers: Sequence[Tier], token_bytes: int) -> None:
-        self.by_number: dict[int, Node] = {}
+        self.by_number: list[Node | None] = [None] * len(layout.blocks)
         self._layout, self._tiers, self._token_bytes = layout, tiers, token_bytes
         self._tails: defaultdict[int, list[int]] = defaultdict(list)  # by the run before them, once it is asked for
         self._sizes: dict[tuple[int, int], list[int]] = {}  # bytes in every tier, by plain bytes and tokens
@@ -28,7 +28,7 @@ class Nodes:
         nodes, before = self.by_number, None
         path: Path = []
         for run in runs:
-            node = nodes.get(run)
+            node = nodes[run]
             if node is None:
                 break
             if node.parent is before:
@@ -43,7 +43,7 @@ class Nodes:
         nodes, before = self.by_number, None
         path: Path = []
         for run in runs:
-            node = nodes.get(run) or self._make(run, before)
+            node = nodes[run] or self._make(run, before)
             if node.parent is before:
                 path.append(node)
             else:
@@ -53,7 +53,7 @@ class Nodes:
 
     def node(self, number: int, path: Path) -> Node:
         """Return a node by its number; make it behind a path if it is missing."""
-        return self.by_number.get(number) or self._make(number, path[-1] if path else None)
+        return self.by_number[number] or self._make(number, path[-1] if path else None)
 
     def _make(self, number: int, parent: Node | None) -> Node:
         blocks, tokens = self._layout.blocks[number], self._layout.tokens[number]
@@ -69,7 +69,7 @@ class Nodes:
             for tail in range(len(self._layout.examples), len(self._layout.blocks)):
                 self._tails[self._layout.parents[tail]].append(tail)
         tails = self._tails.get(number, ())
-        return [node for tail in tails if (node := self.by_number.get(tail)) is not None]
+        return [node for tail in tails if (node := self.by_number[tail]) is not None]
 
     def sums_of(self, node: Node, plain: int) -> Node:
         """Return the node of the column sums of all up to a node."""
@@ -100,16 +100,16 @@ class Nodes:
             head.sums = None
             node.drop()
             return
-        last = self.by_number.get(number)
+        last = self.by_number[number]
         if last is None:
             return
         if last is node and (head is None or head.number != number):  # it was never split
-            del self.by_number[number]
+            self.by_number[number] = None
             node.drop()
             return
         parts = parts_of(last)
         if parts[0] is node:
-            del self.by_number[number]
+            self.by_number[number] = None
             for part in parts:
                 part.drop()
         elif last is node and (head := parts[-2]).sums is None and not any(copy.pinned for copy in head.copies):

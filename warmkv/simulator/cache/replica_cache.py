@@ -102,7 +102,7 @@ class ReplicaCache:
         for read in prompt.reads:
             if read.blocks > full:
                 continue
-            node = nodes.get(read.number)
+            node = nodes[read.number]
             if node is None or node.mark_expires <= now:
                 continue
             if read.position > found.tokens:
@@ -168,7 +168,7 @@ class ReplicaCache:
 
     def is_marked(self, number: int, now: float) -> bool:
         """Return True if the breakpoint at the end of a run, or of a tail, by its number, may be read."""
-        node = self._nodes.by_number.get(number)
+        node = self._nodes.by_number[number]
         return node is not None and node.mark_expires > now
 
     def names(self, prompt: Prompt) -> list[Name]:
@@ -178,7 +178,7 @@ class ReplicaCache:
     def lost(self, name: Name, now: float) -> None:
         """Drop a block that the engine has evicted, the last one that is held of its chain, and the tails behind it."""
         run, place = name
-        node = self._nodes.by_number.get(run)
+        node = self._nodes.by_number[run]
         if node is None:
             return
         for tail in self._nodes.tails_behind(run):
@@ -217,7 +217,7 @@ class ReplicaCache:
                 continue
             path = self._tree.cut(path, blocks) if blocks else []
             if rest:
-                tail = self._nodes.by_number.get(tails[position].tail)
+                tail = self._nodes.by_number[tails[position].tail]
                 if tail is None:
                     continue
                 path.append(tail)
@@ -262,7 +262,7 @@ class ReplicaCache:
 
     def depths(self, runs: Runs) -> Depths:
         """Return leading blocks of a prompt by tier, as routers know them: those in it or in a faster one."""
-        if not runs or runs[0] not in self._nodes.by_number:  # as for most replicas and prompts
+        if not runs or self._nodes.by_number[runs[0]] is None:  # as for most replicas and prompts
             return NOWHERE
         found = [0, 0, 0]
         path = self._nodes.held(runs)
@@ -286,7 +286,7 @@ class ReplicaCache:
         """Count the leading blocks of a prompt that some tier holds."""
         nodes, before, blocks = self._nodes.by_number, None, 0
         for run in prompt.runs:
-            node = nodes.get(run)
+            node = nodes[run]
             if node is None:
                 break
             if node.parent is not before:  # one was split
@@ -297,7 +297,7 @@ class ReplicaCache:
 
     def holds_all(self, run: int) -> bool:
         """Return True if some tier holds a run to its end, and all before it."""
-        node = self._nodes.by_number.get(run)
+        node = self._nodes.by_number[run]
         return node is not None and node.span == node.length
 
     def leading(self, prompt: Prompt, most: int, now: float) -> Depths:
@@ -367,7 +367,7 @@ class ReplicaCache:
 
     def _depths_of(self, number: int) -> Depths:
         """Return leading blocks of a run by tier, as `depths` does."""
-        node = self._nodes.by_number.get(number)
+        node = self._nodes.by_number[number]
         if node is None:
             return NOWHERE
         found = [0, 0, 0]
