@@ -1,6 +1,6 @@
 """The jobs of a replay: each is made when it arrives, and when it is over its outcome is kept as a row of numbers.
 
-So a replay has as many `Job` objects as there are requests on their way, and 70 bytes for each that is over.
+So a replay has as many `Job` objects as there are requests on their way, and 74 bytes for each that is over.
 """
 
 from __future__ import annotations
