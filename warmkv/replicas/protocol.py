@@ -234,8 +234,7 @@ class BlocksWanted(ToReplica):
     """Blocks that a replica would rather fetch than compute."""
 
     identity: Mapping[str, Any]  # of the KV
-    keys: tuple[bytes, ...]  # of full blocks from the start of a prompt
-    first: int  # of these that is wanted
+    keys: tuple[bytes, ...]  # of consecutive full blocks of a chain
     tails: tuple[bytes, ...]  # behind them, at breakpoints that the request may read
     sums: bool  # whether they are of no use without column sums
 

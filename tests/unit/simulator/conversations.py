@@ -13,7 +13,6 @@ from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.cluster import Outcome, simulate
-from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import resolved
 from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.steps.costs import Cost, PhaseCosts, Roofline, StepCost, StepTimes, UniformCosts
@@ -73,13 +72,13 @@ def config(*flags: str) -> Config:
 
 
 def run(
-    records: Sequence[RequestRecord],
+    records: Iterable[RequestRecord],
     settings: Config,
     variant: Variant = Variant(),
     cost: StepTimes = EXACT,
     fast_forward: bool = True,
-) -> tuple[Jobs, Outcome]:
-    jobs, lifetimes = prepare(records, settings, variant)
+) -> tuple[list[Job], Outcome]:
+    jobs, lifetimes = prepare(list(records), settings, variant)
     outcome = simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, fast_forward=fast_forward)
     return jobs, outcome
 

@@ -166,7 +166,7 @@ class Chains:
                 continue
             until = chain[: at + 1 - bool(block.sums)]
             path = self._nodes.path(numbers(until))
-            blocks = until[-1].place + 1 + sum(self._layout.blocks[run] for run in numbers(until)[:-1])
+            blocks = until[-1].place + 1 + sum(self._layout.runs[run].blocks for run in numbers(until)[:-1])
             path, last = upto(path, blocks)
             if block.sums:
                 path = self._tree.cut(path, blocks)

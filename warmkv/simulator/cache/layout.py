@@ -6,7 +6,7 @@ different lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -59,55 +59,23 @@ class Prompt:
     reads: tuple[Read, ...] = ()
 
 
-class Prompts:
-    """Prompts by number, each made when it is asked for.
+class Run(NamedTuple):
+    """A run by its number: the one before it (NONE at a beginning), its blocks, and the tokens of each."""
 
-    `runs` are those of all prompts, one behind the other, `counts` how many each has; `writes` and `reads` may be empty
-    if no prompt has any.
-    """
-
-    def __init__(
-        self,
-        records: RecordColumns,
-        runs: Numbers,
-        counts: Numbers,
-        writes: Sequence[tuple[Write, ...]],
-        reads: Sequence[tuple[Read, ...]],
-    ) -> None:
-        self._names, self._tenants = records.names, numbers_of(records.tenant)
-        self._tokens, self._block_sizes = numbers_of(records.input_tokens), numbers_of(records.block_size)
-        self._runs, self._ends = numbers_of(runs.astype(np.int32)), numbers_of(counts.cumsum())
-        self._writes, self._reads = writes, reads
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        for number in range(len(self)):
-            yield self[number]
-
-    def __getitem__(self, number: int) -> Prompt:
-        return Prompt(
-            self._names[self._tenants[number]],
-            self._tokens[number],
-            self._block_sizes[number],
-            tuple(self._runs[self._ends[number - 1] if number else 0 : self._ends[number]]),
-            self._writes[number] if self._writes else (),
-            self._reads[number] if self._reads else (),
-        )
+    parent: int
+    blocks: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All prompts, and all runs and tails by number, tails behind the runs."""
+    """All prompts, and all runs and tails by number, with a prompt and its blocks that each ends with."""
 
     records: RecordColumns
-    prompts: Prompts
-    parents: Sequence[int]  # the run before each, NONE at a beginning
-    blocks: Sequence[int]  # of each
-    tokens: Sequence[int]  # of a block of each
+    prompts: Sequence[Prompt]
+    runs: Sequence[Run]
     examples: Ints  # [runs, 2]: number of a prompt, and its leading blocks up to the end of the run
-    tails: Sequence[bytes]  # keys
+    tails: Sequence[bytes]  # keys; tails are numbered behind the runs
 
     def keys(self, number: int) -> Hashes:
         """Return the keys of a run's blocks."""
@@ -115,12 +83,12 @@ class Layout:
             return (self.tails[number - len(self.examples)],)
         prompt, end = map(int, self.examples[number])
         (hashes,) = self.records.hashes.of(prompt)
-        return tuple(self.records.keys_of(hashes[end - self.blocks[number] : end]))
+        return tuple(self.records.keys_of(hashes[end - self.runs[number].blocks : end]))
 
     def path(self, number: int) -> list[int]:
         """Return the runs from the first one of a prompt to a run or tail."""
         found = [number]
-        while (parent := self.parents[found[-1]]) != NONE:
+        while (parent := self.runs[found[-1]].parent) != NONE:
             found.append(parent)
         return found[::-1]
 
@@ -128,15 +96,10 @@ class Layout:
         """Return the run of each block or tail, or of those that are wanted, and its place there, by its key."""
         return {
             key: (number, at)
-            for number in range(len(self.blocks))
+            for number in range(len(self.runs))
             for at, key in enumerate(self.keys(number))
             if wanted is None or key in wanted
         }
-
-
-def numbers_of(column: Any) -> Any:
-    """Return an array as a sequence of Python's numbers, which takes less time than to make them of its elements."""
-    return memoryview(column)
 
 
 def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> Layout:
@@ -173,7 +136,7 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
     begins = _before(places, inner_firsts) + 1
     begins[inner_firsts] = inner
     total = int(last.sum())
-    lengths, parents, example, until = np.zeros((4, total), dtype=np.int32)
+    lengths, parents, example, until = np.zeros((4, total), dtype=np.int64)
     lengths[runs], parents[runs] = places + 1 - begins, _before(runs, inner_firsts)
     example[runs], until[runs] = owners, places + 1 - starts[owners]
 
@@ -197,20 +160,17 @@ def layout(records: Sequence[RequestRecord], blocks: Numbers | None = None) -> L
     whole = reads.rest == 0
     found[whole] &= hashes[reads.place[whole]] == reads.key[whole]
 
+    sizes = columns.block_size[example].tolist()
+    every = list(map(Run, parents.tolist(), lengths.tolist(), sizes))
+    every += map(Run, tails.parents.tolist(), [1] * len(tails.parents), tails.tokens.tolist())
+    paths = _split(runs.tolist(), amounts)
     write = (marks.position, runs_until, tails.numbers, ended)
     writes = _shared(Write, marks.owner, len(columns), (ended, marks.position), write)
     read = [column[found] for column in (reads.position, reads.full, node, reads.rest > 0)]
+    plain = (columns.values("tenant"), columns.input_tokens.tolist(), columns.block_size.tolist())
     readable = _shared(Read, reads.owner[found], len(columns), (read[2], read[0]), read)
-    prompts = Prompts(columns, runs, amounts, writes, readable)
-    return Layout(
-        columns,
-        prompts,
-        _joined(parents, tails.parents),
-        _joined(lengths, np.ones_like(tails.parents)),
-        _joined(columns.block_size[example], tails.tokens),
-        np.stack([example, until], axis=1),
-        columns.keys_of(tails.keys),
-    )
+    prompts = list(map(Prompt, *plain, paths, writes, readable))
+    return Layout(columns, prompts, every, np.stack([example, until], axis=1), columns.keys_of(tails.keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,29 +227,24 @@ class _Tails:
         return np.where(self.names[at] == wanted, self.named[at], NONE)
 
 
-def _joined(of_runs: Numbers, of_tails: Numbers) -> Any:
-    """Return a number for each run, and behind these for each tail."""
-    return numbers_of(np.concatenate([of_runs, of_tails], dtype=np.int32))
-
-
 T = TypeVar("T")
 
 
 def _shared(
     make: Callable[..., T], owner: Ints, count: int, name: tuple[Numbers, Numbers], columns: Sequence[NDArray[Any]]
 ) -> list[tuple[T, ...]]:
-    """Return what each of `count` owners has, made of the rows of columns; those of one name are one object.
-
-    Empty if nobody has anything.
-    """
-    if not len(owner):
-        return []
+    """Return what each of `count` owners has, made of the rows of columns; those of one name are one object."""
     first, second = name
     names = (first.astype(np.int64) + 1) * (int(second.max(initial=0)) + 1) + second
     _, rows, places = np.unique(names, return_index=True, return_inverse=True)
     made = list(map(make, *(column[rows].tolist() for column in columns)))
-    rest = iter([made[place] for place in places.tolist()])
-    return [tuple(islice(rest, each)) if each else () for each in np.bincount(owner, minlength=count).tolist()]
+    return _split([made[place] for place in places.tolist()], np.bincount(owner, minlength=count))
+
+
+def _split(values: Sequence[T], counts: Ints) -> list[tuple[T, ...]]:
+    """Cut values into tuples of so many each."""
+    rest = iter(values)
+    return [tuple(islice(rest, count)) if count else () for count in counts.tolist()]
 
 
 def _before(values: Numbers, firsts: Ints) -> Numbers:

@@ -18,7 +18,7 @@ class Nodes:
     """
 
     def __init__(self, layout: Layout, tiers: Sequence[Tier], token_bytes: int) -> None:
-        self.by_number: list[Node | None] = [None] * len(layout.blocks)
+        self.by_number: list[Node | None] = [None] * len(layout.runs)
         self._layout, self._tiers, self._token_bytes = layout, tiers, token_bytes
         self._tails: defaultdict[int, list[int]] = defaultdict(list)  # by the run before them, once it is asked for
         self._sizes: dict[tuple[int, int], list[int]] = {}  # bytes in every tier, by plain bytes and tokens
@@ -56,7 +56,7 @@ class Nodes:
         return self.by_number[number] or self._make(number, path[-1] if path else None)
 
     def _make(self, number: int, parent: Node | None) -> Node:
-        blocks, tokens = self._layout.blocks[number], self._layout.tokens[number]
+        _, blocks, tokens = self._layout.runs[number]
         plain = tokens * self._token_bytes
         end = blocks * tokens + (parent.end if parent is not None else 0)
         node = Node(number, parent, blocks, tokens, end, plain, self._weights(plain, tokens))
@@ -66,8 +66,8 @@ class Nodes:
     def tails_behind(self, number: int) -> list[Node]:
         """Return the tails at the end of a run that are held."""
         if not self._tails:
-            for tail in range(len(self._layout.examples), len(self._layout.blocks)):
-                self._tails[self._layout.parents[tail]].append(tail)
+            for tail in range(len(self._layout.examples), len(self._layout.runs)):
+                self._tails[self._layout.runs[tail].parent].append(tail)
         tails = self._tails.get(number, ())
         return [node for tail in tails if (node := self.by_number[tail]) is not None]
 

@@ -159,7 +159,7 @@ class ReplicaCache:
         if self._lifetimes.automatic:
             run, place = name
             runs = self._layout.path(run)
-            blocks = sum([self._layout.blocks[before] for before in runs[:-1]]) + place + 1
+            blocks = sum([self._layout.runs[before].blocks for before in runs[:-1]]) + place + 1
             whole = self._nodes.path(runs)
             path, last = upto(whole, blocks)
             self._tree.store(path, self._lifetimes.default, now, tenant, last)
@@ -173,7 +173,7 @@ class ReplicaCache:
 
     def names(self, prompt: Prompt) -> list[Name]:
         """Return names of a prompt's full blocks: their runs, and their places in these."""
-        return [(run, at) for run in prompt.runs for at in range(self._layout.blocks[run])]
+        return [(run, at) for run in prompt.runs for at in range(self._layout.runs[run].blocks)]
 
     def lost(self, name: Name, now: float) -> None:
         """Drop a block that the engine has evicted, the last one that is held of its chain, and the tails behind it."""
@@ -243,7 +243,7 @@ class ReplicaCache:
                 if number == NONE:
                     continue
                 runs = self._layout.path(number)
-                blocks = place + 1 + sum(self._layout.blocks[run] for run in runs[:-1])
+                blocks = place + 1 + sum(self._layout.runs[run].blocks for run in runs[:-1])
                 path, last = upto(self._nodes.path(runs), blocks)
                 if sums:
                     path, last = self._tree.cut(path, blocks), 1

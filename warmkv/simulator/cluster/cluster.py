@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,6 @@ from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
-from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
@@ -39,7 +38,7 @@ PROGRESS_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the cluster held over time; what became of each request is told by the jobs."""
+    """What the cluster held over time; what became of each request stands in the jobs."""
 
     slots: TimeWeightedGauge  # bytes of decode slots, all replicas together
     stored: TimeWeightedGauge  # bytes of stored blocks and tails, all replicas and tiers together
@@ -52,7 +51,7 @@ class Outcome:
 
 
 def simulate(
-    jobs: Jobs,
+    jobs: Sequence[Job],
     config: Config,
     lifetimes: Lifetimes,
     token_bytes: int,
@@ -66,7 +65,7 @@ def simulate(
     begun: float = 0.0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
-    """Run jobs, ordered by arrival, to their end; which keep their outcome.
+    """Run jobs, ordered by arrival, to their end; their outcome is written into them.
 
     A job that waits for another arrives its think time after that one ended, or was refused.
 
@@ -82,35 +81,35 @@ def simulate(
     """
     groups = {name: resolved(group) for name, group in config.groups().items()}
     laid = laid_out(jobs, lay_out, held, generated=any(group.has_one_pool for group in groups.values()))
-    levels = Levels()
+    levels, block_size = Levels(), jobs[0].block_size if jobs else 1
     kinds = {
         name: ReplicaKind(
             group,
-            Stores(group, lifetimes, token_bytes, jobs.block_size, laid, levels),
+            Stores(group, lifetimes, token_bytes, block_size, laid, levels),
             times_of(times, name),
             mixed_limits(jobs, group, token_bytes, name) if group.batches_as_vllm else None,
-            group.prefix_cache.keep_warm // (jobs.block_size * entry_bytes(group, token_bytes)),
+            group.prefix_cache.keep_warm // (block_size * entry_bytes(group, token_bytes)),
         )
         for name, group in groups.items()
     }
     return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun)
 
 
-def mixed_limits(jobs: Jobs, config: Config, token_bytes: int, group: str = "") -> Limits:
+def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int, group: str = "") -> Limits:
     """Return the limits of replicas of a group that batch as vLLM does.
 
     Raises BatchingError for what vLLM does not do of what the group is to serve.
     """
     engine, kind = config.engine, StepKind.of(config.whole_cache)
-    for number, (other, *_) in enumerate(jobs.sizes):
-        if other not in (kind, WHOLE_CACHE) and group in jobs[number].groups:
+    for job in jobs:
+        if group in job.groups and job.kind not in (kind, WHOLE_CACHE):
             raise BatchingError(
-                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {jobs[number].record.id} "
-                f"has {other.label}; choose the policy {kind.label}"
+                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
+                f"{job.kind.label}; choose the policy {kind.label}"
             )
     block = config.kv_block or BLOCK
     if config.has_one_pool and config.prefix_cache.enabled and jobs:
-        block = jobs.block_size  # by which prefixes are found
+        block = jobs[0].block_size  # by which prefixes are found
     room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
     tokens = room // entry_bytes(config, token_bytes)
     if config.prefix_cache.keep_warm > room // 2:
@@ -141,7 +140,7 @@ class Cluster:
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: Sequence[Job],
         config: Config,
         kinds: Mapping[str, ReplicaKind],
         levels: Levels,
@@ -192,9 +191,10 @@ class Cluster:
                 replica.restore(contents, begun)
         if not self._jobs:
             self._close()
-        _arrivals(self._env, self._jobs.coming(), self._arrive)
+        first = [job for job in self._jobs if not job.waits]
+        _arrivals(self._env, first, self._arrive)
         self._env.run()
-        end = float(self._jobs.outcomes["finished"].max(initial=0.0))
+        end = max(0.0, max((job.finished for job in self._jobs), default=0.0))
         for fleet in self._fleets.values():
             for cache in fleet.caches:
                 cache.expire(end)
@@ -206,9 +206,10 @@ class Cluster:
     def _placed(self) -> Mapping[str, set[str]]:
         """Return the names of the replicas that records name, by group; their requests go nowhere else."""
         placed: dict[str, set[str]] = {}
-        for number in range(len(self._jobs)):
-            group = self._jobs.records.name("group", number) if len(self._fleets) > 1 else ""
-            placed.setdefault(group, set()).add(self._jobs.records.name("replica", number))
+        for job in self._jobs:
+            if len(self._fleets) > 1:
+                job.groups = (job.records.name("group", job.number),)
+            placed.setdefault(job.groups[0], set()).add(job.records.name("replica", job.number))
         return placed
 
     def _close(self) -> None:
@@ -220,8 +221,6 @@ class Cluster:
     def _arrive(self, job: Job) -> None:
         if self._arrived % PROGRESS_EVERY == 0:
             self._progress(self._arrived)
-        if self._as_placed and len(self._fleets) > 1:
-            job.groups = (job.records.name("group", job.number),)
         job.gateway = self._arrived % len(self._gateways)
         self._arrived += 1
         if self._scales and len(self._fleets) == 1:
@@ -319,11 +318,10 @@ class Cluster:
             self._count(job.number, None)
         if job.shares:
             gateway.writers.left(job.number)
-        self._jobs.keep(job)
-        if job.number in self._jobs.following:
-            number, think = self._jobs.following[job.number]
-            wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + think
-            following = self._jobs[number]
+        job.known_keys = None
+        following = job.following
+        if following is not None:
+            wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + following.think
             following.arrival = self._env.now + wait
             self._env.timeout(wait).callbacks.append(lambda _: self._arrive(following))
         self._left -= 1
@@ -370,8 +368,9 @@ class Cluster:
                 again.callbacks.append(lambda _, job=job: self._send(job))
 
 
-def _arrivals(clock: Clock, coming: Iterator[Job], arrive: Callable[[Job], None]) -> None:
+def _arrivals(clock: Clock, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
     """Let jobs arrive, each at its time: those of now at once, then each by an alarm that is set when it is next."""
+    coming = iter(jobs)
     job = next(coming, None)
 
     def go_on(now: float) -> None:

@@ -57,10 +57,13 @@ class Job:
     endless: bool = False  # whether it may go on beyond the context
     marked: bool = True  # whether breakpoints say what is read and written, as in the Messages API
     shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
-    groups: tuple[str, ...] = ONE_GROUP  # of replicas that can serve it
     blocks: Prompt = field(init=False, repr=False)  # known once the prompts are laid out
     gateway: int = 0  # the one that it comes to
+    waits: bool = False  # for the turn before it: its arrival is not known before that ends
+    think: float = 0.0  # seconds from that end to its arrival
+    following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
     generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
+    groups: tuple[str, ...] = ONE_GROUP  # of replicas that can serve it
 
     replica: str = ""  # the last that had it; stays empty if it was refused
     started: float = NEVER
@@ -106,6 +109,11 @@ class Job:
     @property
     def full_blocks(self) -> int:
         return int(self.records.hashes.counts[self.number])
+
+    @property
+    def decode_steps(self) -> int:
+        """Return the steps after the one that gives the first token."""
+        return max(0, self.output - 1)
 
 
 class SimulatedReplica:

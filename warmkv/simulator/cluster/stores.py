@@ -13,14 +13,14 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PUBLISH_SECONDS, Depths
 from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.chains import MovedBlock
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
 from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
-from warmkv.simulator.cache.replica_cache import Name, Removals, ReplicaCache
+from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
-from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import Job
 
@@ -41,19 +41,23 @@ class Levels:
 
 
 def laid_out(
-    jobs: Jobs, lay_out: LayOut | None = None, held: Sequence[Contents] = (), *, generated: bool = False
+    jobs: Sequence[Job], lay_out: LayOut | None = None, held: Sequence[Contents] = (), *, generated: bool = False
 ) -> Layout:
-    """Lay out the prompts of jobs, and what replicas hold; the jobs get their blocks.
+    """Lay out the prompts of jobs, and what replicas hold; each job gets its blocks.
 
     With `generated` also those that answers complete, as far as they are part of other prompts.
     """
-    records, names = jobs.records, dict[bytes, Name]()
+    records = jobs[0].records if jobs else columns_of([])
     lay_out = lay_out or (lambda more: layout([*records, *more] if more else records))
-    found = lay_out(prompts_of(held, jobs.block_size))
+    found = lay_out(prompts_of(held, jobs[0].block_size if jobs else 1))
+    for job in jobs:
+        job.blocks = found.prompts[job.number]
     if generated and records.generated.counts.any():
         (wanted,) = records.generated.flat()
-        names = found.places(set(records.keys_of(np.unique(wanted))))
-    jobs.lay_out(found, names)
+        places = found.places(set(records.keys_of(np.unique(wanted))))
+        for job in jobs:
+            own = records.keys_of(*records.generated.of(job.number))
+            job.generated = tuple(places[key] for key in own if key in places)
     return found
 
 
@@ -86,7 +90,7 @@ class Stores:
         self._caches: dict[str, ReplicaCache] = {}
         self._late = None
         if delay := simulator.index_delay:
-            self._late = LateIndex(PUBLISH_SECONDS, delay, laid.blocks)
+            self._late = LateIndex(PUBLISH_SECONDS, delay, [run.blocks for run in self._layout.runs])
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from warmkv.config import Prices
 from warmkv.faults import UserError
@@ -75,28 +74,27 @@ def timeseries(run: Run) -> dict[str, Any]:
 
     Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0.
     """
-    rows, records = run.jobs.outcomes, run.jobs.records
-    served = rows["replica"] > 0
+    served = [job for job in run.jobs if job.replica]
     times = np.linspace(0.0, run.result.seconds, POINTS + 1)
 
-    def until(moments: NDArray[np.float64], amounts: NDArray[np.int32] | None = None) -> Any:
+    def until(moments: list[float], amounts: list[int] | None = None) -> Any:
         """Count the moments up to each time, or sum their amounts."""
-        order = np.argsort(moments, kind="stable")
+        order = np.argsort(np.array(moments), kind="stable")
         total = np.arange(len(moments) + 1)
         if amounts is not None:
-            total = np.concatenate([[0], np.cumsum(amounts[order], dtype=np.int64)])
-        return total[np.searchsorted(moments[order], times, side="right")]
+            total = np.concatenate([[0], np.cumsum(np.array(amounts, dtype=np.int64)[order])])
+        return total[np.searchsorted(np.array(moments)[order], times, side="right")]
 
-    arrived, started, finished = (until(rows[name][served]) for name in ("arrival", "started", "finished"))
-    firsts = rows["first"][served]
+    arrived, started = until([job.arrival for job in served]), until([job.started for job in served])
+    finished, firsts = until([job.finished for job in served]), [job.first for job in served]
     return {
         "seconds": times,
-        "arrived": until(rows["arrival"]),
+        "arrived": until([job.arrival for job in run.jobs]),
         "served": finished,
         "waiting": arrived - started,
         "running": started - finished,
-        "prompt_tokens": until(firsts, records.input_tokens[served]),
-        "reused_tokens": until(firsts, rows["reused"][served]),
+        "prompt_tokens": until(firsts, [job.prompt for job in served]),
+        "reused_tokens": until(firsts, [job.reused for job in served]),
         "replicas": run.outcome.alive.at(times),
         "slot_bytes": run.outcome.slots.at(times),
         **{f"{tier}_bytes": level.at(times) for tier, level in run.outcome.tiers.items()},

@@ -100,23 +100,18 @@ def _bills(result: Result) -> list[tuple[str, str]]:
 
 def _latency_chart(run: Run) -> str:
     """Draw the cumulative distributions of TTFT, TPOT and E2E."""
-    served = run.jobs.outcomes["replica"] > 0
-    arrival, first, finished = (run.jobs.outcomes[name][served] for name in ("arrival", "first", "finished"))
-    steps = run.jobs.records.output_tokens[served] - 1
-    decoded = steps > 0
+    served = [job for job in run.jobs if job.replica]
     panels = {
-        "TTFT, seconds": first - arrival,
-        "TPOT, seconds": (finished - first)[decoded] / steps[decoded],
-        "E2E, seconds": finished - arrival,
+        "TTFT, seconds": [job.first - job.arrival for job in served],
+        "TPOT, seconds": [(job.finished - job.first) / job.decode_steps for job in served if job.decode_steps],
+        "E2E, seconds": [job.finished - job.arrival for job in served],
     }
     with mpl.rc_context(STYLE):
         drawing = Figure(figsize=(8.4, 2.5), layout="constrained")
         for at, (ax, (label, values)) in enumerate(
             zip(drawing.subplots(1, 3, sharey=True), panels.items(), strict=True)
         ):
-            ax.plot(
-                np.quantile(values, SHARES) if len(values) else [], SHARES if len(values) else [], color=COLOURS[at]
-            )
+            ax.plot(np.quantile(values, SHARES) if values else [], SHARES if values else [], color=COLOURS[at])
             ax.set_xlabel(label)
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from warmkv.faults import UserError
 from warmkv.policies.eviction import Order
-from warmkv.policies.prefix_tree.radix import RadixTree
-from warmkv.policies.tiers import Tier
+from warmkv.policies.retention import TierIndex
 from warmkv.simulator.cache.stack_distance import needs
 from warmkv.simulator.studies.quantities import Unit
 from warmkv.simulator.traces import Trace
@@ -145,34 +144,23 @@ def by_order(
     correction: Correction = Correction(),
     progress: Callable[[int], None] = lambda requests: None,
 ) -> Hits:
-    """Simulate one cache with the tree of the live stores. Raises CacheSimError as `lru` does.
+    """Simulate one cache, walked through block by block with the index of the live stores. Raises CacheSimError as
+    `lru` does.
 
     Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
     """
 
     def empty(room: int) -> Cache:
-        tree = RadixTree([Tier("device", room, order)])
+        index = TierIndex(room, order)
 
         def use(request: Walked) -> int:
-            now, chain, kinds = request.arrival, request.chain, list(zip(request.tokens, request.weights, strict=True))
-            tree.expire(now)
-            path = tree.find(chain)
-            at = hit = sum([node.length for node in path])
-            tree.touch(path, now)
-            while at < len(chain):
-                end = next((end for end in range(at, len(chain)) if kinds[end] != kinds[at]), len(chain))
-                path.append(tree.behind(path, chain[at:end], *kinds[at]))
-                at = end
-            if path:
-                tree.store(path, ttl + GRACE, now, "")
-                tree.changes()
+            hit = index.match(request.chain, request.arrival)
+            index.touch(request.chain[:hit], request.arrival)
+            index.store(request.chain, request.weights, ttl + GRACE, request.arrival, tokens=request.tokens)
             return hit
 
         return use
 
-    if not _stand_for_prefixes(trace):
-        behind = "a prompt has the same block twice, or one that stands behind different ones elsewhere"
-        raise CacheSimError(f"{behind}; only --eviction lru can count that")
     return _walk(trace, empty, capacity, ttl, unit, scope, correction, progress)
 
 
@@ -258,16 +246,6 @@ def _walk(
             progress(i)
     prompts, count = int(trace.input_tokens.sum(dtype=np.int64)), len(trace.blocks)
     return Hits(tokens, blocks, tokens / prompts if prompts else 0.0, blocks / count if count else 0.0)
-
-
-def _stand_for_prefixes(trace: Trace) -> bool:
-    """Return True if every block always follows the same one."""
-    _, blocks = np.unique(trace.blocks, return_inverse=True)
-    before = np.roll(blocks, 1)
-    before[trace.offsets[:-1][np.diff(trace.offsets) > 0]] = -1
-    parents = np.empty_like(blocks)
-    parents[blocks] = before
-    return bool((parents[blocks] == before).all())
 
 
 def _needs(trace: Trace, ttl: float) -> Ints:

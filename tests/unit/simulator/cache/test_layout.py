@@ -22,7 +22,7 @@ def request(blocks, marks=(), reads=(), rest=0):
 
 
 def lengths(found):
-    return [[found.blocks[run] for run in prompt.runs] for prompt in found.prompts]
+    return [[found.runs[run].blocks for run in prompt.runs] for prompt in found.prompts]
 
 
 def test_a_run_ends_where_prompts_end_or_part():
@@ -40,8 +40,7 @@ def test_a_run_ends_at_breakpoints_and_tails_hang_there():
     first, second = found.prompts
     assert [write.runs for write in first.writes] == [1, 2]
     assert (first.writes[0].tail, found.keys(first.writes[1].tail)) == (NONE, (TAIL,))
-    tail = first.writes[1].tail
-    assert (found.parents[tail], found.blocks[tail], found.tokens[tail]) == (first.runs[1], 1, 2)
+    assert found.runs[first.writes[1].tail] == (first.runs[1], 1, 2)
     assert [(read.position, read.blocks, read.is_tail) for read in second.reads] == [(10, 2, True), (4, 1, False)]
     assert [read.number for read in second.reads] == [first.writes[1].tail, first.runs[0]]
 
@@ -76,14 +75,14 @@ def test_runs_are_laid_out_as_an_obvious_pass_over_all_prefixes_does(prompts):
     found, chains = layout([request(prompt) for prompt in prompts]), set()
     for prompt, laid in zip(prompts, found.prompts, strict=True):
         ends = [n for n in range(1, len(prompt) + 1) if len(after[prompt[:n]]) > 1 or None in after[prompt[:n]]]
-        assert [found.blocks[run] for run in laid.runs] == [end - start for start, end in pairwise([0, *ends])]
-        assert [found.parents[run] for run in laid.runs] == [NONE, *laid.runs][: len(laid.runs)]
+        assert [found.runs[run].blocks for run in laid.runs] == [end - start for start, end in pairwise([0, *ends])]
+        assert [found.runs[run].parent for run in laid.runs] == [NONE, *laid.runs][: len(laid.runs)]
         assert tuple(block for run in laid.runs for block in found.keys(run)) == prompt
         chains |= {(run, prompt[:end]) for run, end in zip(laid.runs, ends, strict=True)}
-    assert len(chains) == len({run for run, _ in chains}) == len({chain for _, chain in chains}) == len(found.blocks)
+    assert len(chains) == len({run for run, _ in chains}) == len({chain for _, chain in chains}) == len(found.runs)
 
 
 @pytest.mark.parametrize("prompts", [[(A, B), (C, B)], [(A, B, A)], [(A, B), (B, C)]])
 def test_blocks_behind_different_ones_are_different_prefixes(prompts):
     found = layout([request(prompt) for prompt in prompts])
-    assert sum(found.blocks) == len({p[:n] for p in prompts for n in range(1, len(p) + 1)})
+    assert sum(run.blocks for run in found.runs) == len({p[:n] for p in prompts for n in range(1, len(p) + 1)})

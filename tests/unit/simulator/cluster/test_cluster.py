@@ -261,8 +261,8 @@ def test_a_conversation_returns_to_the_warm_replica():
     records = [record(float(n), [n % 4] * 40, output=2, name=str(n)) for n in range(40)]
     jobs, _ = run(records, config("cluster.replicas=4"))
     for topic in range(4):
-        assert len({job.replica for job in list(jobs)[topic::4]}) == 1
-    assert all(job.reused == 39 for job in list(jobs)[4:])
+        assert len({job.replica for job in jobs[topic::4]}) == 1
+    assert all(job.reused == 39 for job in jobs[4:])
 
 
 @pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])
@@ -289,7 +289,7 @@ EVERYTHING = (
 @pytest.mark.parametrize("flags", [(), EVERYTHING])
 def test_an_empty_cluster_ends_at_once(flags):
     jobs, outcome = run([], config(*flags))
-    assert (len(jobs), outcome.end) == (0, 0.0)
+    assert (jobs, outcome.end) == ([], 0.0)
     assert outcome.alive.mean(outcome.end) == 1
 
 

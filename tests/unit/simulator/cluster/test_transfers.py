@@ -105,7 +105,7 @@ def test_a_prefix_is_fetched_by_hand():
 
 def test_what_is_fetched_comes_once_for_all_who_wait():
     jobs, outcome = run(busy_then(*[[1] * 40] * 5), eager())
-    later = [job for job in list(jobs)[2:] if job.replica == "replica-1"]
+    later = [job for job in jobs[2:] if job.replica == "replica-1"]
     assert len(later) == 3
     assert moved(outcome) == (1, 80, 0)
     assert [job.reused for job in later] == [39] * 3

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.replica import Job
 
 
@@ -22,16 +20,19 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     return Usage(usage.input, usage.read, usage.written, job.output)
 
 
-def by_tenant(jobs: Jobs, numbers: NDArray[np.int64], lifetimes: Lifetimes) -> Mapping[str, Usage]:
+def by_tenant(jobs: Sequence[Job], lifetimes: Lifetimes) -> Mapping[str, Usage]:
     """Sum the usages of served jobs by tenant, in the order of their names: those that `billed` gives, at once."""
-    records, marked, rows = jobs.records, jobs.marked[numbers], jobs.outcomes
-    prompt, output = records.input_tokens[numbers], records.output_tokens[numbers]
-    read = np.where(marked, rows["read"][numbers], rows["reused"][numbers])
-    stored = np.maximum(rows["hit"], rows["written"])[numbers]
+    if not jobs:
+        return {}
+    records, numbers = jobs[0].records, np.array([job.number for job in jobs])
+    marked = np.array([job.marked for job in jobs])
+    prompt, output = np.array([job.prompt for job in jobs]), np.array([job.output for job in jobs])
+    read = np.array([job.read if job.marked else job.reused for job in jobs])
+    stored = np.array([max(job.match.hit, job.written) if job.marked else 0 for job in jobs])
 
     marks = records.marks.take(numbers)
     positions, ttls, _ = marks.flat()
-    owner = np.repeat(np.arange(len(numbers)), marks.counts)
+    owner = np.repeat(np.arange(len(jobs)), marks.counts)
     counts = marked[owner] & (positions <= stored[owner])
     end = read  # of what is billed so far
     written = {}

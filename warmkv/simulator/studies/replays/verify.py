@@ -71,8 +71,9 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
     served = [(job, usage) for job, usage in zip((j for j in done.jobs if j.replica), done.usages, strict=True)]
     logged = columns_of(records)
     timed = measured(logged)
-    compared = np.array([job.number for job, _ in served if timed[job.number]], dtype=np.int64)
+    jobs = [job for job, _ in served if timed[job.number]]
     cached, resident = logged.cached_tokens.tolist(), logged.resident_bytes.tolist()
+    timings = logged.take(np.array([job.number for job in jobs], dtype=np.int64))
     count = max(1, len(served))
     return Verdict(
         requests=len(records),
@@ -85,7 +86,5 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,
         stored_bytes=done.outcome.stored.value,
-        times=judge(measured_times(logged.take(compared)), simulated_times(done.jobs, compared))
-        if len(compared)
-        else None,
+        times=judge(measured_times(timings), simulated_times(jobs)) if jobs else None,
     )

@@ -81,11 +81,12 @@ def predict(
     the level at the end. Raises VariantError if the configuration lacks a TTL that the records name.
     """
     done = run(records, config, Variant(), times, inputs=inputs, held=held)
-    label, requests = config.compression.policy.label, len(records) - counted
-    if requests <= 0:
+    jobs = done.jobs[counted:]
+    label = config.compression.policy.label
+    if not jobs:
         return Prediction(label, {}, 0)
-    result = summarise(done.jobs, done.outcome, config, done.lifetimes, Variant(), counted).result
-    since, until = done.jobs.outcomes["arrival"][[counted, -1]].tolist()
+    result = summarise(jobs, done.outcome, config, done.lifetimes, Variant()).result
+    since, until = jobs[0].arrival, jobs[-1].arrival
     moments = np.linspace(since, until, MOMENTS)
     outcome = done.outcome
     tokens = result.prompt_tokens + result.usage.output
@@ -100,14 +101,14 @@ def predict(
         "ttft_p50": result.ttft.p50,
         "ttft_p99": result.ttft.p99,
         "tpot_p50": result.tpot.p50,
-        "in_slo": result.in_slo / requests,
+        "in_slo": result.in_slo / len(jobs),
         "refused": float(result.refused),
         "dollars_per_million_tokens": result.dollars / tokens * 1e6 if tokens else None,
         "gpu_dollars_per_million_tokens": dollars / tokens * 1e6 if tokens else None,
         "resident_bytes_end": float(outcome.stored.value),
         "quality": quality(),
     }
-    return Prediction(label, figures, requests)
+    return Prediction(label, figures, len(jobs))
 
 
 def measure(records: Sequence[RequestRecord], config: Config) -> Values:
